@@ -29,7 +29,7 @@ from swpipe.errors import add_note
 from swpipe.loops.ahead_tasks import versions_in
 from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.pass_generators import PassGenerators, States, saved_form
+from swpipe.loops.pass_generators import PassGenerators, States, changed, saved_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class LoaderPass:
             of.generators.write(saved["at_start"])
         self._at_start = of.generators.read()
         self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
+        self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
-        self._sampling = read_in_pass(torchs(of.loader)) if of.guarded else []
+        self._sampling: list[Any] = []
         self.iterator = self._pull()
 
     def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
@@ -158,7 +159,7 @@ class LoaderPass:
     def _check_beginning(self) -> None:
         """Refuse a loader that cannot be begun again, or is known to have too few batches."""
         loader = self._of.loader
-        if self._goes_on and not self._has_state:
+        if self._goes_on and self.handed_out and not self._has_state:
             raise ValueError(
                 f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
                 "again: give a DataLoader or another object that makes a new iterator"
@@ -181,11 +182,12 @@ class LoaderPass:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
-        of, after_pull = self._of, None
+        of = self._of
         if (pulled := self._states.get(self.handed_out)) is not None:
             loader = pulled.loader
             after_pull = saved_form(self._drawn(pulled.generators)) if self.is_ahead else None
         else:
+            after_pull = None if self.pulled else {}  # nothing was asked of a pass that has begun
             loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
         return {
             "batches": self.handed_out,
@@ -232,6 +234,8 @@ class LoaderPass:
         """
         if self.is_ahead or self._at_end:
             self._check_unchanged()
+        else:
+            self._sampling = read_in_pass(torchs(self._of.loader))
         if self.is_ahead:
             self._of.draws.check_others()
         self.pull_alone(self.handed_out + depth)
@@ -365,6 +369,13 @@ class LoaderPass:
         """Let an iterator that was given go, too; there is no other pass."""
         self.release()
         self._of = replace(self._of, loader=())
+
+    def undo(self) -> None:
+        """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
+        self.release()
+        generators = self._of.generators
+        if not (self.pulled or changed(self._when_begun, generators.read())):
+            generators.write(self._at_start)
 
     def release(self) -> None:
         """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""

@@ -22,7 +22,7 @@ from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
-from swpipe.loops.live_loaders import end_workers, has_live_workers, has_place, torchs
+from swpipe.loops.live_loaders import end_workers, goes_on, has_live_workers, has_place, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of, set_back
 from swpipe.loops.pass_generators import PassGenerators, told
@@ -49,8 +49,10 @@ class Resumable(Protocol[Out]):
 class ResumableLoop(Generic[Out]):
     """An iterable of what ``progress`` returns, one pass over the loader each time.
 
-    A pass that is left early, by ``break`` or an exception, drops what was pulled ahead if no task
-    can have changed anything for it. Otherwise it stays in flight, for ``drain`` of the pipeline.
+    A pass begins at ``iter(loop)``, as that of a plain loop; batches are pulled when they are asked
+    for. A pass that is left early, by ``break`` or an exception, drops what was pulled ahead if no
+    task can have changed anything for it. Otherwise it stays in flight, for ``drain`` of the
+    pipeline.
 
     Attributes:
         pipe: The pipeline.
@@ -156,7 +158,7 @@ class ResumableLoop(Generic[Out]):
         self._pulled.draws.names |= frozenset(state["loader_draws"])
         end_workers(loader)
         self._pass = self._rest = None
-        if state["batches"]:
+        if state["batches"] or state["after_pull"] is not None:  # the pass had begun
             self._pass = self._rest = LoaderPass(self._pulled, state)
         else:
             if state["loader"] is not None:
@@ -166,29 +168,44 @@ class ResumableLoop(Generic[Out]):
         self._left = False
 
     def __iter__(self) -> Iterator[Out]:
-        """What the pipeline returns for each batch.
+        """What the pipeline returns for each batch. The pass begins now, as that of a ``for``.
+
+        The first batch is pulled when it is asked for. While another pass has not ended, this one
+        begins then, too.
 
         Raises:
-            RuntimeError: Another pass has not ended.
+            RuntimeError: At the first batch: another pass has not ended.
         """
-        # The rest of a pass is this iterator's even if nobody asks it for anything: Lightning does
-        # not, when it goes on from the last batch of an epoch. A new pass begins when it is asked.
-        rest, self._rest = self._rest, None
-        return self._iterate(rest)
+        running = self._running
+        if running is not None and self._is_complete(running):  # and is asked for nothing more
+            self._end(running, failed=False)
+        contexts = self._iterate()
+        next(contexts)
+        return contexts
 
-    def _iterate(self, rest: LoaderPass | None) -> Iterator[Out]:
-        self._refuse_running()
+    def _begun(self) -> LoaderPass:
+        """The pass of a state that was loaded, the rest of one that was left, or a new one."""
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
+        rest, self._rest = self._rest, None
         if rest is not None and rest.is_of_another_epoch:
             end_workers(self._loader)
             rest = LoaderPass(self._pulled, rest.saved)
         current = self._pass = rest or self._rest_of_left() or self._new_pass()
-        self._begin(current)
-        iterator = current.iterator
         self._dropped = self._left = False
-        self._running, failed = current, False
+        return current
+
+    def _iterate(self) -> Iterator[Out]:
+        current = self._begun() if self._running is None else None
+        runs = failed = False
         try:
+            yield None  # type: ignore[misc]  # to ``__iter__``
+            self._refuse_running()
+            current = self._pass = current or self._begun()
+            self._dropped = self._left = False
+            self._running, runs = current, True
+            self._begin(current)
+            iterator = current.iterator
             while True:
                 self._make_ready(current)
                 try:
@@ -204,9 +221,13 @@ class ResumableLoop(Generic[Out]):
                 current.hand_out()
                 yield out
                 del out
+                if self._running is not current:  # a new pass has ended it
+                    return
         finally:
-            if self._running is current:
+            if current is not None and runs and self._running is current:
                 self._end(current, failed=failed)
+            elif current is not None and not runs:
+                self._forget(current)
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """The pass is over, or left."""
@@ -222,6 +243,13 @@ class ResumableLoop(Generic[Out]):
         else:
             self._leave(current, failed=failed)
         self._left = not current.ended
+
+    def _forget(self, current: LoaderPass) -> None:
+        """A pass was begun, and nobody asked for a batch: a trainer looks whether this iterates."""
+        if not goes_on(self._loader):
+            current.undo()
+            if self._pass is current and not current.handed_out:
+                self._pass = None
 
     def _is_complete(self, current: LoaderPass) -> bool:
         """Whether all was handed out, by the loader's length."""
@@ -326,7 +354,7 @@ class ResumableLoop(Generic[Out]):
                 "drain() before you save, let the loader's workers draw "
                 "(DataLoader(num_workers=1)), or give tasks random=True"
             )
-        if check and not has_place(self._loader):
+        if check and current.handed_out and not has_place(self._loader):
             raise RuntimeError(
                 f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
                 "DataLoader over a map-style dataset, and does not say where it is in its pass: "
