@@ -12,34 +12,21 @@ read it for the second.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
-
-from swpipe._tensors.pytree import tensors_held
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
+from swpipe.loops.batch_memory import Content, buffers_in, content_of
 
 
-def tensors_of(batch: Any) -> Iterable[Tensor]:
-    """A batch's tensors that count their modifications in place."""
-    found = (batch,) if type(batch) is Tensor else tensors_held(batch)
-    return (one for one in found if not one.is_inference())
-
-
-def versions_in(batch: Any) -> list[int]:
-    """Their version counters."""
-    return [one._version for one in tensors_of(batch)]
-
-
-def _version(tensor: weakref.ref[Tensor]) -> int | None:
-    found = tensor()
-    return None if found is None else found._version
+def _content(buffer: weakref.ref[Any]) -> Content | None:
+    found = buffer()
+    return None if found is None else content_of(found)
 
 
 class AheadTasks:
@@ -55,8 +42,8 @@ class AheadTasks:
 
     def __init__(self, tasks: Sequence[PipelineTask], ahead: int) -> None:
         self._failures: dict[int, Exception] = {}
-        self._tensors: dict[int, list[weakref.ref[Tensor]]] = {}  # of batches, by iteration
-        self._versions: dict[int, list[int | None]] = {}  # as the last task ahead left them
+        self._buffers: dict[int, list[weakref.ref[Any]]] = {}  # of batches, by iteration
+        self._contents: dict[int, list[Content | None]] = {}  # as the last task ahead left them
         self._names = [task.name for task in tasks[:ahead]]
         self._mends = [
             "device=" if isinstance(task.fn, BatchCopy) else f"pure=True of {task.name!r}"
@@ -76,15 +63,15 @@ class AheadTasks:
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
             if first:
-                self._tensors[number] = [weakref.ref(one) for one in tensors_of(ctx.batch)]
+                self._buffers[number] = [weakref.ref(one) for one in buffers_in(ctx.batch)]
             try:
                 if number not in self._failures:
                     task.fn(ctx)
             except Exception as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
-            if last and number in self._tensors:  # not where a shortcut replays the first
-                self._versions[number] = [*map(_version, self._tensors[number])]
+            if last and number in self._buffers:  # not where a shortcut replays the first
+                self._contents[number] = [*map(_content, self._buffers[number])]
 
         return replace(task, fn=run)
 
@@ -94,8 +81,8 @@ class AheadTasks:
             number = ctx.iter_idx
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            then = self._versions.pop(number, [])
-            now = map(_version, self._tensors.pop(number, ())) if then else ()
+            then = self._contents.pop(number, [])
+            now = map(_content, self._buffers.pop(number, ())) if then else ()
             # One that is gone nobody else has.
             if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
                 raise self._modified(number)
@@ -116,5 +103,5 @@ class AheadTasks:
     def drop(self) -> None:
         """The iterations in flight are dropped."""
         self._failures.clear()
-        self._tensors.clear()
-        self._versions.clear()
+        self._buffers.clear()
+        self._contents.clear()

@@ -11,22 +11,17 @@ and as many batches are pulled and dropped as were handed out: it has to give th
 from __future__ import annotations
 
 import copy
-import sys
+import gc
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
-from zlib import crc32
 
-import torch
-from torch import Tensor
-
-from swpipe._tensors.pytree import leaves_in, tensors_held
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.ahead_tasks import versions_in
+from swpipe.loops.batch_memory import BatchAsPulled, Watched
 from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, States, changed, saved_form
@@ -53,46 +48,11 @@ class PulledLoader:
     makes_batches: bool = False
 
 
-class _Kept(NamedTuple):
-    """A batch that was pulled and not handed out, and the version counters of its tensors."""
-
-    batch: Any
-    versions: list[int]
-
-
 class _PulledState(NamedTuple):
     """After a pull: of the loader, and of the generators that it draws from."""
 
     loader: Any
     generators: States
-
-
-class _Memory(NamedTuple):
-    """A tensor or array of a batch that may still be used, and what tells when it is written."""
-
-    value: Any
-    content: int
-
-
-def _memory_of(batch: Any) -> dict[int, _Memory]:
-    """Address to the tensor or array there: its version counter, or a checksum of its beginning."""
-    found = {
-        one.data_ptr(): _Memory(one, 0 if one.is_inference() else one._version)
-        for one in tensors_held(batch)
-        if one.layout is torch.strided and one.numel()
-    }
-    arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
-    for one in () if isinstance(batch, Tensor) else leaves_in(batch):
-        if isinstance(one, arrays) and one.size:
-            address = one.__array_interface__["data"][0]
-            found[address] = _Memory(one, crc32(one.flat[:512].tobytes()))
-    return found
-
-
-def _is_used_again(now: _Memory, then: _Memory) -> bool:
-    """Whether what is there now may be another content."""
-    other = isinstance(now.value, Tensor) and now.value is not then.value
-    return other or now.content != then.content
 
 
 class LoaderPass:
@@ -124,11 +84,12 @@ class LoaderPass:
         self._states: dict[int, _PulledState] = {}  # by batches pulled
         self._has_state = has_state_dict(of.loader)
         self._again: deque[Any] = deque()
-        self._ahead: deque[_Kept] = deque()  # of an iterator or a list
-        self._in_use: deque[dict[int, _Memory]] = deque()  # of the body's batch and those ahead
-        self.lost = self._modified = False
+        self._ahead: deque[BatchAsPulled] = deque()
+        self._of_body: list[BatchAsPulled] = []
+        self._modified: list[Watched] = []  # what was dropped and is not as it was pulled
+        self.lost = False
         self._goes_on = goes_on(of.loader)
-        self._is_list = type(of.loader) is list
+        self._holds = type(of.loader) in (list, tuple)  # its batches
         self._at_end = self.ended = False
         self._latest: Any = None
         self.failure: Exception | None = None
@@ -246,15 +207,16 @@ class LoaderPass:
         if any(draws.wants_alone(number) for number in range(self.pulled + 1, most + 1)):
             while self.pulled < most and not self._at_end and self._advance(alone=True):
                 self._again.append(self._latest)
+                self._latest = None
 
     def _check_unchanged(self) -> None:
         """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
         loader = self._of.loader
         now = read_in_pass(torchs(loader))
         changed = "" if are_same(self._sampling, now) else "the loader's sampler or dataset"
-        if self._is_list:
+        if type(loader) is list:
             now = loader[self.handed_out : self.pulled]
-            same = are_same([kept.batch for kept in self._ahead], now)
+            same = are_same([pulled.batch for pulled in self._ahead], now)
             if not same or (self._at_end and len(loader) != self.pulled):
                 changed = "the list"
         if changed:
@@ -265,16 +227,16 @@ class LoaderPass:
             )
 
     def _pull(self) -> Iterator[Any]:
-        while True:
-            if self._again:
-                batch = self._again.popleft()
-            elif self._at_end or not self._advance():
-                return
-            else:
-                batch, self._latest = self._latest, None
+        while self._again or (not self._at_end and self._advance()):
             self.fed += 1
-            yield batch
-            del batch
+            yield self._taken()  # this frame must not keep it
+
+    def _taken(self) -> Any:
+        """The next batch that was pulled."""
+        if self._again:
+            return self._again.popleft()
+        batch, self._latest = self._latest, None
+        return batch
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
@@ -298,39 +260,34 @@ class LoaderPass:
 
     def _note_pulled(self, after: States) -> None:
         of = self._of
-        if of.makes_batches:
-            self._check_memory()
-        if self._goes_on or self._is_list:
-            versions = versions_in(self._latest) if self._goes_on else []
-            self._ahead.append(_Kept(self._latest, versions))
+        if of.guarded and (of.makes_batches or self._holds):
+            pulled = BatchAsPulled(self._latest, keep=self._goes_on or self._holds)
+            if of.makes_batches:
+                self._check_memory(pulled)
+            self._ahead.append(pulled)
         if self._has_state or after:
             state = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
             self._states[self.pulled] = _PulledState(state, after)
             for old in [number for number in self._states if number < self.handed_out]:
                 del self._states[old]
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, pulled: BatchAsPulled) -> None:
         """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
 
         Raises:
             RuntimeError: It is.
         """
-        own = _memory_of(self._latest)
-        for earlier in self._in_use:
-            if any(_is_used_again(own[one], earlier[one]) for one in own.keys() & earlier.keys()):
+        for earlier in (*self._of_body, *self._ahead):
+            if earlier.is_used_again_by(pulled):
                 raise RuntimeError(
                     "the loader has made a batch in the memory of an earlier one, which was "
                     "pulled ahead and is still in use: let it make a new tensor for each batch"
                 )
-        self._in_use.append(own)
 
     def hand_out(self) -> None:
         """The caller gets the next batch."""
         self.handed_out += 1
-        if self._ahead:
-            self._ahead.popleft()
-        while len(self._in_use) > self.pulled - self.handed_out + 1:
-            self._in_use.popleft()
+        self._of_body = [self._ahead.popleft()] if self._ahead else []
 
     def leave(self, *, failed: bool) -> frozenset[str]:
         """The caller leaves the pass before its end.
@@ -343,10 +300,10 @@ class LoaderPass:
         """
         if failed and self.is_ahead:
             self.hand_out()
+        modified = [part for pulled in self._ahead for part in pulled.changed()]
+        self._modified = [Watched(part) for part in modified]
         if self._goes_on:
-            kept = self._ahead
-            self._modified = any(versions_in(one.batch) != one.versions for one in kept)
-            self._again = deque(one.batch for one in kept)
+            self._again = deque(pulled.batch for pulled in self._ahead)
             self.iterator = self._pull()
             return frozenset()
         self.lost = self.is_ahead
@@ -382,6 +339,8 @@ class LoaderPass:
         self._batches = iter(())
         self._again.clear()
         self._ahead.clear()
+        self._of_body.clear()
+        self._latest = None
         self._at_end = True
 
     def goes_on(self) -> bool:
@@ -397,15 +356,27 @@ class LoaderPass:
                 "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
                 "leave the loader in turn (pull_ahead=False)"
             )
-        if not self._goes_on or self.ended:
-            return False
-        if self._modified:
+        self.check_modified()
+        return self._goes_on and not self.ended
+
+    def check_modified(self) -> None:
+        """Refuse to go on where the loader has batches that were dropped, and may give them again.
+
+        What it makes anew has gone with the pass.
+
+        Raises:
+            RuntimeError: It has, and tasks that ran ahead have modified them.
+        """
+        if not any(one.is_there for one in self._modified):
+            return
+        gc.collect()  # what only refers to itself is nobody's
+        if any(one.is_there for one in self._modified):
             raise RuntimeError(
-                "the loader is an iterator, and tasks that ran ahead have modified batches that "
-                "were dropped when the last pass was left: the loop cannot go on with them. Let "
-                "the tasks make new tensors, or give a loader that makes a new iterator"
+                "tasks that ran ahead have modified batches that were dropped when the last pass "
+                f"was left, and the loader ({type(self._of.loader).__name__}) would give them "
+                "again: they would be modified twice. Let the tasks make new tensors, or the "
+                "loader new batches in each pass"
             )
-        return True
 
 
 def set_back(loader: Any, state: Any) -> Iterator[Any]:

@@ -148,13 +148,16 @@ class ResumableLoop(Generic[Out]):
         that were handed out are skipped. Random generators are set as they were.
 
         Raises:
-            RuntimeError: A pass has not ended.
+            RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
+                were dropped when the last one was left, and the loader has them.
             ValueError: The loader has fewer batches than were handed out, or cannot be begun again;
                 or the state is not that of such a loop.
         """
         self._refuse_running()
         loader, generators = self._loader, self._pulled.generators
         state = checked(state, type(self).__name__, loader, generators)
+        if self._pass is not None:
+            self._pass.check_modified()
         self._pulled.draws.names |= frozenset(state["loader_draws"])
         end_workers(loader)
         self._pass = self._rest = None

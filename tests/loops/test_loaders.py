@@ -13,6 +13,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,11 +232,120 @@ def an_object_that_is_its_own_iterator_and_is_left(over: Over) -> Any:
     return train(over, OwnIterator(), epochs=2, every=2)
 
 
-@refused("tasks that ran ahead have modified batches that were dropped")
+TWICE = "tasks that ran ahead have modified batches that were dropped.*would give them again"
+
+
+class InPlace:
+    """A decode that changes its batch, and a task that waits until it has done so ahead."""
+
+    def __init__(self, decode: Fn) -> None:
+        self._decode, self._ahead, self._thread = decode, threading.Event(), 0
+        self.functions: dict[str, Fn] = {
+            "decode": partial(self.decode),
+            "note": partial(self.note),
+        }
+
+    def decode(self, ctx: Any) -> None:
+        self._decode(ctx)
+        self._thread = threading.get_ident()
+        if ctx.iter_idx == 2:
+            self._ahead.set()
+
+    def note(self, ctx: Any) -> None:
+        if ctx.iter_idx == 1 and threading.get_ident() != self._thread:
+            assert self._ahead.wait(60)
+
+
+def left(over: Over, loader: Any, decode: Fn) -> Any:
+    """Some passes, each of which is left after two iterations."""
+    return train(over, loader, epochs=3, every=2, **InPlace(decode).functions)
+
+
+def double(ctx: Any) -> None:
+    ctx.x = ctx.batch.mul_(2)
+
+
+def double_array(ctx: Any) -> None:
+    ctx.batch *= 2
+    ctx.x = torch.tensor(ctx.batch)
+
+
+def double_item(ctx: Any) -> None:
+    ctx.x = ctx.batch["x"] = ctx.batch["x"] * 2
+
+
+class Holder:
+    """Has its batches."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = [*parts]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.parts
+
+
+@refused(TWICE)
 def an_iterator_whose_batches_were_modified(over: Over) -> Any:
-    parts = (part.clone() for part in PARTS)
-    double = lambda ctx: setattr(ctx, "x", ctx.batch.mul_(2))  # noqa: E731
-    return train(over, parts, epochs=2, every=2, decode=double)
+    return left(over, map(torch.clone, PARTS), double)
+
+
+@refused(TWICE)
+def a_list_whose_batches_were_modified(over: Over) -> Any:
+    return left(over, [*map(torch.clone, PARTS)], double)
+
+
+@refused(TWICE)
+def a_tuple_whose_batches_were_modified(over: Over) -> Any:
+    return left(over, (*map(torch.clone, PARTS),), double)
+
+
+@refused(TWICE)
+def a_holder_whose_batches_were_modified(over: Over) -> Any:
+    return left(over, Holder(map(torch.clone, PARTS)), double)
+
+
+@refused(TWICE)
+def a_holder_whose_arrays_were_modified(over: Over) -> Any:
+    return left(over, Holder(part.numpy().copy() for part in PARTS), double_array)
+
+
+@refused(TWICE)
+def a_list_of_dicts_that_were_modified(over: Over) -> Any:
+    return left(over, [{"x": part} for part in PARTS], double_item)
+
+
+@refused(TWICE)
+def a_list_whose_batches_were_modified_before_an_error(over: Over) -> Any:
+    tasks = InPlace(double)
+
+    def note(ctx: Any) -> None:
+        tasks.note(ctx)
+        if ctx.iter_idx == 1:
+            raise KeyError("step")
+
+    functions = {**tasks.functions, "note": note}
+    return _until(over, [*map(torch.clone, PARTS)], KeyError, **functions)
+
+
+@ahead
+def new_batches_that_are_modified(over: Over) -> Any:
+    """In each pass."""
+
+    class Copies(Holder):
+        def __iter__(self) -> Iterator[Tensor]:
+            return map(torch.clone, self.parts)
+
+    return left(over, Copies(PARTS), double)
+
+
+@ahead
+def a_list_of_dicts_that_get_more(over: Over) -> Any:
+    """Which is the same if it is done twice."""
+
+    def decode(ctx: Any) -> None:
+        ctx.x = ctx.batch["decoded"] = ctx.batch["x"] * 2
+
+    return left(over, [{"x": part} for part in PARTS], decode)
 
 
 # ------------------------------------------------------------------- what the loop changes
@@ -297,6 +407,15 @@ def a_task_that_modifies_a_batch_of_a_batch(over: Over) -> Any:
     return train(over, list(rows.split(2)), scale=scale)
 
 
+@refused("the batch of iteration [123] was modified in place.*after 'decode' had run on it ahead")
+def an_array_that_the_list_holds_twice(over: Over) -> Any:
+    def body(ctx: Any) -> None:
+        ctx.batch += 1
+
+    decode: Fn = lambda ctx: setattr(ctx, "x", torch.tensor(ctx.batch))  # noqa: E731
+    return train(over, [np.ones((2, 4), np.float32)] * 4, body=body, decode=decode)
+
+
 @ahead
 def a_decode_that_modifies_its_batch(over: Over) -> Any:
     """Which is its own."""
@@ -352,6 +471,20 @@ def one_array_for_all_tensors(over: Over) -> Any:
         for part in PARTS[:-1]:
             buffer[:] = part
             yield torch.from_numpy(buffer)
+
+    return train(over, loader())
+
+
+@refused("made a batch in the memory of an earlier one")
+def one_tensor_over_an_array(over: Over) -> Any:
+    """The same object each time, with a version that does not count."""
+    buffer = np.empty((4, 4), np.float32)
+    tensor = torch.from_numpy(buffer)
+
+    def loader() -> Iterator[Tensor]:
+        for part in PARTS[:-1]:
+            buffer[:] = part
+            yield tensor
 
     return train(over, loader())
 
@@ -600,6 +733,18 @@ def test_errors_of_loader_and_tasks_say_where_they_come_from() -> None:
         raise OSError("disk")
 
     assert "swpipe: raised by the pull of batch 1 of the pass" in raised(loader(), OSError)
+
+
+def test_batches_that_were_modified_ahead_are_not_given_to_a_loop_that_is_set_back() -> None:
+    """They would be modified twice; it is refused before anything is set."""
+    functions = Training().tasks(**InPlace(double).functions)
+    with swpipe.overlap([*map(torch.clone, PARTS)], functions, device="cpu") as loop:
+        for ctx in loop:
+            state = loop.state_dict()
+            if ctx.iter_idx == 1:
+                break
+        with pytest.raises(RuntimeError, match=TWICE):
+            loop.load_state_dict(state)
 
 
 def test_a_stopped_job_goes_on_with_the_numbers_that_the_body_had() -> None:
