@@ -90,7 +90,7 @@ class LoaderPass:
         self.lost = False
         self._goes_on = goes_on(of.loader)
         self._holds = type(of.loader) in (list, tuple)  # its batches
-        self._at_end = self.ended = False
+        self._asked = self._at_end = self.ended = False
         self._latest: Any = None
         self.failure: Exception | None = None
         self.handed_out = self.pulled = self.fed = 0
@@ -146,7 +146,8 @@ class LoaderPass:
         of = self._of
         if (pulled := self._states.get(self.handed_out)) is not None:
             loader = pulled.loader
-            after_pull = saved_form(self._drawn(pulled.generators)) if self.is_ahead else None
+            drawn = of.draws.drawn(pulled.generators)
+            after_pull = saved_form(drawn) if self.is_ahead else None
         else:
             after_pull = None if self.pulled else {}  # nothing was asked of a pass that has begun
             loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
@@ -219,6 +220,9 @@ class LoaderPass:
             same = are_same([pulled.batch for pulled in self._ahead], now)
             if not same or (self._at_end and len(loader) != self.pulled):
                 changed = "the list"
+        self._refuse_changed(changed)
+
+    def _refuse_changed(self, changed: str) -> None:
         if changed:
             raise RuntimeError(
                 f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
@@ -243,14 +247,17 @@ class LoaderPass:
         of = self._of
         before = of.draws.before_pull(alone=alone, ahead=of.guarded and self.is_ahead)
         try:
-            self._latest = next(self._batches)
+            with of.draws.watching(alone=alone):
+                self._latest = next(self._batches)
             self.pulled += 1
         except StopIteration:
             self._at_end = True
         except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             self.failure, self._at_end = error, True
-        of.draws.after_pull(before, alone=alone, first=self.pulled == 1)
+        of.draws.after_pull(before, alone=alone, first=not self._asked)
+        self._asked = True
+        self._refuse_changed(of.draws.changed_by_others)
         if self._at_end:
             self._batches = iter(())
             return False
@@ -314,13 +321,9 @@ class LoaderPass:
         if others := self.drawn_by_others() or (draws.names if after is None else ()):
             return frozenset(others)
         if after is not None:
-            self._of.generators.write(self._drawn(after.generators))
+            self._of.generators.write(draws.drawn(after.generators))
             self._of.draws.begin()
         return frozenset()
-
-    def _drawn(self, states: States) -> States:
-        """Those of the generators that the loader draws from."""
-        return {name: states[name] for name in self._of.draws.names & states.keys()}
 
     def close(self) -> None:
         """Let an iterator that was given go, too; there is no other pass."""

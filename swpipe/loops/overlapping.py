@@ -38,6 +38,7 @@ from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.pull_watch import PullWatch
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
@@ -107,7 +108,9 @@ class OverlappedLoop(ResumableLoop[C]):
         apart = is_apart(torchs(loader), draws_watched=True)
         given = generators_in_pass(torchs(loader))
         names = [name for name, one in generators.own.items() if any(one is g for g in given)]
-        draws = LoaderDraws(generators, names if ahead else (), measured=ahead and not apart)
+        unknown = ahead and not apart
+        watch = PullWatch(generators.device, torchs(loader)) if unknown else None
+        draws = LoaderDraws(generators, names if ahead else (), measured=unknown, watch=watch)
         return PulledLoader(
             loader, generators, draws, ahead, guarded=ahead, makes_batches=not apart
         )

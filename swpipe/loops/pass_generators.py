@@ -37,6 +37,7 @@ class PassGenerators:
 
     Attributes:
         own: Name to generator, of those that the loader and its samplers were given.
+        device: Whose default generators count, beside the CPU's.
 
     Args:
         loader: The loader.
@@ -45,7 +46,7 @@ class PassGenerators:
 
     def __init__(self, loader: Any, device: Device) -> None:
         self.own = own_generators(loader)
-        self._device = device
+        self.device = device
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -58,7 +59,7 @@ class PassGenerators:
         found: States = {}
         for name in wanted:
             if name == "torch":
-                found[name] = self._device.generator_states()
+                found[name] = self.device.generator_states()
             elif name == "python":
                 found[name] = random.getstate()
             elif name != "numpy":
@@ -71,7 +72,7 @@ class PassGenerators:
         """Set what ``read`` or ``saved`` returned."""
         for name, state in states.items():
             if name == "torch":
-                self._device.set_generator_states(state)
+                self.device.set_generator_states(state)
             elif name == "python":
                 version, internal, gauss = state
                 random.setstate((version, tuple(internal), gauss))
@@ -120,8 +121,9 @@ class PassGenerators:
             if numpy := sys.modules.get("numpy.random"):
                 numpy.RandomState().set_state((kind, keys, position, has_gauss, gauss))
         elif name == "torch":
-            torch.Generator().set_state(state["cpu"])
-            now = self._device.generator_states()
+            if "cpu" in state:
+                torch.Generator().set_state(state["cpu"])
+            now = self.device.generator_states()
             for device, one in state.items():
                 if device in now and (one.dtype, one.shape) != (
                     now[device].dtype,
@@ -146,15 +148,21 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[st
     return frozenset(name for name in before.keys() & after.keys() if _differ(before, after, name))
 
 
+def changed_devices(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Those whose default generator of torch has another state."""
+    if "torch" not in before:
+        return set()
+    now = after["torch"]
+    return {name for name, state in before["torch"].items() if not torch.equal(state, now[name])}
+
+
 def _differ(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
     one, other = before[name], after[name]
     if name == "python":
         return bool(one != other)
     if name == "numpy":
         return bool((one[0], *one[2:]) != (other[0], *other[2:]) or (one[1] != other[1]).any())
-    if name != "torch":
-        return not torch.equal(one, other)
-    return any(not torch.equal(state, other[device]) for device, state in one.items())
+    return bool(changed_devices(before, after)) if name == "torch" else not torch.equal(one, other)
 
 
 def told(name: str) -> str:

@@ -183,6 +183,64 @@ def a_task_that_draws_while_a_batch_is_pulled(over: Over) -> Any:
     return train(over, loader(), noise=noise)
 
 
+def cycle(loader: Any) -> Iterator[Any]:
+    """Passes without an end, each of which draws its seeds in the middle of the loop's."""
+    while True:
+        yield from loader
+
+
+def with_dropout() -> Training:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(), torch.nn.Linear(6, 1))
+    return Training(model)
+
+
+def endless(over: Over, parts: Training, *, passes: int = 5, **options: Any) -> Any:
+    """A loop over passes of a shuffled loader, which is left in the middle of the last."""
+    size = 8 * passes - 3
+    return train(over, cycle(batches(shuffle=True, **options)), parts, every=size)
+
+
+@refused(f"{BOTH} torch's default generators")
+def passes_of_a_shuffled_loader_beside_dropout(over: Over) -> Any:
+    return endless(over, with_dropout())
+
+
+@refused(f"{BOTH} torch's default generators")
+def passes_of_a_loader_with_workers_beside_dropout(over: Over) -> Any:
+    return endless(over, with_dropout(), num_workers=1)
+
+
+@refused(f"{BOTH} torch's default generators")
+def later_passes_beside_dropout(over: Over) -> Any:
+    """The 17 first pulls, and some more, draw nothing."""
+    return train(
+        over,
+        cycle(batches([torch.ones(4)] * 30, shuffle=True, batch_size=1)),
+        with_dropout(),
+        every=50,
+    )
+
+
+@ahead
+def passes_of_a_shuffled_loader(over: Over) -> Any:
+    """Nobody else draws."""
+    return endless(over, Training())
+
+
+@ahead
+def a_teacher_in_the_loader_beside_dropout(over: Over) -> Any:
+    """In evaluation, so that its dropout draws nothing; it counts what it saw in a buffer."""
+    teacher = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 4)).eval()
+    seen = torch.zeros(())
+
+    def loader() -> Iterator[Tensor]:
+        for part in PARTS * 4:
+            seen.add_(1)
+            yield teacher(part).detach() + seen
+
+    return train(over, loader(), with_dropout())
+
+
 @refused(f"{BOTH} the generator of its DataLoader")
 def the_body_draws_from_the_generator_that_was_given(over: Over) -> Any:
     draws = torch.Generator().manual_seed(3)
@@ -393,6 +451,47 @@ def a_dataset_that_grows(over: Over) -> Any:
     """Torch's sampler reads the length once more at its end."""
     rows = Buffer()
     return train(over, batches(rows, num_workers=1, shuffle=True), body=rows.grow)
+
+
+class Replay:
+    """What an agent has seen, which the loop adds to."""
+
+    def __init__(self) -> None:
+        self.rows = list(Rows().rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(12):
+            yield torch.stack([self.rows[number % len(self)], self.rows[-1]])
+
+
+@refused("the loop has changed the length of the loader or of its dataset")
+def a_replay_buffer_that_grows(over: Over) -> Any:
+    buffer = Replay()
+    return train(over, buffer, body=lambda ctx: buffer.rows.append(torch.ones(4)))
+
+
+@refused(r"the loop has changed a tensor that the loader reads \(float32 \[22, 4\]\)")
+def a_replay_buffer_that_is_written(over: Over) -> Any:
+    rows = Rows().rows.clone()
+
+    def body(ctx: Any) -> None:
+        rows[ctx.iter_idx % 22] += 1
+
+    return train(over, (rows[[i % 22, i % 7]] for i in range(12)), body=body)
+
+
+@refused(r"the loop has changed a tensor that the loader reads \(float32 \[4, 4\]\)")
+def a_loader_that_reads_what_is_trained(over: Over) -> Any:
+    teacher = torch.nn.Linear(4, 4)
+
+    def body(ctx: Any) -> None:
+        with torch.no_grad():
+            teacher.weight.mul_(0.9)
+
+    return train(over, (teacher(part).detach() for part in PARTS), body=body)
 
 
 @refused("the batch of iteration [123] was modified in place.*after 'decode' had run on it ahead")
