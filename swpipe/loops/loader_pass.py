@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from swpipe._tensors.stateful import has_state_dict
+from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batch_memory import BatchAsPulled, Watched
@@ -101,6 +102,7 @@ class LoaderPass:
             of.generators.write(saved["at_start"])
         self._at_start = of.generators.read()
         self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
+        self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
         self._sampling: list[Any] = []
@@ -256,6 +258,8 @@ class LoaderPass:
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             self.failure, self._at_end = error, True
         of.draws.after_pull(before, alone=alone, first=not self._asked)
+        if self._prepared is not None and not self._asked:
+            self._prepared.after_pull()
         self._asked = True
         self._refuse_changed(of.draws.changed_by_others)
         if self._at_end:

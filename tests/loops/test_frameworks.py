@@ -174,6 +174,16 @@ def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
         swpipe.overlap(loader, [decode], pull_ahead=True, device="cpu")
 
 
+@pytest.mark.parametrize("wrap", [lambda loader: (batch for batch in loader), iter])
+def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
+    """Its flags would be those of a later batch; Accelerate forgets it, and what to give is said."""
+    loop = OfAccelerate()
+    with swpipe.overlap(wrap(loop.loader), loop.tasks, pull_ahead=True, device="cpu") as contexts:
+        with pytest.raises(RuntimeError, match="Accelerate prepared.*overlap the loader itself"):
+            list(contexts)
+    assert not GradientState().in_dataloader
+
+
 class OfLightning(lightning.LightningModule):
     """The step gets a batch, or the context of one that is decoded."""
 
