@@ -3,10 +3,10 @@
     io thread    decode 2    decode 3 fails    decode 4
     caller                   body 1            body 2      forward 3: raises what decode 3 raised
 
-An exception of a task is raised when the iterations before are complete, by the first task on the
-caller's thread. This one also looks whether the batch is as the tasks ahead have left it: a batch
-that the loader gives twice, say, may be modified for its first iteration when a task has already
-read it for the second.
+An exception of a task, but for KeyboardInterrupt, is raised when the iterations before are
+complete, by the first task on the caller's thread. This one also looks whether the batch is as the
+tasks ahead have left it: a batch that the loader gives twice, say, may be modified for its first
+iteration when a task has already read it for the second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from swpipe._engine.waiting import Cancelled
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
@@ -41,7 +42,7 @@ class AheadTasks:
     """
 
     def __init__(self, tasks: Sequence[PipelineTask], ahead: int) -> None:
-        self._failures: dict[int, Exception] = {}
+        self._failures: dict[int, BaseException] = {}
         self._buffers: dict[int, list[weakref.ref[Any]]] = {}  # of batches, by iteration
         self._contents: dict[int, list[Content | None]] = {}  # as the last task ahead left them
         self._names = [task.name for task in tasks[:ahead]]
@@ -67,7 +68,9 @@ class AheadTasks:
             try:
                 if number not in self._failures:
                     task.fn(ctx)
-            except Exception as error:  # noqa: BLE001 - raised by the first task behind
+            except (KeyboardInterrupt, Cancelled):
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
             if last and number in self._buffers:  # not where a shortcut replays the first

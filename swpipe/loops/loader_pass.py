@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from swpipe._engine.waiting import Cancelled
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
@@ -93,7 +94,7 @@ class LoaderPass:
         self._holds = type(of.loader) in (list, tuple)  # its batches
         self._asked = self._at_end = self.ended = False
         self._latest: Any = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0
         of.draws.begin()
         if saved is not None:
@@ -254,7 +255,9 @@ class LoaderPass:
             self.pulled += 1
         except StopIteration:
             self._at_end = True
-        except Exception as error:  # noqa: BLE001 - raised when the batches before are handed out
+        except (KeyboardInterrupt, Cancelled):
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             self.failure, self._at_end = error, True
         of.draws.after_pull(before, alone=alone, first=not self._asked)

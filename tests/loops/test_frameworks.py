@@ -176,7 +176,7 @@ def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda loader: (batch for batch in loader), iter])
 def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
-    """Its flags would be those of a later batch; Accelerate forgets it, and what to give is said."""
+    """Its flags would be those of a later batch. Accelerate forgets it; what to give is said."""
     loop = OfAccelerate()
     with swpipe.overlap(wrap(loop.loader), loop.tasks, pull_ahead=True, device="cpu") as contexts:
         with pytest.raises(RuntimeError, match="Accelerate prepared.*overlap the loader itself"):

@@ -6,6 +6,7 @@ loop, or ``swpipe.overlap`` with all that the script's author can say.
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import itertools
@@ -599,7 +600,7 @@ def an_array_that_all_batches_have(over: Over) -> Any:
 # ------------------------------------------------------------------------------ errors
 
 
-def _until(over: Over, loader: Any, kind: type[Exception], **functions: Any) -> Any:
+def _until(over: Over, loader: Any, kind: type[BaseException], **functions: Any) -> Any:
     """Two passes, each until an error; what was trained until then."""
     parts, seen = Training(), list[Any]()
     with over(loader, parts.tasks(**functions)) as loop:
@@ -634,6 +635,27 @@ def a_decode_that_fails(over: Over) -> Any:
         ctx.x = ctx.batch.reshape(4, 4)
 
     return _until(over, [torch.ones(size, 4) for size in (4, 4, 4, 2)], RuntimeError, decode=decode)
+
+
+@ahead
+def a_loader_that_is_cancelled(over: Over) -> Any:
+    """What is no Exception comes in turn, too."""
+
+    def loader() -> Iterator[Tensor]:
+        yield from PARTS[:4]
+        raise asyncio.CancelledError("loader")
+
+    return _until(over, loader(), asyncio.CancelledError)
+
+
+@ahead
+def a_decode_that_exits(over: Over) -> Any:
+    def decode(ctx: Any) -> None:
+        ctx.x = ctx.batch
+        if ctx.iter_idx == 3:
+            raise SystemExit("decode")
+
+    return _until(over, batches(), SystemExit, decode=decode)
 
 
 @ahead
