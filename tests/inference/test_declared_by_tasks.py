@@ -78,7 +78,7 @@ def state_of(member: str) -> str:
         "tables.0.embedding_bags" in member
         or "weights_host" in member
         or "fused[0]: param" in member
-        or member == "optimizer: parameter 0"
+        or member.startswith("optimizer: parameter")
     ):
         return "tables"
     if ".tables.0" in member:  # offsets, warnings, and what else a kernel keeps
