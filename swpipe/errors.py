@@ -113,7 +113,7 @@ class UnsavedStateError(RuntimeError):
     """Tasks change something that is not restored afterwards.
 
     Attributes:
-        names: What it is, such as the paths that lead from the tasks to it.
+        names: What it is.
         mend: What to do about it.
     """
 
@@ -122,8 +122,8 @@ class UnsavedStateError(RuntimeError):
         self.names = tuple(names)
         self.what = what
         self.mend = mend or (
-            "state= does not have it, or the search from the tasks' functions did not find it or "
-            "takes it for data. Name all that has to be restored: state=[model, optimizer, ...]"
+            "state= does not have it. Name all that has to be restored: "
+            "state=[model, optimizer, ...]"
         )
 
     def __str__(self) -> str:

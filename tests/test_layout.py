@@ -309,3 +309,15 @@ def test_every_test_says_what_holds() -> None:
         if ast.get_docstring(node) is None
     ]
     assert silent == []
+
+
+def test_no_users_code_is_read_and_no_name_in_it_followed() -> None:
+    """What a function refers to is its author's; state is given, declared, or shown by torch."""
+    inside = ("co_names", "co_consts", "co_freevars", "__closure__", "cell_contents", "__globals__")
+    found = {
+        f"{path.name}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        for name in inside
+        if name in path.read_text()
+    }
+    assert found == set()

@@ -67,7 +67,7 @@ def measure_costs(
         lock: Measure ``gil_us`` too, in a serial measurement. This takes a few times as long as
             the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
             compete for the interpreter lock.
-        state: What to restore, as for ``TaskProfiler``; found automatically if None.
+        state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
         loader: What training takes its batches from, as for ``TaskProfiler``: measure the cost of
             its calls, ``"<pull>"``, too. Their ``gil_us`` is the thread's CPU time, for a part of

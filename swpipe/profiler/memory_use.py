@@ -66,7 +66,7 @@ def measure_memory(
         batches: At least one. Each iteration gets a copy, in which the tensors are cloned.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
-        state: What to restore, as for ``TaskProfiler``; found automatically if None.
+        state: What to restore, as for ``TaskProfiler``.
         keep: That of the plans for which this is measured: ``PipelinePlan.keep``.
         effects: As recorded, for what tasks use, as far as they do not say it.
 

@@ -41,8 +41,8 @@ class TaskProfiler:
             profiles on all ranks.
         state: What to restore: one object or several, each a module, an optimizer, another object
             with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
-            grad. If None, the profiler searches what the tasks' functions can reach; objects in a
-            C extension, or many attributes away, have to be given.
+            grad. None for what tasks declare and what torch shows while they run: modules that are
+            called, optimizers that step, memory that is written. A scheduler has to be given.
 
     Raises:
         TypeError: Something in ``state`` is none of these.
@@ -128,8 +128,8 @@ class TaskProfiler:
         Raises:
             ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
             RuntimeError: The pipeline is closed, or iterations are in flight.
-            UnsavedStateError: An optimizer is about to train something that the search for state
-                has not found, and that could not be restored.
+            UnsavedStateError: A task may step a scheduler of which nothing is said, or runs a
+                module of TorchScript.
             BaseException: Whatever a task raised, with a note of what was being measured. If it
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
@@ -25,8 +24,6 @@ _NO_ADVICE = (
 )
 _SLOW = 0.05
 _MOST_PUT_BACK = 12
-_ITEM = re.compile(r"(.*?)\.?\[[^\[\]]*\] \((\w+)\)")
-"""An item of a container, as the search for state names it: ``self.layers.[0] (Linear)``."""
 
 
 def one(result: Figures) -> str:
@@ -168,20 +165,7 @@ def _limits(result: Figures) -> str:
 
 
 def put_back(found: Collection[str]) -> str:
-    """The objects whose state was restored, in words.
-
-    Those in one container, which may be hundreds of parameters, are told as one, with their number.
-    """
-    kinds = [match.groups() if (match := _ITEM.fullmatch(name)) else None for name in found]
-    counts = Counter(kind for kind in kinds if kind is not None)
-    told = []
-    for name, kind in zip(found, kinds, strict=True):
-        if kind is None or counts[kind] == 1:
-            told.append(name)
-        else:
-            told.append(f"{counted(counts[kind], kind[1])} in {kind[0]}")
-    return (
-        listed(dict.fromkeys(told), _MOST_PUT_BACK)
-        if told
-        else ("generators only; no other state was found")
-    )
+    """The objects whose state was restored, in words; those of one name once, with their number."""
+    counts = Counter(found)
+    told = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
+    return listed(told, _MOST_PUT_BACK) if told else "generators only; no other state was shown"

@@ -125,7 +125,7 @@ def measure_slopes(
         num_measure: Iterations timed per visit.
         num_rounds: Visits per task and direction.
         seconds: Measure for about so long in each direction instead.
-        state: What to restore; found automatically if None.
+        state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
 
     Raises:

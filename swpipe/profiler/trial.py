@@ -48,7 +48,7 @@ def try_plans(
         num_measure: Iterations timed in each window.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
-        state: What to restore, as for ``TaskProfiler``; found automatically if None.
+        state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
         loader: What training takes its batches from: call it in each iteration, as
             ``TaskProfiler`` does.
