@@ -25,6 +25,7 @@ OF_OTHERS = {
     "_get_pipeline_order", "_has_backward", "_initialize_stages", "_prepare_schedule_with_comms",
     "_qualified_op_name", "_stages",
     "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
+    "_pop_torch_function_stack",
     "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
     "_len_torch_function_stack", "_make_wrapper_subclass", "_mesh_resources", "_parameters",
     "_pytree",

@@ -54,6 +54,7 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
+from swpipe.inference.apart_states import ApartStates
 from swpipe.inference.compared_places import ComparedPlaces
 from swpipe.inference.kept_orders import KeptOrders
 from swpipe.inference.purity import PureRecorder, PureRuns, PureUses, pure_recorder, told
@@ -98,6 +99,8 @@ def checked(
     if share is None:
         streams = engine.device.has_streams
         known = is_proved_by_declarations(resolved, tasks, streams=streams)
+        silent = any(task.undeclared for task in tasks)  # who may break the word of others
+        known = known and not (silent and ApartStates(tasks))
         every = Watched(depth, None if known else 0)
         pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):
@@ -233,7 +236,7 @@ class RunCheck:
         self._lock = threading.Lock()
         self._places = ComparedPlaces(check.orders, check.plan, check.tasks, gradients)
         self._all_until, self._pure_until = check.every.until, check.pure.until
-        self._pure = PureUses()
+        self._pure, self._apart = PureUses(), ApartStates(check.tasks)
         self.pure_runs = {task.name: PureRuns(check.device) for task in check.tasks if task.pure}
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
@@ -296,6 +299,9 @@ class RunCheck:
         run = TaskRun(watch.ctx.iter_idx, watch.task.name)
         with self._lock:
             touched = [*self._touched(run, watch), *self._used_gradients(watch)]
+            memory = {place.number: how for place, how in touched if place.kind == "memory"}
+            for problem in self._apart.broken(run.task, run.iteration, memory):
+                raise refusal(self._check.plan, [problem])
             for place, access in touched:
                 self._places.add(place, run, access, watch.ctx)
             self._places.forget(run)

@@ -96,7 +96,7 @@ class _Recorder(DrawRecorder):  # type: ignore[no-untyped-call]
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
         for tensor in tensors_of(value) if mode != CREATED else ():
-            if tensor.requires_grad and tensor.is_leaf and not tensor._is_view():
+            if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
                 if self.storages.of(tensor) - self.storages.created:
                     self._shown.before_use(tensor)
             elif mode in ("w", "rw"):

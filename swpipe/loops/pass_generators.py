@@ -17,7 +17,7 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
 from swpipe._engine.waiting import ProgressCounter
 from swpipe.core.loaders import own_generators
 from swpipe.core.messages import listed, shown
-from swpipe.device import Device
+from swpipe.device import Device, on_cpu
 
 States = dict[str, Any]
 """Name of a generator to its state."""
@@ -121,8 +121,9 @@ class PassGenerators:
             if numpy := sys.modules.get("numpy.random"):
                 numpy.RandomState().set_state((kind, keys, position, has_gauss, gauss))
         elif name == "torch":
-            if "cpu" in state:
-                torch.Generator().set_state(state["cpu"])
+            for name in state:
+                if on_cpu(torch.device(name)):
+                    torch.Generator().set_state(state[name])
             now = self.device.generator_states()
             for device, one in state.items():
                 if device in now and (one.dtype, one.shape) != (

@@ -509,6 +509,34 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
 # -------------------------------------------------------------------------------- what is known
 
 
+@pytest.mark.parametrize(("others", "writes"), [("", False), ("", True), ("r", True)])
+def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
+    others: Any, writes: bool
+) -> None:
+    """In the first iteration, with both names; a read that is allowed runs to the end."""
+    table = torch.ones(3)
+    io = [DeclaredIO(state="table", mode="r", memory=[table], others=others)]
+
+    def silent(ctx: IterContext) -> None:
+        ctx.y = table.add_(1) if writes else table + 1
+
+    tasks = [
+        PipelineTask("look", lambda ctx: setattr(ctx, "x", table.sum()), io),
+        PipelineTask("silent", silent),
+    ]
+    plan = PipelinePlan.serial(tasks)
+    plan = replace(plan, pipeline_depth=2)
+    with SWPipeline(plan, tasks, device="cpu") as pipe, pytest.raises(PlanError) as caught:
+        pipe.run(batches())
+    text = str(caught.value)
+    assert "'silent' " + ("writes" if writes else "reads") + " state 'table' on iteration 0" in text
+    assert f"'look' says that others do not: others={others!r}" in text
+    read = [tasks[0], PipelineTask("silent", lambda ctx: setattr(ctx, "y", table + 1))]
+    if others == "r":
+        with SWPipeline(plan, read, device="cpu") as pipe:
+            assert pipe.run(batches()).iterations == BATCHES
+
+
 APART = DeclaredIO(state="a word", mode="r", others="")
 
 

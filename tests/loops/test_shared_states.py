@@ -14,7 +14,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +52,13 @@ class Touch(NamedTuple):
 class Program:
     """A random program; ``fresh`` begins it anew."""
 
-    def __init__(self, seed: int, folder: Path, kinds: list[str]) -> None:
+    def __init__(self, seed: int, folder: Path, kinds: Mapping[str, bool]) -> None:
         rng = self._rng = random.Random(seed)
         self._folder = folder
         self.names = [f"t{n}" for n in range(rng.randint(2, 4))]
         self.says = {name: rng.choice(["nothing", "states", "pure"]) for name in self.names}
-        self.kinds = rng.sample(kinds, rng.randint(1, 3))
+        self.kinds = rng.sample([*kinds], rng.randint(1, 3))
+        self._drawn = kinds  # a generator's state changes when it is read
         self.others: dict[str, Any] = {
             kind: "rw" if kind in OF_A_THREAD else rng.choice(["rw", "rw", "r", ""])
             for kind in self.kinds
@@ -77,6 +78,8 @@ class Program:
     def _touch(self, part: str, kind: str) -> Touch:
         rng, others = self._rng, self.others[kind]
         touch = Touch(rng.random() < 0.5, rng.random() < 0.35)
+        if self._drawn[kind] and touch.reads:
+            touch = Touch(True, True)
         says = self.says.get(part)
         if says == "pure" or (part == "loader" and self.is_list):
             return Touch(False, False)
@@ -84,6 +87,8 @@ class Program:
             return Touch(False, False) if kind in OF_A_THREAD else touch
         named = any(self.says[name] == "states" for name in self.names)
         allowed = others if named else "rw"
+        if self._drawn[kind] and allowed != "rw":
+            return Touch(False, False)
         return Touch(touch.reads and "r" in allowed, touch.writes and "w" in allowed)
 
     def fresh(self) -> None:
@@ -114,7 +119,7 @@ class Program:
             touch = self.touches[part, kind]
             if touch.reads:
                 found += float(state.read())
-            if touch.writes:
+            if touch.writes and not (touch.reads and self._drawn[kind]):
                 state.write(number)
         return found
 
@@ -243,25 +248,25 @@ WAYS: dict[str, Callable[[Program, PipelinePlan], list[Any]]] = {
 }
 
 
-def usable(folder: Path) -> list[str]:
-    """The kinds of state that any part can read and write."""
-    known = [name for name, kind in STATES.items() if not kind.own_loader]
-    return [n for n in known if n not in LEFT_OUT and _works(STATES[n].make, folder)]
-
-
-def _works(make: Callable[[Job], State], folder: Path) -> bool:
-    weight = nn.Parameter(torch.ones(4))
-    batches = [torch.ones(4)] * 3
-    state = make(Job(weight, SGD([weight], lr=0.1, momentum=0.9), batches, folder))
-    try:
-        before = float(state.read())
-        state.write(0)
-        state.write(1)
-        return float(state.read()) != before
-    except Exception:  # noqa: BLE001 - such as gradients, which only training makes
-        return False
-    finally:
-        state.close()
+def usable(folder: Path) -> dict[str, bool]:
+    """The kinds of state that any part can read and write, and whether a read changes them."""
+    found = {}
+    for name, kind in STATES.items():
+        if not kind.own_loader and name not in LEFT_OUT:
+            weight = nn.Parameter(torch.ones(4))
+            optimizer = SGD([weight], lr=0.1, momentum=0.9)
+            state = kind.make(Job(weight, optimizer, [torch.ones(4)] * 3, folder))
+            try:
+                first, again = float(state.read()), float(state.read())
+                state.write(0)
+                state.write(1)
+                if float(state.read()) != first:
+                    found[name] = first != again
+            except Exception:  # noqa: BLE001 - such as of gradients, which only training makes
+                continue
+            finally:
+                state.close()
+    return found
 
 
 def outcomes(seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
