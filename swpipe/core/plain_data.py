@@ -24,7 +24,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         PlanError: It is nested too deeply, or a number has too many digits.
     """
     # tomllib takes quadratic time and memory for keys of many parts, such as a.a.a = 1.
-    if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", text)):
+    lines = "\n".join(line for line in text.split("\n") if line.count(".") > _MOST_DOTS)
+    if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", lines)):
         raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
     if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
         raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
@@ -69,14 +70,17 @@ def read_rows(
 ) -> dict[str, dict[str, Any]]:
     """The known fields of each entry of ``table``, with lists as tuples; the rest are problems."""
     rows = {}
+    rule = f"known are {listed(known)}"
     for name, entry in table.items():
-        where = f"{key}.{plain(name)}"
         if not isinstance(entry, Mapping):
+            where = f"{key}.{plain(name)}"
             problems.append(Problem(f"{where} is {shown(entry)}: it must be {form}", (name,)))
             continue
-        unknown = [field for field in entry if field not in known]
-        rule = f"known are {listed(known)}"
-        problems += [Problem(f"{where}: unknown key {shown(k)}; {rule}") for k in unknown]
+        problems += [
+            Problem(f"{key}.{plain(name)}: unknown key {shown(field)}; {rule}")
+            for field in entry
+            if field not in known
+        ]
         fields = {k: entry[k] for k in entry if k in known}
         rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return rows

@@ -249,8 +249,11 @@ class PipelinePlan:
         """Read a plan from plain data.
 
         Raises:
-            PlanError: A key is unknown, a value has the wrong type, or the schedule is missing.
+            PlanError: A key is unknown, a value has the wrong type, the schedule is missing, or it
+                has more than ``MOST_TASKS``.
         """
+        if isinstance(schedule := data.get("schedule"), Mapping):
+            _refuse_too_many(len(schedule))
         problems = [
             Problem(f"unknown key {shown(key)} in the plan; known are {', '.join(_KEYS)}")
             for key in data
@@ -284,6 +287,7 @@ class PipelinePlan:
             tomllib.TOMLDecodeError: ``text`` is not TOML.
             PlanError: It is TOML, but not a plan.
         """
+        _refuse_too_many(text.count("\n[schedule."))  # before the parser, which takes its time
         return cls.from_dict(parse_toml(text))
 
     def to_json(self) -> str:
@@ -346,6 +350,12 @@ _MAY_DIFFER = {
     "stale": "it allows reads, and changes no order",
 }
 """Fields that ``digest`` ignores, and why."""
+
+
+def _refuse_too_many(tasks: int) -> None:
+    if tasks > MOST_TASKS:
+        rule = f"a plan has at most {MOST_TASKS}: join some of them"
+        raise PlanError([Problem(f"the plan has {tasks} tasks, but {rule}")])
 
 
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> ByTask[TaskSchedule]:
