@@ -240,23 +240,23 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
 
 def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
     """That the body may touch what tasks touch, and how to say that it does not."""
-    tasks = listed([repr(name) for name in names], most=4)
+    tasks, one = listed([repr(name) for name in names], most=4), len(names) == 1
     where = f"The plan has {names[0]!r} in {_where_in(plan, names[0])}"
     if places == (DRAWS,):
         return (
-            f"{tasks}: random, which seeds {DRAWS.name}, and the loop's body may draw from them at "
-            "the same time. Move it to the caller's thread; let it draw from a torch.Generator of "
-            f'its own, seeded by ctx.iter_idx; or say DeclaredIO(state="{DRAWS.name}", mode="r", '
-            f"others="
-            "), if nobody else draws. {where}"
+            f"{tasks} {'is' if one else 'are'} random, which seeds {DRAWS.name}, and the loop's "
+            "body may draw from them at the same time. Move it to the caller's thread; let it draw "
+            "from a torch.Generator of its own, seeded by ctx.iter_idx; or say "
+            f'DeclaredIO(state="{DRAWS.name}", mode="r", others=""), if nobody else draws. {where}'
         )
     states = [place for place in places if place not in (DRAWS, UNDECLARED)]
+    told = listed([str(place) for place in states])
     return (
-        f"{tasks}: touches {listed([str(one) for one in states])}, which the loop's body may "
-        "touch, too, so it has to stay with the body: in the last stage, on the caller's thread "
-        "and stream. Move it there; or say how others touch the state, if they do: "
-        f'DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which has no '
-        f"body. {where}"
+        f"{tasks} {'touches' if one else 'touch'} {told}, which the loop's body "
+        "may touch, too, and so must stay with the body: in the last stage, on the "
+        "caller's thread and stream. Move them there; or say how others touch the state, if they "
+        f'do: DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which '
+        f"has no body. {where}"
     )
 
 

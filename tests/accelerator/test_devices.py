@@ -19,6 +19,7 @@ from swpipe.planning import simulate
 from swpipe.profiler import TaskProfiler, measure_costs
 from tests import backend
 from tests.support.notes import Notes
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or backend.why_not() is not None,
@@ -72,7 +73,10 @@ def total(ctx: IterContext) -> None:
     del ctx.sum
 
 
-TASKS = [PipelineTask("draw", draw, random=True, pure=True), PipelineTask("add", add, pure=True)]
+TASKS = [
+    PipelineTask("draw", draw, io=[NOBODY_ELSE], random=True, pure=True),
+    PipelineTask("add", add, pure=True),
+]
 TASKS += [PipelineTask("total", total, pure=True)]
 PLAN = PipelinePlan(
     {
@@ -154,7 +158,10 @@ def test_a_failed_run_restores_the_generator_of_its_own_device() -> None:
         entered.wait(60)
         raise ValueError("as planned")
 
-    tasks = [PipelineTask("draw", draw_for_long, random=True), PipelineTask("fail", fail)]
+    tasks = [
+        PipelineTask("draw", draw_for_long, io=[NOBODY_ELSE], random=True),
+        PipelineTask("fail", fail),
+    ]
     plan = PipelinePlan({"draw": TaskSchedule(0, thread_group="io"), "fail": TaskSchedule(0)})
     before = states()
     with SWPipeline(plan, tasks, device="sim:1", seed=3) as pipe:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.accelerator.work import DEVICE, spin, warm_up
+from tests.support.plans_for_tests import NOBODY_ELSE
 
 ITERATIONS = 25
 ROWS = 64
@@ -55,7 +56,10 @@ class Training:
             (self.step, False),
             (self.report, False),
         ]
-        return [PipelineTask(fn.__name__, self._delayed(fn), random=draws) for fn, draws in steps]
+        return [
+            PipelineTask(f.__name__, self._delayed(f), [NOBODY_ELSE] * draws, random=draws)
+            for f, draws in steps
+        ]
 
     def _delayed(self, fn: Callable[[IterContext], None]) -> Callable[[IterContext], None]:
         def delayed(ctx: IterContext) -> None:

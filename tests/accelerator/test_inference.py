@@ -18,7 +18,7 @@ from swpipe.inference import Recording, record
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin
 from tests.inference.helpers import WORD
-from tests.support.plans_for_tests import scattered
+from tests.support.plans_for_tests import NOBODY_ELSE, scattered
 
 ITERATIONS = 10
 
@@ -69,7 +69,8 @@ class Training:
 
     def _task(self, fn: object) -> PipelineTask:
         name = fn.__name__  # type: ignore[attr-defined]
-        return PipelineTask(name, Delayed(fn, self.delays), [WORD], random=name == "noise")
+        io = [WORD, NOBODY_ELSE] if name == "noise" else [WORD]
+        return PipelineTask(name, Delayed(fn, self.delays), io, random=name == "noise")
 
     def state(self) -> list[Tensor]:
         """All that training changes, on the host."""

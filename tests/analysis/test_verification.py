@@ -222,7 +222,7 @@ def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:
 def test_a_state_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
     """The body, and a task: its one user must stay beside them."""
     alone = [named_by("a", mode), PipelineTask("b", print, pure=True)]
-    with pytest.raises(PlanError, match="'a': touches state 'scale', which the loop's body may"):
+    with pytest.raises(PlanError, match="'a' touches state 'scale', which the loop's body may"):
         verify(AHEAD, alone, pull_ahead=True)
     verify(AHEAD, alone, pull_ahead=True, body=False)
     verify(AHEAD, [named_by("a", mode, others=""), alone[1]], pull_ahead=True)
@@ -230,7 +230,7 @@ def test_a_state_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
     if mode == "r":
         verify(AHEAD, read, pull_ahead=True)
     else:
-        with pytest.raises(PlanError, match="'a': touches state 'scale'"):
+        with pytest.raises(PlanError, match="'a' touches state 'scale'"):
             verify(AHEAD, read, pull_ahead=True)
     free = replace(AHEAD, cross_iter_deps=[], order="ab")
     beside = [named_by("a", mode), PipelineTask("b", print)]
@@ -287,7 +287,7 @@ def test_a_random_task_does_not_run_beside_whoever_may_draw() -> None:
     tasks, plan = [noise, PipelineTask("b", print)], replace(AHEAD, cross_iter_deps=[])
     verify(plan, tasks, pull_ahead=True)
     beside = replace(plan, schedule={"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)})
-    with pytest.raises(PlanError, match="'a': random, which seeds torch's default generators"):
+    with pytest.raises(PlanError, match="'a' is random, which seeds torch's default generators"):
         verify(beside, tasks, pull_ahead=True)
     with pytest.raises(PlanError, match="'a'.*'b'.*torch's default generators"):
         verify_tasks(beside, tasks)

@@ -10,7 +10,7 @@ from swpipe._tensors.stateful import has_state
 from swpipe.core.effects import Location
 from swpipe.inference import Recording, record
 
-WORD = DeclaredIO(state="a word", mode="r")
+WORD = DeclaredIO(state="a word", mode="r", others="")
 """Says that a task touches what it is seen to touch."""
 
 

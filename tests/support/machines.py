@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from swpipe import IterContext, PipelineTask
+from tests.support.plans_for_tests import NOBODY_ELSE
 from tests.support.strategies import TaskSpec, Workload
 
 MODULUS = 2**61 - 1
@@ -90,6 +91,7 @@ def tasks_of(machine: Machine, workload: Workload, *, draws: bool = False) -> li
         PipelineTask(
             spec.name,
             partial(run_task, machine, number, spec),
+            io=[NOBODY_ELSE] * (draws and spec.draws),
             random=draws and spec.draws,
             reads=reads_of(spec),
         )

@@ -177,7 +177,7 @@ def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> 
         "own shuffler": "a _Own has shuffled them",
         "subclass": "a _Draws has shuffled them",
         "worker": "'OptimStep' changes dense, gradients, optimizer ahead",
-        "late step": "'DenseBackward': touches state 'buffers', state 'dense', ",
+        "late step": "'DenseBackward' touches state 'buffers', state 'dense', ",
         "postproc": " have computed inputs for them",
         "stale": "the plan reads optimizer, tables from before the update",
         "exotic": "is a Remapped, and ids may change it",
