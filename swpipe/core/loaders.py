@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.dataloader import _InfiniteConstantSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
 
 SEQUENCES = (list, tuple, range)
@@ -52,19 +53,41 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
     if type(loader) in SEQUENCES:
         return True
     loader = unprepared(loader)
-    if type(loader) is not DataLoader:
-        return False
-    known = (
-        *_SAMPLERS,
-        *_of("accelerate.data_loader", "BatchSamplerShard", "SeedableRandomSampler"),
-        *_of("accelerate.data_loader", "SkipBatchSampler"),
-    )
     return bool(
-        loader.num_workers > 0
-        and all(type(one) in (*known, tuple, range) for one in samplers_of(loader))
+        type(loader) is DataLoader
+        and loader.num_workers > 0
+        and all(_is_known(one) for one in samplers_of(loader))
         and not any(_may_be_changed(one) for one in samplers_of(loader))
         and (draws_watched or not generators_in_pass(loader))
     )
+
+
+def why_not_apart(loader: Any) -> tuple[str, str]:
+    """What is not known of a loader that is not apart, and what to do about it."""
+    loader = unprepared(loader)
+    if isinstance(loader, _BaseDataLoaderIter):
+        return "is an iterator of a DataLoader", "Give the DataLoader itself, which has workers"
+    worker = "Let a worker make them (DataLoader(num_workers=1))"
+    if isinstance(loader, GeneratorType) or getattr(loader, "num_workers", None) == 0:
+        return "makes its batches in this process, and may read what the loop changes", worker
+    if type(loader) is not DataLoader:
+        what = "is of a class of which it is not known whether it reads what the loop changes"
+        return what, "Use torch's own DataLoader, with workers"
+    for one in samplers_of(loader):
+        if _may_be_changed(one):
+            what = "has indices in a list or tensor, which the loop may change"
+            return what, f"Give {type(one).__name__} a tuple or range"
+        if not _is_known(one):
+            what = f"has a sampler ({type(one).__name__}) that may read what the loop changes"
+            return what, "Use one of torch's"
+    return "has a sampler with a generator of its own, from which the loop may draw", "Give none"
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether it is known what it reads."""
+    accelerates = "BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"
+    known = (*_SAMPLERS, *_of("accelerate.data_loader", *accelerates), tuple, range)
+    return type(sampler) in known
 
 
 def _may_be_changed(sampler: Any) -> bool:

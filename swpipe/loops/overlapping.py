@@ -26,7 +26,7 @@ import torch
 import swpipe.inference.checking  # noqa: F401 - else the first loop would wait for it
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, declared_effects, unknown_beside
-from swpipe.core.loaders import generators_in_pass, is_apart
+from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
@@ -37,7 +37,7 @@ from swpipe.loops.ahead_tasks import AheadTasks
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.pass_generators import DEFAULTS, PassGenerators, told
 from swpipe.loops.pull_watch import PullWatch
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
@@ -100,6 +100,7 @@ class OverlappedLoop(ResumableLoop[C]):
     ) -> None:
         self.overlap = overlap
         self._ahead, self._said = ahead, said
+        self._told: frozenset[str] = frozenset()  # default generators that the loader draws from
         super().__init__(pipe, loader)
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
@@ -135,8 +136,20 @@ class OverlappedLoop(ResumableLoop[C]):
         """Nothing: the first batches are pulled when they are asked for."""
 
     def _make_ready(self, current: LoaderPass) -> None:
-        if self.overlap.loader_ahead:
-            current.make_ready(self.overlap.plan.depth)
+        if not self.overlap.loader_ahead:
+            return
+        current.make_ready(self.overlap.plan.depth)
+        if new := (self._pulled.draws.names & DEFAULTS) - self._told:
+            self._told |= new
+            names = listed([told(name) for name in sorted(new)])
+            warnings.warn(
+                f"the loader draws from {names} in the middle of a pass, and is pulled ahead: a "
+                "draw of the loop, a task or its body, from the same will be an error, whenever it "
+                "comes. If there may be one, let the loader's workers draw "
+                "(DataLoader(num_workers=1)), or give one of the two a generator of its own",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _count(self, current: LoaderPass, in_flight: int) -> None:
         """Nothing: only what the body got was handed out."""
@@ -229,7 +242,8 @@ def overlap(
         TypeError: One of the tasks is neither a task nor a function with a name.
 
     Warns:
-        RuntimeWarning: Nothing can run ahead, and what to do.
+        RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
+            a default generator, from which the loop then must not draw.
     """
     for name in gone:
         raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
@@ -313,11 +327,11 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str
         return ()
     if pull_ahead is False:
         return ("The loader is pulled in turn (pull_ahead=False).",)
+    what, mend = why_not_apart(loader)
     text = (
-        f"The loader ({type(loader).__name__}) makes its batches in this process, and may read "
-        "what the loop changes, so it is pulled in turn. Let a worker make them "
-        "(DataLoader(num_workers=1)); or say pull_ahead=True, if it does not, nobody asks it for "
-        "more than its batches, and the loop draws from no random generator from which it draws."
+        f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
+        "pull_ahead=True, if it does not read what the loop changes, nobody asks it for more than "
+        "its batches, and the loop draws from no random generator from which it draws."
     )
     return (text,)
 
@@ -333,7 +347,7 @@ def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tupl
             f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "
             "with the body of the loop."
         )
-        if behind[0].undeclared:
+        if behind[0].undeclared and len(behind) > 1:  # the last one is what the others run ahead of
             name = behind[0].name
             text += (
                 f" {name!r} could run ahead if it uses its context and what nobody changes while "

@@ -32,6 +32,10 @@ _TOLD = {
 }
 
 
+DEFAULTS = frozenset(_TOLD)
+"""Their names."""
+
+
 class PassGenerators:
     """Reads and sets their states.
 

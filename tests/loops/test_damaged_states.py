@@ -20,6 +20,9 @@ from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import NoisyRows, Rows, batches
 from tests.loops.resumable_jobs import StatefulRows, torchdata, with_generator
 
+# Told of any loader that draws in this process; test_overlapping looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "a tuple": lambda: Rows().rows.split(4),
     "a given generator": lambda: batches(NoisyRows(), shuffle=True, generator=with_generator()),

@@ -29,6 +29,9 @@ from swpipe.errors import PlanError
 from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import Fn, NoisyRows, Rows, Training, batches
 
+# Told of any loader that draws in this process; test_overlapping looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
+
 Over = Callable[[Any, list[Any]], Any]
 Script = Callable[[Over], Any]
 PARTS = Rows().rows.split(4)

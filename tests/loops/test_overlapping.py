@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelineTask
 from swpipe.errors import PlanError
 from swpipe.trace import Observer
 from tests.loops.ordinary_loops import LOOPS, Loop, StopTraining, Training, batches
+
+# Told of any loader that draws in this process; test_overlapping looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
 CURRICULA = {"a curriculum", "a curriculum in a generator", "a curriculum in a map"}
 """The loader reads what a task changes: nobody can honestly say that it is pulled ahead."""
@@ -152,6 +156,58 @@ def test_a_loader_in_this_process_is_told() -> None:
     assert overlapped.overlap.plan.depth == 1
     overlapped.close()
     swpipe.overlap(loop.loader, loop.functions, device="cpu", pull_ahead=False).close()
+
+
+class Own(DataLoader[Any]):
+    """As libraries have them."""
+
+
+ROWS = torch.rand(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(ROWS), r"makes its batches in this process.*num_workers=1"),
+        ((row for row in ROWS), r"makes its batches in this process.*num_workers=1"),
+        (Own(ROWS, num_workers=1), r"\(Own\) is of a class of which it is not known.*torch's own"),
+        (iter(DataLoader(ROWS)), r"is an iterator of a DataLoader.*Give the DataLoader itself"),
+        (map(abs, ROWS), r"\(map\) is of a class of which it is not known"),
+        (
+            DataLoader(ROWS, num_workers=1, sampler=SubsetRandomSampler([1, 2])),
+            "has indices in a list or tensor, which the loop may change.*a tuple or range",
+        ),
+        (
+            DataLoader(ROWS, num_workers=1, sampler=[1, 2]),
+            r"has a sampler \(list\) that may read what the loop changes",
+        ),
+    ],
+)
+def test_why_a_loader_is_in_turn_is_told_as_it_is(loader: Any, why: str) -> None:
+    """Of the task that the loader would run ahead of, nothing is asked."""
+    with pytest.warns(
+        RuntimeWarning, match=f"nothing runs ahead: .*{why}.*pull_ahead=True"
+    ) as told:
+        swpipe.overlap(loader, [nothing()], device="cpu").close()
+    assert "could run ahead" not in str(told[0].message)
+
+
+@pytest.mark.filterwarnings("default:the loader draws from")
+def test_a_loader_that_draws_beside_the_loop_is_told_at_the_beginning() -> None:
+    """Once, and of what will be an error, however rarely the loop draws."""
+    rows = (torch.rand(2) for _ in range(9))
+    with swpipe.overlap(rows, [nothing()], pull_ahead=True, device="cpu") as loop:
+        with pytest.warns(
+            RuntimeWarning, match="draws from torch's default.*will be an error"
+        ) as told:
+            contexts = iter(loop)
+            next(contexts)
+        assert len(told) == 1
+        assert told[0].filename == __file__
+        next(contexts)
+        torch.rand(1)
+        with pytest.raises(RuntimeError, match="both draw from torch's default generators"):
+            next(contexts)
 
 
 def test_a_loop_that_is_left_can_be_begun_again() -> None:

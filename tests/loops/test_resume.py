@@ -26,7 +26,9 @@ from tests.loops.resumable_jobs import (
 from tests.support.plans_for_tests import NOBODY_ELSE
 
 # torchdata, when a loader is made
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated", "ignore:the loader draws from"
+)
 
 EPOCHS = 3
 

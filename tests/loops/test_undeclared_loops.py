@@ -173,7 +173,7 @@ def test_overlapped_numbers_are_those_of_the_plain_loop(name: str, tmp_path: Pat
     assert choice.loader_ahead == apart
     if not apart:
         (warning,) = told
-        for mend in ("DataLoader(num_workers=1)", "pull_ahead=True", "pure=True"):
+        for mend in ("so it is pulled in turn. ", "pull_ahead=True", "pure=True"):
             assert mend in warning
 
 
