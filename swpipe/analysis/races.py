@@ -33,7 +33,15 @@ from swpipe.core.effects import (
     conflicts,
 )
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import BODY, DEFAULT_GROUP, OTHERS, PULL, PipelinePlan, StreamRef
+from swpipe.core.plan import (
+    BODY,
+    DEFAULT_GROUP,
+    OTHERS,
+    PULL,
+    PipelinePlan,
+    StreamRef,
+    TaskSchedule,
+)
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import Problem
 
@@ -164,8 +172,13 @@ def race_problems(
 def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | None = None) -> bool:
     """Whether a plan gives the serial numbers if tasks touch only ``effects`` and their contexts.
 
-    It does if no order is broken although every task may read and write the whole context.
+    It does if no order is broken although every task may read and write the whole context. Tasks
+    that say nothing are not looked at one by one where they are not beside the loop's body.
     """
+    silent = [resolved.plan.schedule[n] for n in effects if effects[n].undeclared]
+    beside = TaskSchedule(resolved.plan.max_stage)
+    if any(replace(entry, globally_ordered=False) != beside for entry in silent):
+        return False
     whole = frozenset([Location("the context", False)])
     table = {n: e if n in OTHERS else e | Effects(whole, whole) for n, e in effects.items()}
     required = required_orders(table, resolved.plan.stale)
@@ -176,7 +189,10 @@ def problems_beside_the_body(
     resolved: ResolvedPlan, effects: EffectTable, *, streams: bool
 ) -> list[Problem]:
     """Those that a validated plan has with a body that touches what its entry has."""
-    required = [one for one in required_orders(effects, resolved.plan.stale) if BODY in one[0][:2]]
+    body, stale = {BODY: effects[BODY]}, resolved.plan.stale
+    tasks = {name: touched for name, touched in effects.items() if name not in OTHERS}
+    pairs = [{name: touched, **body} for name, touched in tasks.items()]
+    required = [one for pair in pairs for one in required_orders(pair, stale) if BODY in one[0][:2]]
     found = violations(required, guarantees(resolved, streams) if required else ())
     return _beside_the_others(resolved.plan, effects, found)
 

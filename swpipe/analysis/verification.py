@@ -238,7 +238,8 @@ def _table(
         declared = declared_effects(tasks, undeclared=False)  # the effects say it of themselves
         table = {name: found | declared.get(name, Effects()) for name, found in effects.items()}
     unknown = unknown_beside(tasks) if tasks else anything(table.values())
-    table = {name: one | unknown if one.undeclared else one for name, one in table.items()}
+    if BODY not in table:  # a recording has said it of all that say nothing
+        table = {name: one | unknown if one.undeclared else one for name, one in table.items()}
     return with_the_others(table, unknown, apart=apart, body=body)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from swpipe._state.owners import Owners
 from swpipe.analysis.validation import validate
-from swpipe.core.effects import Effects, Location
+from swpipe.core.effects import DRAWS, UNDECLARED, Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.plan import BODY, OTHERS, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
@@ -161,7 +161,7 @@ class InferenceReport:
         from tabulate import tabulate
 
         rows = [
-            (task, _places(effects.reads), _places(effects.writes))
+            (task, _told(effects.reads), _told(effects.writes))
             for task, effects in self.recording.effects.items()
             if task != BODY
         ]
@@ -185,6 +185,11 @@ class InferenceReport:
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """The entries of all lists, each once."""
     return tuple(dict.fromkeys(chain.from_iterable(lists)))
+
+
+def _told(places: frozenset[Location]) -> str:
+    """Places; that a task which says nothing may draw goes without saying."""
+    return _places(places - {DRAWS} if UNDECLARED in places else places)
 
 
 def _places(places: Iterable[Location]) -> str:
