@@ -2,7 +2,9 @@
 
 A list, a tuple and a range have their batches already. The worker processes of torch's
 ``DataLoader`` have their own copies of dataset and ``collate_fn``, made when the pass begins. What
-such a loader still does in this process, with each pull:
+these share with this process, they see: a ``multiprocessing.Value``, tensors in shared memory,
+memory maps, files. That the loop writes none of it is taken to be so. What such a loader still does
+in this process, with each pull:
 
     samplers      torch's read attributes and generators of their own, and ``len()`` of a dataset
     pin_memory    on a thread of the loader's, which is ahead in a plain loop, too

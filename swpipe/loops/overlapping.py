@@ -217,7 +217,8 @@ def overlap(
         tasks: In the order of the plain loop. A function is a task of the function's name. Those
             that come first and are pure run ahead.
         pull_ahead: Whether batches are pulled ahead. None: if the loader is a list, tuple or range,
-            or torch's own ``DataLoader`` with workers and torch's samplers. True, for any other,
+            or torch's own ``DataLoader`` with workers and torch's samplers; the workers are taken
+            to read no file and no shared memory that the loop writes. True, for any other,
             says that it does not read what the loop changes, that nobody asks it for more than its
             batches, such as its state in mid-pass, and that the loop draws from no random generator
             from which it draws; and that it begins each pass anew, or is an iterator. False: never.

@@ -197,10 +197,9 @@ def test_a_loader_that_draws_beside_the_loop_is_told_at_the_beginning() -> None:
     """Once, and of what will be an error, however rarely the loop draws."""
     rows = (torch.rand(2) for _ in range(9))
     with swpipe.overlap(rows, [nothing()], pull_ahead=True, device="cpu") as loop:
-        with pytest.warns(
-            RuntimeWarning, match="draws from torch's default.*will be an error"
-        ) as told:
-            contexts = iter(loop)
+        contexts = iter(loop)
+        reason = "draws from torch's default generators in the middle.*will be an error"
+        with pytest.warns(RuntimeWarning, match=reason) as told:
             next(contexts)
         assert len(told) == 1
         assert told[0].filename == __file__
