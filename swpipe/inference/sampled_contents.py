@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,6 +82,13 @@ class SampledContents:
     def compare(self, iteration: int, used: Iterable[Used]) -> None:
         """Compare what the task used in an iteration, which has just ended."""
         known = [(one, before) for one in used if (before := self._before(one)) is not None]
+        with torch.no_grad(), torch._C._DisableTorchDispatch():  # no operators for others to count
+            self._compare(iteration, known)
+        if len(self._known) > self._most:
+            alive = {k: one for k, one in self._known.items() if not one.reference.expired()}
+            self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
+
+    def _compare(self, iteration: int, known: Sequence[tuple[Used, _Known]]) -> None:
         differs: dict[Changed, Tensor] = {}
         for one, before in known[:: -(len(known) // _TENSORS + 1)]:
             now = self._note(one)
@@ -91,9 +98,6 @@ class SampledContents:
                 differs[Changed(iteration, one.number, one.name)] = flag
         if differs:
             self._under_way.append(self._on_the_host(differs))
-        if len(self._known) > self._most:
-            alive = {k: one for k, one in self._known.items() if not one.reference.expired()}
-            self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
 
     def changed(self) -> Iterator[Changed]:
         """What had been changed, as far as it is known by now."""
@@ -102,7 +106,9 @@ class SampledContents:
             if done is not None and not done.query():
                 return
             self._under_way.popleft()
-            yield from (one for one, flag in differs.items() if flag)
+            with torch._C._DisableTorchDispatch():
+                found = [one for one, flag in differs.items() if flag]
+            yield from found
 
     def _on_the_host(
         self, differs: dict[Changed, Tensor]
@@ -143,6 +149,5 @@ def _sampled(tensor: Tensor) -> tuple[Any, Tensor | None]:
     if not dense or tensor.untyped_storage().nbytes() < end:  # a sharded one may have let it go
         return kind, None
     step = (count // _ELEMENTS) | 1
-    with torch.no_grad():
-        chosen = tensor.as_strided((-(-count // step),), (step,), tensor.storage_offset())
-        return kind, chosen.view(_WORDS[size]).sum()
+    chosen = tensor.as_strided((-(-count // step),), (step,), tensor.storage_offset())
+    return kind, chosen.view(_WORDS[size]).sum()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe.device import CpuDevice, Stream
 from swpipe.inference import sampled_contents
@@ -96,6 +98,22 @@ def test_the_answer_of_a_device_is_read_when_it_has_it(monkeypatch: pytest.Monke
     reached[0] = True
     assert [one.iteration for one in contents.changed()] == [2]
     assert [*contents.changed()] == []
+
+
+def test_modes_of_the_user_do_not_see_it() -> None:
+    """Such as one that counts operators, or memory that they make."""
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Seen():
+        assert told(torch.ones(8)) == []
+    assert names == ["ones.default"]
 
 
 def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
