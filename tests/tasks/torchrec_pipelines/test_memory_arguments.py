@@ -54,8 +54,8 @@ WITH_STATE: dict[str, Any] = {"optimizer": torch.optim.Adagrad, "options": {"lr"
 ANSWERS = 8
 """Bytes of the ranks' answers whether their data has ended, which stay on the host."""
 
-SAMPLE = 4096
-"""Bytes, at most, of the sample of a content at which the watch of pure tasks looks here."""
+WATCH = 4096
+"""Bytes, at most, that the watch of pure tasks holds while one of the first iterations runs."""
 
 FAILS_THERE = {
     "EvalPipelineSparseDist": ["free_features_storage_early"],  # it exchanges batch 0 twice
@@ -144,11 +144,9 @@ def _judge(found: dict[str, Any], ranks: int) -> None:
     for name, (peaks, _) in found.items():
         print(f"{name:34}" + "".join(f"{peak:10}" for peak in peaks))
     assert {name: where for name, (_, where) in found.items() if where} == {}
-    answers = ANSWERS * ranks + SAMPLE
+    answers = ANSWERS * ranks + WATCH
     more = {
-        name: p
-        for name, (p, _) in found.items()
-        if p[3] > p[1] + (answers if ranks > 1 else SAMPLE)
+        name: p for name, (p, _) in found.items() if p[3] > p[1] + (answers if ranks > 1 else WATCH)
     }
     assert more == {}
 
