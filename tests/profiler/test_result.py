@@ -129,7 +129,7 @@ def test_a_report_without_blocking_tasks_and_state_says_so() -> None:
     """The lines are not left out."""
     calm = replace(RESULT, blocked_s=dict.fromkeys(RESULT.tasks, 0.0), put_back=())
     assert "blocks the host: no task" in calm.format_report()
-    assert "put back: generators only; no other state was found" in calm.format_report()
+    assert "put back: generators only; no other state was shown" in calm.format_report()
 
 
 @pytest.mark.parametrize(
@@ -307,15 +307,11 @@ def test_what_limits_iterations(
     assert says in result.format_report()
 
 
-def test_what_lies_in_one_container_is_told_as_one() -> None:
-    """A thousand parameters in a list are a thousand objects with state."""
-    parameters = tuple(f"self._parameters.[{i}] (Parameter)" for i in range(1000))
-    found = ("self.auc (RunningAUC)", *parameters, "self.others.[3] (SGD)", "total")
+def test_objects_of_one_name_are_told_as_one() -> None:
+    """A thousand parameters of no module are a thousand objects with state."""
+    found = ("Sequential", *["leaf (float32 [3])"] * 1000, "SGD", "total")
     text = replace(RESULT, put_back=found).format_report()
-    assert (
-        "put back: self.auc (RunningAUC), 1000 Parameters in self._parameters, "
-        "self.others.[3] (SGD), total\n"
-    ) in text
+    assert "put back: Sequential, 1000 x leaf (float32 [3]), SGD, total\n" in text
 
 
 def test_of_many_objects_the_first_few_are_told() -> None:
