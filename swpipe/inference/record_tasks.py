@@ -107,7 +107,7 @@ def record(
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
         owners=Owners(saved.owners),
         notes=(
-            *notes_on_words(tasks, runs, seen, states, trained),
+            *notes_on_words(tasks, seen, states, trained),
             *notes_on(tasks, runs, accesses, transfers),
         ),
     )

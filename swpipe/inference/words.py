@@ -8,7 +8,6 @@ from swpipe._state.generators import TORCH
 from swpipe.core.effects import Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
-from swpipe.inference.observation import TaskObservation
 from swpipe.inference.state_items import StateItem
 
 _MOST = 3
@@ -17,7 +16,6 @@ _MOST = 3
 
 def notes_on_words(
     tasks: Sequence[PipelineTask],
-    observed: Sequence[TaskObservation],
     seen: Mapping[str, Effects],
     states: Mapping[str, Sequence[StateItem]],
     trained: Set[StateItem],
@@ -26,7 +24,6 @@ def notes_on_words(
 
     Args:
         tasks: In serial order.
-        observed: Their runs.
         seen: Task to what it was seen to touch, whatever it declares.
         states: State to its members.
         trained: Members that require grad.
@@ -46,8 +43,8 @@ def notes_on_words(
     if free:
         yield (
             f"Nothing is declared of {listed([repr(name) for name in free])}, seen to change the "
-            "context only, and to use what no task changes. Say so with pure=True, if it is always "
-            "so, and they may run ahead of what is undeclared."
+            "context only, and to use what no task changes; Python values were not looked at. Say "
+            "so with pure=True, if it is always so, and they may run ahead of what is undeclared."
         )
 
 
