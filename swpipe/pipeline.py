@@ -258,6 +258,29 @@ class SWPipeline(ShortcutControl[C]):
         """
         return self._driver.drop()
 
+    def settle(self) -> None:
+        """Wait until the loader is not called any more, before the next call for an iteration.
+
+        For a plan with a ``pull_group``, which calls it between two calls, too. The batches of all
+        iterations that were begun have been pulled then, or the data has ended. A pull that waits
+        for its turn goes on out of turn.
+        """
+        self._driver.settle()
+
+    def await_turn(self) -> None:
+        """For the iterator, within a pull: wait until the caller asks for this batch's iteration.
+
+        Nothing else of the loop runs then, neither a task nor its body: all earlier iterations have
+        been handed out. So a loader that draws, or reads what the loop changes, finds what it would
+        find in a plain loop. Where the caller's thread pulls, it returns at once.
+        """
+        self._driver.await_turn()
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether ``await_turn`` would return at once."""
+        return self._driver.is_in_turn
+
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
         """Yield the context of every iteration over ``loader``, in order.
 

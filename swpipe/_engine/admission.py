@@ -5,9 +5,13 @@
                                    <pull>   pull, make the context
 
 Guarantees
-    - The iterator is called by one thread, in order, and only while the caller is inside a call of
-      the pipeline: ``<pull>`` comes after ``<admit>`` and before ``<retire>`` of a period.
-    - A batch that was pulled is in flight: it is handed out, also by ``drain``.
+    - The iterator is called by one thread, in order, for iterations that were admitted: at most
+      ``depth`` ahead of the one that the caller has.
+    - An iteration that was admitted is in flight: its batch is pulled, and it is handed out, also
+      by ``drain``, unless the data ends before it.
+    - A pull that waits for its turn (``await_turn``) goes on when the caller has asked for its
+      iteration. All earlier ones have been handed out then, and the caller is within a call: no
+      task runs, nor does the loop's body.
     - ``InFlightIterations.total`` is set before the instruction that found the end publishes it.
     - When iteration i is admitted, the device has done iteration i - depth - ``launch_limit``, of
       this run or of an earlier one.
@@ -26,8 +30,8 @@ from typing import Any
 from swpipe._engine import release
 from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.program import ADMIT, Instruction
-from swpipe._engine.randomness import this_thread
+from swpipe._engine.program import ADMIT, OWN, Instruction
+from swpipe._engine.randomness import putting_off, this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
@@ -42,7 +46,8 @@ class Admission:
 
     Attributes:
         iterator: Where the batches come from.
-        admitted: How many batches were pulled.
+        admitted: How many iterations were begun, of which the data may have ended before the last.
+        pulled: How many of their batches were pulled.
         data_ended: The iterator had no more.
         state: The caller's torch settings, for the iterations that are admitted from now on.
         variables: The caller's context variables; likewise.
@@ -54,7 +59,9 @@ class Admission:
 
     def __init__(self, iterations: InFlightIterations, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
-        self.admitted = 0
+        self.admitted = self.pulled = 0
+        self.asked = 0  # so many iterations the caller has asked for
+        self._turns = iterations.engine.host.counter()  # of so many batches the pull may go on
         self.data_ended = False
         self.state: TorchState | None = None
         self.variables: Context | None = None
@@ -96,6 +103,7 @@ class Admission:
             self._await_device(engine.ends.get(engine.end_slot(iterations.first + i)))
         admitted = InFlight(_NOT_PULLED, self.state, self.variables, None)
         iterations.slots[i % iterations.depth] = admitted
+        self.admitted = i + 1
 
     def _pull(self, i: int) -> None:
         iterations = self._iterations
@@ -120,7 +128,45 @@ class Admission:
             release.begin(iteration.ctx)
         if self._has_streams:
             self._mark_source(i, iteration)
-        self.admitted += 1
+        self.pulled = i + 1
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the caller has asked for the iteration whose batch is pulled next, or is now."""
+        return self.asked > self.pulled
+
+    def ask(self, iterations: int) -> None:
+        """The caller asks for so many iterations in all."""
+        self.asked = max(iterations, self.asked)
+        self.go_on(iterations)
+
+    def go_on(self, iterations: int) -> None:
+        """Let so many batches be pulled, in turn or not."""
+        self._turns.advance(max(iterations, self._turns.count))
+
+    def cancel(self) -> None:
+        """Wake whoever waits for its turn."""
+        self._turns.cancel()
+
+    def await_turn(self) -> None:
+        """Within a pull, or before it: wait until it is in turn, or ``go_on``.
+
+        Raises:
+            Cancelled: The run stops.
+            RuntimeError: It never is: the caller's thread has tasks that need the batch earlier.
+        """
+        if self.is_in_turn:
+            return
+        program = self._iterations.engine.program
+        for ins in program.lanes[0].instructions:
+            if ins.task not in OWN and ins.stage < program.depth - 1:
+                raise RuntimeError(
+                    f"the iterator waits for its turn, until all earlier iterations are handed "
+                    f"out, and task {ins.task!r} needs its batch before, on the caller's thread: "
+                    "give the tasks of this thread the last stage, as prefetch_plan does"
+                )
+        with putting_off():
+            self._turns.wait(self.pulled + 1)
 
     def _mark_source(self, i: int, iteration: InFlight) -> None:
         iterations, device = self._iterations, self._iterations.engine.device

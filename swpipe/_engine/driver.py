@@ -70,6 +70,9 @@ class Place(NamedTuple):
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
 
+PULL_GRACE_S = 1.0
+"""How long, at most, what is dropped waits for a batch that is being pulled."""
+
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
@@ -171,6 +174,9 @@ class Driver(Generic[C]):
             run = self._prepared(iterator)
             while run.period < self.engine.program.depth - 1 and not run.finished:
                 self._advance(run)
+            run.settle()
+            if run.failure is not None:
+                self._advance(run)  # which raises it
 
     def progress(self, iterator: Iterator[Any]) -> C:
         """Run one period, or as many as it takes to hand out an iteration."""
@@ -214,16 +220,20 @@ class Driver(Generic[C]):
     def state_dict(self, check: bool) -> dict[str, int]:
         """Number of the next iteration to hand out, batches pulled beyond it, and the seed.
 
+        With ``check`` all of these have been pulled.
+
         Raises:
             RuntimeError: A call is under way; or, where ``check``, what was in flight last is lost.
         """
-        run, number = self.run, self.next_iteration
         if self.access.holder() is not None:
             raise RuntimeError(
                 "state_dict() was called within a call of the pipeline, by a task, the loader or "
                 "another thread: tasks of the iteration may still change what you save. Save "
                 "between two calls, as in the body of the loop"
             )
+        if check and not self.access.closed:
+            self.settle()
+        run, number = self.run, self.next_iteration
         if check and (self.lost or (run is not None and run.interrupted)):
             raise RuntimeError(
                 f"{self.lost or INTERRUPTED}, and their tasks may have changed what you save: go "
@@ -251,14 +261,36 @@ class Driver(Generic[C]):
         if self.access.closed:
             return 0
         with self:
-            run, dropped = self.run, self.in_flight
+            run, dropped = self.run, len(self.drained)
             self.drained.clear()
             if run is not None:
+                run.stop()
+                run.join(PULL_GRACE_S)
+                dropped += run.admission.pulled - run.retired
                 self._end(run)
                 self.next_iteration, self.lost = self._oldest, ""
             elif self.lost:  # by a failure of the oldest, which keeps its number
                 self.next_iteration = self._oldest + 1
             return dropped
+
+    def settle(self) -> None:
+        """Wait until the batches of all iterations that were admitted are pulled, or the data ends.
+
+        Also those whose pulls wait for their turn.
+        """
+        with self:
+            if self.run is not None:
+                self.run.settle()
+
+    def await_turn(self) -> None:
+        """Within a pull, or before it: wait until the caller asks for its iteration."""
+        if self.run is not None:
+            self.run.admission.await_turn()
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the caller has asked for the iteration whose batch is pulled next, or is now."""
+        return self.run is None or self.run.admission.is_in_turn
 
     def refuse_in_flight(self, purpose: str) -> None:
         """Raise RuntimeError if iterations are in flight; within a call."""
@@ -325,6 +357,8 @@ class Driver(Generic[C]):
     def _end_idle(self) -> None:
         """End a run of which nothing is in flight: whatever comes next may begin anew."""
         run = self.run
+        if run is not None and not run.draining:
+            run.settle()
         if run is not None and not run.in_flight and not run.draining:
             run.stop_admitting()
             if run.over:  # no failure is left to raise
@@ -368,6 +402,7 @@ class Driver(Generic[C]):
         )
 
     def _next(self, run: Run) -> C:
+        run.ask()
         while not run.over:
             ctx = self._advance(run)
             if ctx is not None:
@@ -399,10 +434,10 @@ class Driver(Generic[C]):
             self._dropped.detach()
         first = run.iterations.first
         self._oldest = first + run.retired
-        if run.in_flight:
-            numbers = f"{self._oldest} to {first + run.admission.admitted - 1}"
+        if run.admission.pulled > run.retired:
+            numbers = f"{self._oldest} to {first + run.admission.pulled - 1}"
             self.lost = f"iterations {numbers} were dropped by a failure or by close()"
-        self.next_iteration = first + run.admission.admitted
+        self.next_iteration = first + run.admission.pulled
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
         self.run = None
         return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]

@@ -3,9 +3,8 @@
 A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
 and frame the default lane: ``<admit>`` begins an iteration, when the device is not too far behind,
 and pulls its batch; ``<retire>`` comes after all other tasks of an iteration and hands its context
-out. Where the plan has a group that pulls, ``<pull>`` does so there, in the period of ``<admit>``:
-after it, and before ``<retire>``, so that the loader is called only while the caller is in a call.
-So everything that orders anything is a dependence with a distance:
+out. Where the plan has a group that pulls, ``<pull>`` does so there, after ``<admit>``: also while
+the caller is between two calls. So everything that orders anything is a dependence with a distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` and ``<pull>`` of its iteration, and ``<retire>`` after every
@@ -89,7 +88,8 @@ class Instruction:
         host_waits: To be done before it, in every period.
         event_waits: To be done on its stream, where the iteration concerned exists.
         record: Some other stream will wait for it: record its event.
-        publish: Some other lane will wait for it: publish the lane's progress right after it.
+        publish: Some other lane, or the caller, may wait for it: publish the lane's progress right
+            after it.
     """
 
     task: str
@@ -204,7 +204,7 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
             record=place in recorded
             or (streams and record_all and (name == RETIRE or name not in OWN)),
-            publish=place in published,
+            publish=place in published or name == PULL,
         )
 
     return Program(
@@ -237,7 +237,7 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     queues: dict[StreamRef, int] = {}
     named = [entry.stream if streams else None for entry in entries]
     lane = [lanes[entry.thread_group] for entry in entries]
-    within_call = [Hop(place[source], retire, 0) for source in sources[1:]]
+    within_call: list[Hop] = []
     if plan.within_calls:
         workers = [[k for k in range(retire) if lane[k] == n] for n in range(1, len(groups))]
         within_call += [hop for w in workers for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]

@@ -52,7 +52,8 @@ import operator
 import os
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from queue import Empty, SimpleQueue
 from types import FrameType
 
@@ -152,11 +153,7 @@ class _Access(AbstractContextManager[None]):
         if self._seed is None and self.outer is not None:
             self._own = self.outer._own
         try:
-            request = self._run.next_request()
-            self._run.counter.wait(request)
-            self._run.granted = self
-            self._request = request
-            self.take()
+            self.request()
             this_thread.access = self
         except BaseException:
             self.__exit__()
@@ -172,6 +169,25 @@ class _Access(AbstractContextManager[None]):
         self._frame = self.outer = None
         if self._request is not None:
             self._run.counter.advance(self._request + 1)
+
+    def request(self) -> None:
+        """Wait until it is its turn in the run, and for access.
+
+        Raises:
+            Cancelled: The run has failed, or was closed.
+        """
+        request = self._run.next_request()
+        self._run.counter.wait(request)
+        self._run.granted = self
+        self._request = request
+        self.take()
+
+    def put_off(self) -> None:
+        """Let others of the run have access, too, until the next ``request``."""
+        self.lend()
+        if self._request is not None:
+            self._run.counter.advance(self._request + 1)
+            self._request = None
 
     def take(self) -> None:
         """Wait for access, and put this block's states in place.
@@ -265,6 +281,18 @@ class LentAccess:
             self._access.give_back()
             if failure is None or failure is StopIteration:  # an error goes first
                 raise
+
+
+@contextmanager
+def putting_off() -> Iterator[None]:
+    """Within the block others have the access that the calling thread has, if any."""
+    access = _innermost()
+    if access is None:
+        yield
+        return
+    access.put_off()
+    yield
+    access.request()
 
 
 class _Thread(threading.local):

@@ -38,6 +38,7 @@ import functools
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -55,6 +56,7 @@ from swpipe._engine.resets import reset_states
 from swpipe._engine.torch_state import ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.context import TypedContext
+from swpipe.core.plan import PULL
 from swpipe.errors import StallError, add_note
 
 JOIN_GRACE_S = 0.1
@@ -152,8 +154,8 @@ class Run:
 
     @property
     def in_flight(self) -> int:
-        """Iterations that were admitted and not handed out."""
-        return self.admission.admitted - self.retired
+        """Iterations that were admitted and not handed out, as far as the data is known to go."""
+        return min(self.admission.admitted, self.iterations.total) - self.retired
 
     def read_callers_settings(self) -> None:
         """Read the calling thread's settings, for the iterations that are admitted from now on.
@@ -227,6 +229,25 @@ class Run:
         # that it arrives neither while ``advance`` handles a failure nor after it has returned.
         if self.driver.pop("thread", None) is None:
             time.sleep(_LEAVE_S)
+
+    def settle(self) -> None:
+        """Wait until the batches of all iterations that were admitted are pulled, or the data ends.
+
+        Also if the pulls wait for their turn. Where the run fails meanwhile, the next call says so.
+        """
+        pull = self.engine.program.instructions.get(PULL)
+        if pull is None or self.finished:
+            return
+        admitted, lane = self.admission.admitted, self.lanes[pull.lane]
+        self.in_call = True  # else nobody looks whether it stalls
+        self.admission.go_on(admitted)
+        with suppress(Cancelled):
+            lane.progress.wait((admitted - 1 + pull.stage) * lane.size + pull.position + 1)
+        self.in_call = False
+
+    def ask(self) -> None:
+        """The caller asks for the next iteration."""
+        self.admission.ask(self.retired + 1)
 
     def stop_admitting(self) -> None:
         """Stop admitting; finish what is in flight."""
@@ -325,7 +346,7 @@ class Run:
 
     def _place(self, lane: LaneRunner) -> str:
         if lane.instruction.task in SOURCES:
-            number = self.iterations.first + self.admission.admitted
+            number = self.iterations.first + self.admission.pulled
             return f"pulling the batch of iteration {number}"
         return (
             f"at task {lane.instruction.task!r}, iteration "
@@ -340,6 +361,7 @@ class Run:
         self.stopping = True
         for lane in self.lanes:
             lane.progress.cancel()
+        self.admission.cancel()
         self.iterations.generators.cancel()
 
     def end(self) -> None:
@@ -414,7 +436,7 @@ class Run:
                 end = self.engine.device.new_event()
                 end.record(stream)
                 end.wait(self.iterations.caller_stream)
-            for i in range(self.retired, self.admission.admitted):
+            for i in range(self.retired, self.admission.pulled):
                 self._mark_end(i)
         except Exception as error:
             if self.failure is None:

@@ -101,8 +101,9 @@ class PipelinePlan:
             Each further iteration lets worker groups run one period further ahead of the caller.
             At most 1,000.
         pull_group: Thread group that calls the loader, one iteration before the tasks need the
-            batch; its own, or one that tasks have. None: the caller's thread does, at the
-            beginning of an iteration. The loader is only called during the caller's calls.
+            batch, also between two calls of the caller's: that it reads nothing that these may
+            change is its author's word. Its own group, or one that tasks have. None: the caller's
+            thread calls the loader, at the beginning of an iteration.
         stale: State to how many iterations behind tasks may intentionally read it. It changes no
             order; ``swpipe.analysis.verification`` refuses any other staleness.
         within_calls: Worker groups run within the caller's calls only: in each period they begin

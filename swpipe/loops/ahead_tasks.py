@@ -12,11 +12,13 @@ iteration when a task has already read it for the second.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from swpipe._engine.randomness import putting_off
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
@@ -35,13 +37,16 @@ class AheadTasks:
 
     Attributes:
         tasks: All tasks, with functions that do this.
+        begin: Called before the first task on the caller's thread, in each iteration.
 
     Args:
         tasks: All tasks, in serial order.
         ahead: How many of them run ahead; not all.
+        pulled_ahead: Whether batches are pulled ahead.
     """
 
-    def __init__(self, tasks: Sequence[PipelineTask], ahead: int) -> None:
+    def __init__(self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool) -> None:
+        self.begin: Callable[[], None] = lambda: None
         self._failures: dict[int, BaseException] = {}
         self._buffers: dict[int, list[weakref.ref[Any]]] = {}  # of batches, by iteration
         self._contents: dict[int, list[Content | None]] = {}  # as the last task ahead left them
@@ -54,7 +59,7 @@ class AheadTasks:
             self._ahead(task) if number < ahead else self._behind(task) if number == ahead else task
             for number, task in enumerate(tasks)
         )
-        if not ahead:
+        if not pulled_ahead:
             self.tasks = tuple(tasks)
 
     def _ahead(self, task: PipelineTask) -> PipelineTask:
@@ -82,6 +87,8 @@ class AheadTasks:
         @wraps(task.fn)
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
+            with putting_off() if task.random else nullcontext():
+                self.begin()
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
             then = self._contents.pop(number, [])

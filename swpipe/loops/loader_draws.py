@@ -3,40 +3,110 @@
     plain loop     pull 1   loop 1   pull 2   loop 2   pull 3
     ahead          pull 1   pull 2   pull 3   loop 1   loop 2      they must not both draw
 
-Some pulls are made alone, on the caller's thread, while nothing else of the loop runs: those of
-the first call, and later the 16th, 128th, 1024th and so on of a pass. A state that such a pull
-changes is one that the loader draws from. Then, and until 16 pulls were so measured, all are made
-alone, so that what others draw shows between them. Later pulls run beside tasks, and what others
-draw is seen whenever no pull is under way. What the loader begins to draw from torch's generators
-beside tasks, ``PullWatch`` sees.
+This is for generators that all threads share and that cannot be replaced: Python's, numpy's, those
+that a sampler was given, and torch's where a loader seeds them. What a pull draws by torch's
+operators, ``DrawViews`` sees.
 
-The first pull of a pass comes before all else, as in a plain loop: samplers draw their seed there.
+Some pulls are made in turn: the 2nd, 16th, 128th and so on of a pass. A state that such a pull
+changes is one that the loader draws from. Then, until 16 pulls were so measured, all are made in
+turn, so that what others draw shows between them; if they do, all later ones are. Else later pulls
+run beside tasks and body, and what others draw is an error, seen whenever no pull is under way.
+
+What was found is kept with the loader.
+
+Assumptions
+    - The first draws of the loop from such a generator, if they come so late, do not all fall into
+      pulls. A loader that draws from one rarely has drawn in a pull that was measured.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from swpipe.core.messages import listed
-from swpipe.loops.pass_generators import PassGenerators, States, changed, changed_devices, told
-from swpipe.loops.pull_watch import PullWatch
+from swpipe.loops.pass_generators import (
+    DEFAULTS,
+    PassGenerators,
+    States,
+    changed,
+    changed_devices,
+    told,
+)
 
-_ALONE = 16
+_MEASURED = 16
+
+_QUIET = 4
+
+
+@dataclass(slots=True)
+class KnownDraws:
+    """What is known of a loader.
+
+    Attributes:
+        names: The generators that it draws from in mid-pass.
+        measured: How many pulls that draw were made in turn.
+        shared: Whether others draw from them, too.
+        quiet: How often it drew by torch's operators, in turn, and nobody else since the time
+            before.
+        torch_shared: Whether others draw from torch's default generator, too.
+        waits: How many pulls waited at a draw by torch's operators.
+    """
+
+    names: frozenset[str] = frozenset()
+    measured: int = 0
+    shared: bool = False
+    quiet: int = 0
+    torch_shared: bool = False
+    waits: int = 0
+
+    @property
+    def torch_ahead(self) -> bool:
+        """Whether it draws by torch's operators ahead."""
+        return self.quiet >= _QUIET and not self.torch_shared
+
+    def told(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The default generators that it draws from ahead, and those that it draws from in turn."""
+        ahead, in_turn = set[str](), set[str]()
+        (in_turn if self.shared else ahead).update(self.names & DEFAULTS)
+        if self.torch_ahead:
+            ahead.add("torch")
+        elif self.torch_shared and self.waits >= _QUIET:
+            in_turn.add("torch")
+        return frozenset(ahead), frozenset(in_turn)
+
+
+_known: dict[int, tuple[weakref.ref[Any], KnownDraws]] = {}
+"""By the loader's id."""
+
+
+def known_draws(loader: Any) -> KnownDraws:
+    """What is known of this loader, to be added to."""
+    number = id(loader)
+    if number in _known and _known[number][0]() is loader:
+        return _known[number][1]
+    known = KnownDraws()
+    try:
+        _known[number] = (weakref.ref(loader, lambda _: _known.pop(number, None)), known)
+    except TypeError:  # a list, say, or a class with slots: others begin anew
+        return known
+    return known
 
 
 class LoaderDraws:
     """Of one loader, in all passes.
 
     Attributes:
-        names: The generators that the loader is known to draw from in mid-pass.
-        after: Their states after the last pull.
+        known: What is known of it.
+        after: The states after the last pull.
 
     Args:
         generators: The generators that matter.
         names: Those that the loader draws from in any case.
         measured: Whether it may draw from others, which has to be found out.
-        watch: Watches pulls that run beside tasks.
+        known: What is known of it.
     """
 
     def __init__(
@@ -45,25 +115,28 @@ class LoaderDraws:
         names: Iterable[str] = (),
         *,
         measured: bool,
-        watch: PullWatch | None = None,
+        known: KnownDraws | None = None,
     ) -> None:
-        self.names = frozenset(names)
+        self.known = KnownDraws() if known is None else known
+        self.known.names |= frozenset(names)
         self.after: States = {}
         self._generators = generators
         self._measures = measured
-        self._watch = watch
         self._devices: set[str] = set()  # of torch's default generators; all, where none is known
-        self._alone = 0  # so many pulls
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The generators that the loader is known to draw from in mid-pass."""
+        return self.known.names
 
     def begin(self) -> None:
         """A new pass begins: what was drawn before it was drawn in a plain loop, too."""
         self.after = {}
-        if self._watch is not None:
-            self._watch.begin()
 
-    def wants_alone(self, number: int) -> bool:
-        """Whether a pull, by its number in the pass from 1, should be made alone."""
-        if self.names and self._alone < _ALONE:
+    def wants_turn(self, number: int) -> bool:
+        """Whether a pull, by its number in the pass from 1, should be made in turn."""
+        known = self.known
+        if known.names and (known.shared or known.measured < _MEASURED):
             return True
         bits = number.bit_length()
         return self._measures and number == 1 << (bits - 1) and bits % 3 == 2
@@ -71,8 +144,12 @@ class LoaderDraws:
     def before_pull(self, *, alone: bool, ahead: bool) -> States:
         """What the states are before a pull.
 
+        Args:
+            alone: It is made in turn, and measured.
+            ahead: Earlier batches have not been handed out.
+
         Raises:
-            RuntimeError: Others have drawn from a generator that the loader draws from.
+            RuntimeError: Others have drawn from a generator that the loader has drawn from ahead.
         """
         if alone and self._measures:
             before = self._generators.read()
@@ -80,33 +157,22 @@ class LoaderDraws:
             before = self._generators.read(self.names)
         else:
             return {}
-        if ahead:
-            self._compare(before)
+        if shared := changed(self.drawn(self.after), before):
+            if ahead:
+                self._refuse(shared)
+            self.known.shared = True
         return before
 
-    def watching(self, *, alone: bool) -> AbstractContextManager[None]:
-        """A pull is made within the block."""
-        return nullcontext() if self._watch is None else self._watch.watching(alone=alone)
-
-    def after_pull(self, before: States, *, alone: bool, first: bool) -> None:
-        """Note what a pull has drawn."""
-        if before:
-            self.after = self._generators.read(before)
-            if alone:
-                self._alone += 1
-                if not first:
-                    self.names |= changed(before, self.after)
-                    self._devices |= changed_devices(before, self.after)
-        seen = self._watch.drawn if self._watch is not None and not first else ()
-        if seen and "torch" not in self.names:
-            self.names |= {"torch"}
-            self._devices |= {*seen}
-            self.after = self._generators.read(self.names)
-
-    @property
-    def changed_by_others(self) -> str:
-        """What others have changed of what the loader reads, between two pulls."""
-        return "" if self._watch is None else self._watch.changed
+    def after_pull(self, before: States, *, alone: bool, first: bool, seen: bool = False) -> None:
+        """Note what a pull has drawn; ``seen``: torch's draws in it were seen as they came."""
+        if not before:
+            return
+        self.after = self._generators.read(before)
+        if alone:
+            self.known.measured += 1
+            if not first:
+                self.known.names |= changed(before, self.after) - ({"torch"} if seen else set())
+                self._devices |= changed_devices(before, self.after)
 
     def drawn(self, states: States) -> States:
         """Of these states, those of the generators that the loader draws from."""
@@ -116,29 +182,31 @@ class LoaderDraws:
         return found
 
     def check_others(self) -> None:
-        """Refuse what others have drawn since the last pull; for use between calls.
+        """Refuse what others have drawn since the last pull; while no pull is under way.
 
         Raises:
-            RuntimeError: They have, from a generator that the loader draws from.
+            RuntimeError: They have, from a generator that the loader has drawn from ahead.
         """
-        if self.names:
-            self._compare(self._generators.read(self.names))
+        if shared := self.drawn_by_others():
+            self._refuse(shared)
 
     def drawn_by_others(self) -> frozenset[str]:
-        """The same, told."""
+        """From which of them others have drawn since the last pull; while none is under way."""
         if not self.names:
             return frozenset()
-        now = self._generators.read(self.names)
-        return changed(self.drawn(self.after), now)
+        return changed(self.drawn(self.after), self._generators.read(self.names))
 
-    def _compare(self, now: States) -> None:
-        if shared := changed(self.drawn(self.after), now):
-            self.begin()  # it is told once
-            raise RuntimeError(
-                f"the loader and the loop, a task or its body, both draw from "
-                f"{listed([told(name) for name in sorted(shared)])}, and the loader is pulled "
-                "ahead: they do not draw in the order of a plain loop. Let the loader's workers "
-                "draw (DataLoader(num_workers=1)), give the task random numbers of its own "
-                "(PipelineTask(..., random=True)) or the loader or the body a generator of its "
-                "own, or leave the loader in turn (pull_ahead=False)"
-            )
+    def _refuse(self, shared: Iterable[str]) -> None:
+        self.begin()  # it is told once
+        raise both_draw(told(name) for name in sorted(shared))
+
+
+def both_draw(names: Iterable[str]) -> RuntimeError:
+    """The error where others have drawn from what the loader has drawn from ahead."""
+    return RuntimeError(
+        f"the loader and the loop, a task or its body, both draw from {listed([*names])}, and the "
+        "loader is pulled ahead: they do not draw in the order of a plain loop. Let the loader's "
+        "workers draw (DataLoader(num_workers=1)), give the task random numbers of its own "
+        "(PipelineTask(..., random=True)) or the loader or the body a generator of its own, or "
+        "leave the loader in turn (pull_ahead=False)"
+    )

@@ -6,14 +6,25 @@ An iterator has no other pass: batches that were pulled and not handed out are g
 A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
 after each pull, and set back. Any other is begun again under the random states of the beginning,
 and as many batches are pulled and dropped as were handed out: it has to give the same batches then.
+
+    loader's thread    pull 3 ....   pull 4 ....
+    caller             hand out 2    body of 2: saves, or leaves     hand out 3
+
+Guarantees
+    - The loader is called by one thread at a time: a pass that is left while a batch is pulled ends
+      its pull before the next one begins, and a batch of an iterator is kept.
+    - What the caller does and what the pull notes changes under a lock, which nobody has while the
+      loader is called.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -24,9 +35,14 @@ from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batch_memory import BatchAsPulled, Watched
+from swpipe.loops.draw_views import DrawViews, Turns
 from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, States, changed, saved_form
+from swpipe.loops.pull_watch import PullWatch
+
+_LEFT_S = 600.0
+"""How long a pass waits for a batch that is being pulled for the pass before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +54,20 @@ class PulledLoader:
         generators: The random generators that matter.
         draws: What it draws in mid-pass.
         ahead: Whether batches are pulled while earlier ones are in use.
-        guarded: Whether it is looked whether they may be.
         makes_batches: Whether its code in this process makes the batches.
+        turns: Of the pipeline, where a thread of its own pulls while the loop's body runs.
+        watch: Watches pulls.
+        views: Give what it draws from torch's default generator.
     """
 
     loader: Any
     generators: PassGenerators
     draws: LoaderDraws
     ahead: bool
-    guarded: bool = False
     makes_batches: bool = False
+    turns: Turns | None = None
+    watch: PullWatch | None = None
+    views: DrawViews | None = None
 
 
 class _PulledState(NamedTuple):
@@ -90,13 +110,15 @@ class LoaderPass:
         self._of_body: list[BatchAsPulled] = []
         self._modified: list[Watched] = []  # what was dropped and is not as it was pulled
         self.lost = False
+        self._lock = threading.Condition()
+        self._pulling = self._left = False
+        self._part = 0  # how often it was left, and gone on with
         self._goes_on = goes_on(of.loader)
         self._holds = type(of.loader) in (list, tuple)  # its batches
         self._asked = self._at_end = self.ended = False
-        self._latest: Any = None
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0
-        of.draws.begin()
+        self._begin_draws()
         if saved is not None:
             self.handed_out = self.pulled = self.fed = saved["batches"]
             self._check_beginning()
@@ -106,8 +128,14 @@ class LoaderPass:
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
-        self._sampling: list[Any] = []
+        self._sampling: list[Any] | None = None
         self.iterator = self._pull()
+
+    def _begin_draws(self) -> None:
+        of = self._of
+        for one in (of.draws, of.watch, of.views):
+            if one is not None:
+                one.begin()
 
     def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         loader = self._of.loader
@@ -116,7 +144,7 @@ class LoaderPass:
         else:
             batches = self._skipped()
         self._of.generators.write({**saved["generators"], **(saved["after_pull"] or {})})
-        self._of.draws.begin()
+        self._begin_draws()
         self._epochs = epochs_of(loader)
         return batches
 
@@ -147,10 +175,13 @@ class LoaderPass:
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
-        if (pulled := self._states.get(self.handed_out)) is not None:
-            loader = pulled.loader
+        with self._lock:
+            pulled = self._states.get(self.handed_out)
+            ahead = max(0, self.pulled - self.handed_out)
+            draws = ahead or self._pulling
+        if pulled is not None:
             drawn = of.draws.drawn(pulled.generators)
-            after_pull = saved_form(drawn) if self.is_ahead else None
+            loader, after_pull = pulled.loader, saved_form(drawn) if draws else None
         else:
             after_pull = None if self.pulled else {}  # nothing was asked of a pass that has begun
             loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
@@ -161,7 +192,7 @@ class LoaderPass:
             "loader": loader,
             "after_pull": after_pull,
             "loader_draws": sorted(of.draws.names),
-            "ahead": self.pulled - self.handed_out,
+            "ahead": ahead,
         }
 
     @property
@@ -175,8 +206,13 @@ class LoaderPass:
         return self.pulled > self.handed_out
 
     def drawn_by_others(self) -> frozenset[str]:
-        """Generators that others have drawn from since the last pull, which drew ahead of them."""
-        return self._of.draws.drawn_by_others() if self.is_ahead else frozenset()
+        """Generators that others have drawn from since the last pull, which drew ahead of them.
+
+        While a batch is pulled it is not known.
+        """
+        with self._lock:
+            known = self.is_ahead and not self._pulling
+            return self._of.draws.drawn_by_others() if known else frozenset()
 
     def end(self) -> None:
         """The caller got the last batch, and asks for no more: the loader is asked, as a for would.
@@ -185,41 +221,52 @@ class LoaderPass:
             ValueError: It has more.
         """
         if not self.ended:
-            for _ in self.iterator:
+            if self._of.turns is not None:
+                self._of.turns.settle()
+            if self.is_ahead or any(True for _ in self._pull()):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
             raise self.failure
 
-    def make_ready(self, depth: int) -> None:
-        """The caller asks for one iteration more, of so many that are then in flight.
+    def make_ready(self) -> None:
+        """The caller asks for one iteration more.
 
         Raises:
             RuntimeError: The loop has changed what was used ahead, or drawn what the loader draws.
         """
-        if self.is_ahead or self._at_end:
-            self._check_unchanged()
-        else:
-            self._sampling = read_in_pass(torchs(self._of.loader))
-        if self.is_ahead:
-            self._of.draws.check_others()
-        self.pull_alone(self.handed_out + depth)
+        with self._lock:
+            if self._sampling is None:
+                self._sampling = read_in_pass(torchs(self._of.loader))
+            else:
+                self._check_unchanged(self._sampling)
+            if self.is_ahead and not self._pulling:
+                self._of.draws.check_others()
+
+    def begin_batch(self) -> None:
+        """The caller's tasks come to the next batch, or all of its batches were handed out.
+
+        Raises:
+            RuntimeError: The loop has drawn what the loader draws, or changed what it reads.
+        """
+        of, number = self._of, self.handed_out + 1
+        if of.views is not None:
+            of.views.begin_batch(number)
+        if of.watch is not None:
+            self._refuse_changed(of.watch.begin_batch(number))
 
     def pull_alone(self, most: int) -> None:
-        """Pull so many batches in all now, if one of them is to be pulled while none else runs."""
-        draws = self._of.draws
-        if any(draws.wants_alone(number) for number in range(self.pulled + 1, most + 1)):
-            while self.pulled < most and not self._at_end and self._advance(alone=True):
-                self._again.append(self._latest)
-                self._latest = None
+        """Pull so many batches in all now, while nothing else runs."""
+        while self.pulled < most and not self._at_end and self._advance(alone=True):
+            pass
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
         loader = self._of.loader
         now = read_in_pass(torchs(loader))
-        changed = "" if are_same(self._sampling, now) else "the loader's sampler or dataset"
+        changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
-            now = loader[self.handed_out : self.pulled]
+            now = loader[self.handed_out : self.handed_out + len(self._ahead)]
             same = are_same([pulled.batch for pulled in self._ahead], now)
             if not same or (self._at_end and len(loader) != self.pulled):
                 changed = "the list"
@@ -234,56 +281,101 @@ class LoaderPass:
             )
 
     def _pull(self) -> Iterator[Any]:
-        while self._again or (not self._at_end and self._advance()):
-            self.fed += 1
-            yield self._taken()  # this frame must not keep it
+        current = self._part
+        while True:
+            if self._pulling:  # for the part before, which was left
+                self.await_pull()
+            if not self._again and (self._at_end or not self._advance()):
+                return
+            yield self._taken(current)  # this frame must not keep it
 
-    def _taken(self) -> Any:
+    def _taken(self, part: int) -> Any:
         """The next batch that was pulled."""
-        if self._again:
+        with self._lock:
+            if part != self._part:
+                raise Cancelled
+            self.fed += 1
             return self._again.popleft()
-        batch, self._latest = self._latest, None
-        return batch
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
         of = self._of
-        before = of.draws.before_pull(alone=alone, ahead=of.guarded and self.is_ahead)
+        number = self.pulled + 1
+        if of.turns is not None and of.draws.wants_turn(number):
+            of.turns.await_turn()
+            alone = True
+        with self._lock:
+            if self._left:
+                raise Cancelled
+            ahead = of.turns is not None and self.is_ahead
+            before = of.draws.before_pull(alone=alone, ahead=ahead)
+            self._pulling = True
         try:
-            with of.draws.watching(alone=alone):
-                self._latest = next(self._batches)
-            self.pulled += 1
+            return self._called(number, before, alone)
+        finally:
+            with self._lock:
+                self._pulling = False
+                self._lock.notify_all()
+
+    def _called(self, number: int, before: States, alone: bool) -> bool:
+        """Call the loader, and note what it did."""
+        of, failure, ended, batch = self._of, None, False, None
+        try:
+            with nullcontext() if of.watch is None else of.watch.watching(number):
+                batch = next(self._batches)
         except StopIteration:
-            self._at_end = True
+            ended = True
         except (KeyboardInterrupt, Cancelled):
             raise
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
-            self.failure, self._at_end = error, True
-        of.draws.after_pull(before, alone=alone, first=not self._asked)
+            failure, ended = error, True
+        self._note_draws(number, before, alone)
+        self._refuse_changed("" if of.watch is None else of.watch.changed)
+        pulled, state = None, None
+        if of.ahead and not ended:
+            if of.turns is not None and (of.makes_batches or self._holds):
+                pulled = BatchAsPulled(batch, keep=self._goes_on or self._holds)
+            state = self._pulled_state(of.draws.after if before else {})
+        with self._lock:
+            if ended and not self._left:
+                self.failure, self._at_end = failure, True
+                self._batches = iter(())
+            if ended or self._left:
+                return False
+            self._note_pulled(number, pulled, state)
+            self._again.append(batch)
+            return True
+
+    def _note_draws(self, number: int, before: States, alone: bool) -> None:
+        of = self._of
+        seen = of.views is not None and of.views.has_drawn
+        of.draws.after_pull(before, alone=alone, first=not self._asked, seen=seen)
+        if of.views is not None:
+            of.views.pulled(number)
         if self._prepared is not None and not self._asked:
             self._prepared.after_pull()
         self._asked = True
-        self._refuse_changed(of.draws.changed_by_others)
-        if self._at_end:
-            self._batches = iter(())
-            return False
-        if of.ahead:
-            self._note_pulled(of.draws.after if before else {})
-        return True
 
-    def _note_pulled(self, after: States) -> None:
-        of = self._of
-        if of.guarded and (of.makes_batches or self._holds):
-            pulled = BatchAsPulled(self._latest, keep=self._goes_on or self._holds)
-            if of.makes_batches:
+    def _note_pulled(
+        self, number: int, pulled: BatchAsPulled | None, state: _PulledState | None
+    ) -> None:
+        """Note a batch, within the lock."""
+        if pulled is not None:
+            if self._of.makes_batches:
                 self._check_memory(pulled)
             self._ahead.append(pulled)
-        if self._has_state or after:
-            state = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
-            self._states[self.pulled] = _PulledState(state, after)
-            for old in [number for number in self._states if number < self.handed_out]:
+        if state is not None:
+            self._states[number] = state
+            for old in [one for one in self._states if one < self.handed_out]:
                 del self._states[old]
+        self.pulled = number
+
+    def _pulled_state(self, after: States) -> _PulledState | None:
+        if not (self._has_state or after):
+            return None
+        state = copy.deepcopy(self._of.loader.state_dict()) if self._has_state else None
+        return _PulledState(state, after)
 
     def _check_memory(self, pulled: BatchAsPulled) -> None:
         """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
@@ -300,11 +392,14 @@ class LoaderPass:
 
     def hand_out(self) -> None:
         """The caller gets the next batch."""
-        self.handed_out += 1
-        self._of_body = [self._ahead.popleft()] if self._ahead else []
+        with self._lock:
+            self.handed_out += 1
+            self._of_body = [self._ahead.popleft()] if self._ahead else []
 
     def leave(self, *, failed: bool) -> frozenset[str]:
-        """The caller leaves the pass before its end.
+        """The caller leaves the pass before its end; the pipeline pulls no more.
+
+        A batch that is being pulled is the last one.
 
         Args:
             failed: In the middle of an iteration, whose batch is lost.
@@ -314,23 +409,43 @@ class LoaderPass:
         """
         if failed and self.is_ahead:
             self.hand_out()
-        modified = [part for pulled in self._ahead for part in pulled.changed()]
-        self._modified = [Watched(part) for part in modified]
-        if self._goes_on:
-            self._again = deque(pulled.batch for pulled in self._ahead)
-            self.iterator = self._pull()
-            return frozenset()
-        self.lost = self.is_ahead
+        with self._lock:
+            modified = [part for pulled in self._ahead for part in pulled.changed()]
+            self._modified = [Watched(part) for part in modified]
+            if self._goes_on:
+                self._part += 1
+                self._again = deque(pulled.batch for pulled in self._ahead)
+                self.iterator = self._pull()
+                return frozenset()
+            self.lost = self.is_ahead or self._pulling
+        return self._set_back()
+
+    def _set_back(self) -> frozenset[str]:
+        """Set the generators back to what they were after the last batch handed out."""
+        draws = self._of.draws
+        after = self._states.get(self.handed_out)
         self.release()
-        after, draws = self._states.get(self.handed_out), self._of.draws
-        if not (self._of.guarded and draws.names and draws.after and self.is_ahead):
+        if not (self._of.turns is not None and draws.names and draws.after and self.is_ahead):
             return frozenset()
         if others := self.drawn_by_others() or (draws.names if after is None else ()):
             return frozenset(others)
         if after is not None:
             self._of.generators.write(draws.drawn(after.generators))
-            self._of.draws.begin()
+            draws.begin()
         return frozenset()
+
+    def await_pull(self) -> None:
+        """Wait until no batch is being pulled any more.
+
+        Raises:
+            RuntimeError: The loader does not return.
+        """
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._pulling, _LEFT_S):
+                raise RuntimeError(
+                    f"the loader ({type(self._of.loader).__name__}) has not returned for "
+                    f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"
+                )
 
     def close(self) -> None:
         """Let an iterator that was given go, too; there is no other pass."""
@@ -346,12 +461,13 @@ class LoaderPass:
 
     def release(self) -> None:
         """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
-        self._batches = iter(())
-        self._again.clear()
-        self._ahead.clear()
-        self._of_body.clear()
-        self._latest = None
-        self._at_end = True
+        with self._lock:
+            self._left = True
+            self._batches = iter(())
+            self._again.clear()
+            self._ahead.clear()
+            self._of_body.clear()
+            self._at_end = True
 
     def goes_on(self) -> bool:
         """Whether a new pass is the rest of this one.

@@ -34,10 +34,11 @@ from swpipe.device import BatchCopy, Device, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import AheadTasks
+from swpipe.loops.draw_views import DrawViews
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
-from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.loader_draws import LoaderDraws, known_draws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import DEFAULTS, PassGenerators, told
+from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.pull_watch import PullWatch
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
@@ -47,6 +48,20 @@ _GROUP = "loader"
 
 _HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """On the caller's thread, where all other tasks run ahead."""
+
+_DRAWS_AHEAD = (
+    "the loader draws from {} in the middle of a pass, and is pulled ahead: a draw of the loop, a "
+    "task or its body, from the same will be an error, whenever it comes. If there may be one, let "
+    "the loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of "
+    "its own"
+)
+
+_DRAWS_IN_TURN = (
+    "the loader draws from {} in the middle of a pass, and so does the loop, a task or its body: "
+    "pulls that draw wait until the loop asks for their batch, and gain little or nothing. Let the "
+    "loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of its "
+    "own"
+)
 
 _GONE = {
     "iterations": ": overlap() records nothing, and what may run ahead is declared, by pure=True "
@@ -109,11 +124,19 @@ class OverlappedLoop(ResumableLoop[C]):
         apart = is_apart(torchs(loader), draws_watched=True)
         given = generators_in_pass(torchs(loader))
         names = [name for name, one in generators.own.items() if any(one is g for g in given)]
-        unknown = ahead and not apart
-        watch = PullWatch(generators.device, torchs(loader)) if unknown else None
-        draws = LoaderDraws(generators, names if ahead else (), measured=unknown, watch=watch)
+        if not ahead:
+            return PulledLoader(loader, generators, LoaderDraws(generators, measured=False), ahead)
+        known = known_draws(torchs(loader))
+        views = None if apart else DrawViews(self.pipe, known, kept=goes_on(loader))
         return PulledLoader(
-            loader, generators, draws, ahead, guarded=ahead, makes_batches=not apart
+            loader,
+            generators,
+            LoaderDraws(generators, names, measured=not apart, known=known),
+            ahead,
+            makes_batches=not apart,
+            turns=self.pipe,
+            watch=None if views is None else PullWatch(views, self.pipe, torchs(loader)),
+            views=views,
         )
 
     def _rest_of_left(self) -> LoaderPass | None:
@@ -130,28 +153,27 @@ class OverlappedLoop(ResumableLoop[C]):
                 "DataLoader(persistent_workers=False), or say pull_ahead=True if they draw and "
                 "count nothing, or pull_ahead=False"
             )
+        if left is not None:
+            left.await_pull()
         return super()._new_pass()
 
     def _begin(self, current: LoaderPass) -> None:
-        """Nothing: the first batches are pulled when they are asked for."""
+        """The first batches are pulled when they are asked for."""
+        self._ahead.begin = current.begin_batch
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
-        current.make_ready(self.overlap.plan.depth)
-        if new := (self._pulled.draws.names & DEFAULTS) - self._told:
-            self._told |= new
-            names = listed([told(name) for name in sorted(new)])
-            warnings.warn(
-                f"the loader draws from {names} in the middle of a pass, and is pulled ahead: a "
-                "draw of the loop, a task or its body, from the same will be an error, whenever it "
-                "comes. If there may be one, let the loader's workers draw "
-                "(DataLoader(num_workers=1)), or give one of the two a generator of its own",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        current.make_ready()
+        known = self._pulled.draws.known
+        ahead, in_turn = known.told()
+        for told_of, text in ((ahead, _DRAWS_AHEAD), (in_turn, _DRAWS_IN_TURN)):
+            if new := told_of - self._told:
+                self._told |= new
+                names = listed([told(name) for name in sorted(new)])
+                warnings.warn(text.format(names), RuntimeWarning, stacklevel=3)
 
-    def _count(self, current: LoaderPass, in_flight: int) -> None:
+    def _count(self, current: LoaderPass) -> None:
         """Nothing: only what the body got was handed out."""
 
     def _pipeline_state(self) -> dict[str, int]:
@@ -159,6 +181,8 @@ class OverlappedLoop(ResumableLoop[C]):
         return self.pipe.state_dict(check=not self.pipe.in_flight)
 
     def _drop(self, current: LoaderPass) -> None:
+        if self._is_complete(current):
+            self.pipe.settle()  # its end is found
         self.pipe.drop()  # no task of these iterations has changed any state
         self._ahead.drop()
 
@@ -266,7 +290,7 @@ def overlap(
         leading = (loader.unpack, *leading)
         given = (*leading, loader.show, *rest)
     found, given = _choose(loader, given, leading, ahead, pull_ahead, keep)
-    functions = AheadTasks(given, len(leading))
+    functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
     pipe = SWPipeline(
         found.plan,
         functions.tasks,

@@ -1,28 +1,22 @@
 """What a pull does through torch's functions, on the thread that pulls, while others do the same.
 
-    loader's thread     pull: stack, getitem, random_()     seen: it draws, and reads the rows
-    caller's thread     dropout, step                       not seen
+    loader's thread     pull 3: stack, getitem, random_()       seen: it draws, and reads the rows
+    caller's thread     body 2: dropout, step                   not seen
+                        begins with batch 3: were the rows modified since?
 
-That states of generators change during a pull does not tell who has drawn. A function mode, which
-is of one thread, does: it sees each call of torch's Python functions; those that may draw run under
-a ``DrawRecorder``. A tensor that a pull reads again, and somebody has modified since the pull
-before, is one that the loop changes.
-
-The first 16 pulls that run beside others are watched. Later ones are if the loop was seen to draw,
-or somebody, for their draws: a loader that draws while the loop does not does no harm.
-
-Assumptions
-    - The first draws of the loop and of the loader, if they come so late, do not both fall into the
-      time for which one batch is ahead.
-    - What the loader seeds, it seeds before its first batch. What it reads otherwise than by
-      torch's functions is its author's word.
+A function mode, which is of one thread, sees each call of torch's Python functions. Those that may
+draw run under ``DrawViews``. Of tensors that a pull reads ahead it is looked, before the loop
+begins with the batch, whether others have modified them since: in the first 16 such pulls. What the
+loader reads otherwise than by torch's functions is its author's word.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.util import register_after_fork
 from time import perf_counter
@@ -33,8 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from swpipe.device import Device
-from swpipe.inference.draw_recorder import DrawRecorder
+from swpipe.loops.draw_views import DrawViews, Turns
 
 _PLAIN = (Tensor, Parameter)
 
@@ -50,59 +43,70 @@ class PullWatch(TorchFunctionMode):
     """Watches the pulls of one loader.
 
     Attributes:
-        drawn: The devices of torch's default generators that watched pulls drew from.
-        changed: What others have changed since the pull before: a tensor that a pull has read, or a
-            length.
+        changed: The length of the loader, or of its dataset, if others have changed it.
 
     Args:
-        device: Whose default generator counts, beside the CPU's.
+        views: Give what draws its generator.
+        turns: Of the pipeline.
         loader: The loader; its length and its dataset's are looked at, if that is quick.
     """
 
-    def __init__(self, device: Device, loader: Any) -> None:
+    def __init__(self, views: DrawViews, turns: Turns, loader: Any) -> None:
         super().__init__()
-        self.drawn: set[str] = set()
         self.changed = ""
+        self._views, self._turns = views, turns
         sized = loader, getattr(loader, "dataset", None)
         self._sized: list[Any] = [one for one in sized if hasattr(type(one), "__len__")]
         self._lengths: dict[int, int] = {}  # after the last pull
-        self._device, self._active = device, False
+        self._active = self._reads = False
         self._watched = 0  # so many pulls
-        self._state: Tensor | None = None  # of the CPU's generator, after the last pull
-        self._loop_draws = self._reads = False
-        self._read: dict[int, weakref.ref[Tensor]] = {}  # by id, in this pull
-        self._before: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # and versions after it
+        self._lock = threading.Lock()  # for versions, and who has written
+        self._read: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, in this pull
+        self._written: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the loader, how often
+        self._ahead: deque[tuple[int, Any]] = deque()  # what pulls have read ahead
         register_after_fork(self, PullWatch._leave)
 
     def begin(self) -> None:
         """A new pass begins."""
-        self._state = None
         self._lengths = {}
         self.changed = ""
-        self._before.clear()
+        self._ahead.clear()
 
     @contextmanager
-    def watching(self, *, alone: bool) -> Iterator[None]:
-        """A pull is made within the block; ``alone``, while nobody else does anything."""
-        before = torch.get_rng_state()
-        if self._state is not None and not torch.equal(before, self._state):
-            self._loop_draws = True
+    def watching(self, number: int) -> Iterator[None]:
+        """A pull is made within the block, by its number in the pass from 1."""
         now = self._lengths_now()
-        if any(self._lengths.get(number, length) != length for number, length in now.items()):
+        if any(self._lengths.get(one, length) != length for one, length in now.items()):
             self.changed = "the length of the loader or of its dataset"
-        self._reads = not alone and self._watched < _FIRST
-        watched = self._reads or (self._loop_draws and not alone)
-        self._watched += self._reads
-        if not self._reads:
-            self._before.clear()
+        self._reads = self._watched < _FIRST
         try:
-            with self if watched else nullcontext():
+            with self:
                 yield
         finally:
-            self._state = torch.get_rng_state()
             self._lengths = self._lengths_now()
-            if not (watched or alone) and not torch.equal(before, self._state):
-                self._loop_draws = True  # or the loader does
+            if self._read:
+                self._watched += 1
+                self._ahead.append((number, self._read))
+                self._read = {}
+
+    def begin_batch(self, number: int) -> str:
+        """The loop comes to the batch of a pull: what others have changed of what it read."""
+        while self._ahead and self._ahead[0][0] <= number:
+            _, read = self._ahead.popleft()
+            for reference, before in read.values():
+                tensor = reference()
+                with self._lock:
+                    changed = tensor is not None and self._others(tensor) != before
+                if changed:
+                    kind = str(tensor.dtype).removeprefix("torch.")
+                    return f"a tensor that the loader reads ({kind} {list(tensor.shape)})"
+        return ""
+
+    def _others(self, tensor: Tensor) -> int:
+        """How often others have modified it; within the lock."""
+        reference, written = self._written.get(id(tensor), (None, 0))
+        own = reference is not None and reference() is tensor
+        return tensor._version - (written if own else 0)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -112,9 +116,6 @@ class PullWatch(TorchFunctionMode):
     def __exit__(self, *failure: object) -> None:
         self._active = False
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        alive = ((number, kept, kept()) for number, kept in self._read.items())
-        self._before = {n: (kept, one._version) for n, kept, one in alive if one is not None}
-        self._read.clear()
 
     def _lengths_now(self) -> dict[int, int]:
         found = {}
@@ -136,38 +137,51 @@ class PullWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._reads:
-            for one in _tensors_of(args):
-                if id(one) not in self._read and not one.is_inference():
-                    self._read_first(one)
+        kwargs = kwargs or {}
+        if self._reads or self._ahead:
+            tensors = [*_tensors_of(args)]
+            if self._reads and not self._turns.is_in_turn:
+                self._note_read(tensors)
+            if "out" in kwargs or _may_write(func):
+                return self._noted_write(tensors, func, args, kwargs)
+        return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _may_draw(func):
-            return self._recorded(func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+            with self._views:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-    def _read_first(self, tensor: Tensor) -> None:
-        reference, version = self._before.get(id(tensor), (None, 0))
-        if reference is not None and reference() is tensor and tensor._version != version:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            self.changed = f"a tensor that the loader reads ({kind} {list(tensor.shape)})"
-        self._read[id(tensor)] = weakref.ref(tensor)
+    def _note_read(self, tensors: list[Tensor]) -> None:
+        for one in tensors:
+            if id(one) not in self._read:
+                with self._lock:
+                    self._read[id(one)] = weakref.ref(one), self._others(one)
 
-    def _recorded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        before = self._device.generator_states()
-        recorder = DrawRecorder(self._device)
-        with recorder:
-            result = func(*args, **kwargs)
-        if 0 in recorder.draws:
-            now = self._device.generator_states()
-            self.drawn |= {name for name in now if not torch.equal(before[name], now[name])}
+    def _noted_write(
+        self, tensors: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = [one._version for one in tensors]
+        result = self._called(func, args, kwargs)
+        with self._lock:
+            for one, version in zip(tensors, before, strict=True):
+                written = one._version - self._others(one) + one._version - version
+                self._written[id(one)] = weakref.ref(one), written
         return result
 
 
 def _tensors_of(args: tuple[Any, ...]) -> Iterator[Tensor]:
     for one in args:
-        if type(one) in _PLAIN:
-            yield one
-        elif type(one) is list or type(one) is tuple:
-            yield from (each for each in one if type(each) in _PLAIN)
+        for each in one if type(one) is list or type(one) is tuple else (one,):
+            if type(each) in _PLAIN and not each.is_inference():
+                yield each
+
+
+def _may_write(func: Any) -> bool:
+    """Whether it may modify a tensor that it is given, by its name, or as a Python function."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and (not name.endswith("__") or name[:3] in ("__i", "__s"))
+    return in_place or hasattr(func, "__code__")
 
 
 @cache

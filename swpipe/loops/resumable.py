@@ -119,9 +119,9 @@ class ResumableLoop(Generic[Out]):
             )
         # A task with random=True may be running, which has seeded the generators for itself.
         with self._pulled.generators.exclusive():
-            return state | self._place(state["pipeline"]["in_flight"], rest, check)
+            return state | self._place(rest, check)
 
-    def _place(self, in_flight: int, rest: bool | None, check: bool) -> dict[str, Any]:
+    def _place(self, rest: bool | None, check: bool) -> dict[str, Any]:
         """What a state has beside the pipeline's."""
         current = self._pass
         if current is None or (self._left and not rest):
@@ -132,7 +132,7 @@ class ResumableLoop(Generic[Out]):
                 "iterator, or call drain(), before you save"
             )
         if not (current.ended or self._dropped):
-            self._count(current, in_flight)
+            self._count(current)
         if self.counted and self._is_complete(current):
             current.end()
         if current.ended:
@@ -158,7 +158,7 @@ class ResumableLoop(Generic[Out]):
         state = checked(state, type(self).__name__, loader, generators)
         if self._pass is not None:
             self._pass.check_modified()
-        self._pulled.draws.names |= frozenset(state["loader_draws"])
+        self._pulled.draws.known.names |= frozenset(state["loader_draws"])
         end_workers(loader)
         self._pass = self._rest = None
         if state["batches"] or state["after_pull"] is not None:  # the pass had begun
@@ -215,6 +215,7 @@ class ResumableLoop(Generic[Out]):
                     out = self.pipe.progress(iterator)
                 except StopIteration:
                     current.ended = True
+                    current.begin_batch()
                     if current.failure is not None:
                         raise current.failure from None
                     return
@@ -283,8 +284,13 @@ class ResumableLoop(Generic[Out]):
     def _make_ready(self, current: LoaderPass) -> None:
         """The next iteration is asked for."""
 
-    def _count(self, current: LoaderPass, in_flight: int) -> None:
+    def _count(self, current: LoaderPass) -> None:
         """Set how many batches were handed out, ``drain`` included."""
+        if isinstance(self.pipe, SWPipeline):
+            self.pipe.settle()
+            in_flight = self.pipe.in_flight
+        else:
+            in_flight = self.pipe.state_dict()["in_flight"]
         current.handed_out = current.fed - in_flight
 
     def _pipeline_state(self) -> dict[str, int]:
@@ -297,7 +303,7 @@ class ResumableLoop(Generic[Out]):
             return
         if any(early_changes(pipe.plan, pipe.tasks)):
             return
-        self._count(current, pipe.in_flight)
+        self._count(current)
         pipe.drop()
         self._dropped = True
 

@@ -33,6 +33,9 @@ PLAN = PipelinePlan(
     pull_group="loader",
 )
 
+LAST = replace(PipelinePlan.serial(TASKS), pull_group="loader", pipeline_depth=None)
+"""The caller's thread does not use a batch before the call that hands its iteration out."""
+
 
 class Loader:
     """Counts what is pulled, and notes who pulls, and whether the caller is in a call."""
@@ -100,11 +103,95 @@ def test_the_next_batch_is_pulled_while_the_tasks_run(pipe: SWPipeline) -> None:
         assert [ctx.z for ctx in side_by_side.iterate(batches())] == [1, 3, 5, 7, 9, 11]
 
 
-@pytest.mark.parametrize("depth", [None, 4, 6])
-def test_the_loader_is_called_only_during_a_call(depth: int | None) -> None:
-    """So what the caller does between two calls never runs beside it, such as drawing numbers."""
+@pytest.mark.parametrize("depth", [3, 4, 6])
+def test_the_loader_is_called_between_two_calls(depth: int) -> None:
+    """For all iterations in flight, and no further."""
     loader = Loader(9)
     with SWPipeline(replace(PLAN, pipeline_depth=depth), TASKS, device="cpu") as pipe:
+        for number in range(9):
+            assert pipe.progress(loader).iter_idx == number
+            pipe.settle()
+            assert loader.pulled == min(number + depth, 9)
+            assert pipe.in_flight == loader.pulled - number - 1
+
+
+@pytest.mark.parametrize("pull", ["loader", "io"])
+def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
+    """They can only go on side by side."""
+    meet = threading.Barrier(2, timeout=30)
+
+    def batches() -> Iterator[int]:
+        for i in range(6):
+            if i >= 2:
+                meet.wait()
+            yield i
+
+    tasks = [PipelineTask("double", double, pure=True), TASKS[1]]
+    schedule = {"double": TaskSchedule(thread_group="io"), "add": TaskSchedule(1)}
+    plan = replace(PLAN, schedule=schedule, pull_group=pull)
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        for ctx in pipe.iterate(batches()):
+            if ctx.iter_idx < 4:
+                meet.wait()
+
+
+def test_a_pull_may_wait_for_its_turn() -> None:
+    """When it goes on, all earlier iterations have been handed out, and no task runs."""
+    events: list[str] = []
+
+    def batches() -> Iterator[int]:
+        for i in range(5):
+            pipe.await_turn()
+            assert pipe.is_in_turn
+            events.append(f"pull {i}")
+            yield i
+
+    with SWPipeline(replace(LAST, pipeline_depth=4), TASKS, device="cpu") as pipe:
+        events.extend(f"body {ctx.iter_idx}" for ctx in pipe.iterate(batches()))
+    assert events == [f"{what} {i}" for i in range(5) for what in ("pull", "body")]
+
+
+def test_a_turn_that_never_comes_is_refused() -> None:
+    """The caller's thread would wait for the pull, and the pull for the caller."""
+
+    def batches() -> Iterator[int]:
+        yield 0
+        pipe.await_turn()
+
+    with (
+        SWPipeline(PLAN, TASKS, device="cpu") as pipe,
+        pytest.raises(RuntimeError, match="waits for its turn.*and task 'double' needs its batch"),
+    ):
+        pipe.run(batches())
+
+
+def test_whoever_waits_for_its_turn_is_woken_when_the_loop_is_left() -> None:
+    """The iterator gets the exception of a run that stops."""
+    ends: list[str] = []
+
+    def batches() -> Iterator[int]:
+        try:
+            yield 0
+            waits.set()
+            pipe.await_turn()
+        finally:
+            ends.append(threading.current_thread().name)
+
+    waits = threading.Event()
+    pulled = batches()
+    with SWPipeline(LAST, TASKS, device="cpu") as pipe:
+        pipe.progress(pulled)
+        assert waits.wait(30)
+        assert pipe.drop() == 0
+    assert ends == ["swpipe-loader"]
+
+
+@pytest.mark.parametrize("depth", [None, 4, 6])
+def test_within_calls_the_loader_is_called_only_during_a_call(depth: int | None) -> None:
+    """So what the caller does between two calls never runs beside it."""
+    loader = Loader(9)
+    plan = replace(PLAN, pipeline_depth=depth, within_calls=True)
+    with SWPipeline(plan, TASKS, device="cpu") as pipe:
         while True:
             loader.in_call = True
             try:
@@ -123,7 +210,7 @@ def test_drain_hands_out_all_that_was_pulled(pipe: SWPipeline) -> None:
     """The iterator keeps its other batches, and goes on with them."""
     loader = Loader(9)
     first = pipe.progress(loader)
-    assert pipe.in_flight == loader.pulled - 1 == 2
+    assert pipe.in_flight == 2
     rest = pipe.drain()
     assert [first.z, *(ctx.z for ctx in rest)] == [1, 3, 5]
     assert [ctx.z for ctx in pipe.iterate(loader)] == [2 * i + 1 for i in range(3, 9)]

@@ -145,7 +145,6 @@ def recorded(loop: Loop) -> EffectTable | None:
 
 REFUSED = {
     "gradient mode": "an iteration keeps its mode",
-    "generator of torch's sampler, with a worker": "both draw from the generator of its Random",
     "list that the body changes": "the loop has changed the list",
 }
 """Loops over loaders that are known to be apart, which stop: with what they say."""

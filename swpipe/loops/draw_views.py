@@ -1,0 +1,179 @@
+"""What a loader that is pulled ahead draws from torch's default generator on the host.
+
+    plain loop          pull 1    body 1    pull 2 draws    body 2    pull 3 draws
+    both draw           pull 1    body 1 ..(pull 2 waits).. draws     body 2 ..(3 waits).. draws
+    only the loader     pull 1    body 1                              body 2
+                                  pull 2 draws from a view            pull 3, from the view
+                                            (the generator is set)              (is set)
+
+A pull that is in turn draws from the generator itself: all earlier batches have been handed out,
+and the loop waits. A pull that is ahead waits, at its first draw, until it is in turn. When the
+loader has drawn in turn 4 times, and nobody else between, pulls that are ahead draw from a *view*:
+a generator of their own, in the state that the last draw left. Before the loop begins with such a
+batch, the generator is set to the state that its pull left the view in.
+
+Guarantees
+    - What the loader draws is what it would draw in a plain loop, and so is the state that the
+      loop finds, whatever the timing; or else the loop gets an error, before it gets the first
+      batch that was drawn otherwise.
+
+Assumptions
+    - The loader draws by torch's operators, on the thread that pulls. What it seeds by
+      ``torch.manual_seed``, it seeds before its first batch, or in pulls that ``LoaderDraws``
+      measures.
+    - On a device it draws in turn: it always waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swpipe._engine.waiting import Cancelled
+from swpipe.loops.loader_draws import KnownDraws, both_draw
+from swpipe.loops.pass_generators import told
+
+
+class Turns(Protocol):
+    """What is asked of the pipeline."""
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the caller has asked for the batch that is pulled."""
+
+    def await_turn(self) -> None:
+        """Wait until it has."""
+
+    def settle(self) -> None:
+        """Wait until no batch is being pulled."""
+
+
+class DrawViews(TorchDispatchMode):
+    """Gives each pull what it draws from; operators on its thread run within this mode.
+
+    Attributes:
+        known: What is known of the loader.
+
+    Args:
+        turns: Of the pipeline.
+        known: What is known of the loader.
+        kept: Whether what is being pulled when the loop is left is used later.
+    """
+
+    def __init__(self, turns: Turns, known: KnownDraws, *, kept: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self._turns, self._kept = turns, kept
+        self._generator = torch.default_generator
+        self._view = torch.Generator()
+        self.begin()
+
+    def begin(self) -> None:
+        """A new pass begins."""
+        self._after: Tensor | None = None  # the last pull that drew
+        self._set: Tensor | None = None  # the state in which the loop should have left it
+        # The states that pulls left the view in; None for one that drew from the generator ahead.
+        self._left: deque[tuple[int, Tensor | None]] = deque()
+        self._draws = self._draws_ahead = self._out_of_turn = False  # in this pull
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether this pull has drawn."""
+        return self._draws
+
+    def pulled(self, number: int) -> None:
+        """A pull has ended, by its number in the pass from 1."""
+        if self._draws_ahead:
+            self._after = self._view.get_state()
+            self._left.append((number, self._after))
+        elif self._draws:
+            self._after = self._set = self._generator.get_state()
+            if self._out_of_turn:
+                self._left.append((number, None))
+        self._draws = self._draws_ahead = self._out_of_turn = False
+
+    def begin_batch(self, number: int) -> None:
+        """The loop comes to the batch of a pull that has ended: set the generator for it.
+
+        Raises:
+            RuntimeError: Others have drawn since the last pull that drew.
+        """
+        while self._left and self._left[0][0] <= number:
+            _, state = self._left.popleft()
+            self._check_set()
+            if state is not None:
+                self._generator.set_state(state)
+                self._set = state
+
+    def _check_set(self) -> None:
+        if self._set is not None and not torch.equal(self._generator.get_state(), self._set):
+            self._left.clear()
+            raise both_draw([told("torch")])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            other = _with_generator(func)
+            may_be_ahead = other is not None and _is_on_host(args, kwargs)
+            if (view := self._drawn_from(may_be_ahead=may_be_ahead)) is not None:
+                return other(*args, **{**kwargs, "generator": view})
+        return func(*args, **kwargs)
+
+    def _drawn_from(self, *, may_be_ahead: bool) -> torch.Generator | None:
+        """The view from which an operator is to draw; None for the generator itself."""
+        if self._draws_ahead:
+            if may_be_ahead:
+                return self._view
+            self._await_turn()
+            self._check_set()
+            self._generator.set_state(self._view.get_state())
+            self._draws_ahead = False
+        if self._draws:
+            return None
+        self._draws = True
+        if not self._turns.is_in_turn:
+            if may_be_ahead and self.known.torch_ahead and self._after is not None:
+                self._draws_ahead = True
+                self._view.set_state(self._after)
+                return self._view
+            self.known.waits += 1
+            self._await_turn()
+        if self._after is not None and not self._out_of_turn:
+            if torch.equal(self._generator.get_state(), self._after):
+                self.known.quiet += 1
+            else:
+                self.known.torch_shared = True
+        return None
+
+    def _await_turn(self) -> None:
+        try:
+            self._turns.await_turn()
+        except Cancelled:
+            if not self._kept:
+                raise
+            # An iterator would not survive the exception.
+        self._out_of_turn = not self._turns.is_in_turn
+
+
+def _is_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is None:
+        found = [one.device for one in args if isinstance(one, Tensor)]
+        device = found[0] if found else torch.get_default_device()
+    return torch.device(device).type == "cpu"
+
+
+@cache
+def _with_generator(func: Any) -> Any:
+    """The operator, or its overload, that takes a generator; None if there is none."""
+    if any(one.name == "generator" for one in func._schema.arguments):
+        return func
+    name = func._schema.overload_name
+    return getattr(func.overloadpacket, f"{name}_generator" if name else "generator", None)
