@@ -11,7 +11,7 @@ from swpipe.core.task import DeclaredIO, PipelineTask, task
 from swpipe.pipeline import SWPipeline
 
 if TYPE_CHECKING:
-    from swpipe.loops import overlap
+    from swpipe.loops import ahead, overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -29,6 +29,7 @@ __all__ = [
     "TaskProfiler",
     "TaskSchedule",
     "TypedContext",
+    "ahead",
     "autotune",
     "overlap",
     "report",
@@ -38,6 +39,7 @@ __all__ = [
 _LATE = {
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
+    "ahead": "swpipe.loops",
     "autotune": "swpipe.tuning",
     "overlap": "swpipe.loops",
     "report": "swpipe.reporting",

@@ -1,7 +1,17 @@
 """What a plain loop gets: work ahead of it, resume in mid-pass, Accelerate's flags."""
 
 from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
 
-__all__ = ["AccelerateLoader", "Overlap", "OverlappedLoop", "Resumable", "ResumableLoop", "overlap"]
+__all__ = [
+    "AccelerateLoader",
+    "AheadLoop",
+    "Overlap",
+    "OverlappedLoop",
+    "Resumable",
+    "ResumableLoop",
+    "ahead",
+    "overlap",
+]

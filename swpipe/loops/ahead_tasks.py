@@ -26,6 +26,9 @@ from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
 from swpipe.loops.batch_memory import Content, buffers_in, content_of
 
+HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
+"""On the caller's thread, where all other tasks run ahead."""
+
 
 def _content(buffer: weakref.ref[Any]) -> Content | None:
     found = buffer()

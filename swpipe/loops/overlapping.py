@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
-from swpipe.loops.ahead_tasks import AheadTasks
+from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draw_views import DrawViews
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws, known_draws
@@ -45,9 +45,6 @@ from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
 
 _GROUP = "loader"
-
-_HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
-"""On the caller's thread, where all other tasks run ahead."""
 
 _DRAWS_AHEAD = (
     "the loader draws from {} in the middle of a pass, and is pulled ahead: a draw of the loop, a "
@@ -213,6 +210,8 @@ class OverlappedLoop(ResumableLoop[C]):
         self.close()
 
 
+L = TypeVar("L", bound=OverlappedLoop[Any])
+
 _pulled: weakref.WeakValueDictionary[int, OverlappedLoop[Any]] = weakref.WeakValueDictionary()
 """The loops that pull ahead from an iterator, by its id; each holds its iterator."""
 
@@ -277,32 +276,57 @@ def overlap(
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
     if not given:
         raise PlanError([Problem("there are no tasks: give at least one")])
-    ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
-    if ahead:
-        _check_shared(loader)
     where = resolve(device)
     if device is not None and not on_cpu(torch.device(where.name)):
         given = (copy_before(given, where), *given)
+    return loop_over(
+        OverlappedLoop,
+        loader,
+        given,
+        pull_ahead=pull_ahead,
+        depth=None,
+        keep=keep,
+        device=where,
+        seed=seed,
+        start_iteration=start_iteration,
+        context=context,
+        check_effects=check_effects,
+        run_ahead=run_ahead,
+    )
+
+
+def loop_over(
+    kind: type[L],
+    loader: Iterable[Any],
+    given: tuple[PipelineTask, ...],
+    *,
+    pull_ahead: bool | None,
+    depth: int | None,
+    keep: Sequence[str] | None,
+    **options: Any,
+) -> L:
+    """A loop of a kind; ``depth`` as in a plan, and None for the default; options of the pipeline.
+
+    Raises:
+        ValueError: Another loop pulls ahead from the loader.
+        PlanError: The plan cannot run.
+    """
+    ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
+    if ahead:
+        _check_shared(loader)
     leading = tuple(takewhile(_may_run_ahead, given)) if ahead else ()
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
         rest = given[len(leading) :]
         leading = (loader.unpack, *leading)
         given = (*leading, loader.show, *rest)
-    found, given = _choose(loader, given, leading, ahead, pull_ahead, keep)
+    found, given = _choose(loader, given, leading, ahead, pull_ahead)
+    plan = replace(found.plan, keep=keep, pipeline_depth=depth or found.plan.pipeline_depth)
+    found = replace(found, plan=plan)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
-    pipe = SWPipeline(
-        found.plan,
-        functions.tasks,
-        device=where,
-        seed=seed,
-        start_iteration=start_iteration,
-        context=context,
-        check_effects=check_effects,
-        effects={PULL: Effects() if ahead else unknown_beside(given), **declared_effects(given)},
-        run_ahead=run_ahead,
-    )
-    loop = OverlappedLoop(loader, found, pipe, functions, said=pull_ahead is True)
+    effects = {PULL: Effects() if ahead else unknown_beside(given), **declared_effects(given)}
+    pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
+    loop = kind(loader, found, pipe, functions, said=pull_ahead is True)
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
@@ -329,14 +353,13 @@ def _choose(
     leading: Sequence[PipelineTask],
     ahead: bool,
     pull_ahead: bool | None,
-    keep: Sequence[str] | None,
 ) -> tuple[Overlap, tuple[PipelineTask, ...]]:
     """What runs ahead, and the tasks."""
     why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(given, len(leading), ahead))
     if not ahead and pull_ahead is None:
-        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
     if ahead and len(leading) == len(given):  # the body of the loop is what they run ahead of
-        given = (*given, _HAND_OVER)
+        given = (*given, HAND_OVER)
     names = tuple(one.name for one in leading)
     if leading:
         plan = prefetch_plan(leading, given[len(leading) :], pull_group=_GROUP)
@@ -344,7 +367,7 @@ def _choose(
         plan = PipelinePlan.serial(given)
         if ahead:
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
-    return Overlap(replace(plan, keep=keep), names, ahead, why), given
+    return Overlap(plan, names, ahead, why), given
 
 
 def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str, ...]:
@@ -362,7 +385,9 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str
 
 
 def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tuple[str, ...]:
-    behind = [one for one in given[ahead:] if not isinstance(one.fn, BatchCopy)]
+    behind = [
+        one for one in given[ahead:] if one is not HAND_OVER and not isinstance(one.fn, BatchCopy)
+    ]
     undeclared = [repr(one.name) for one in behind if one.undeclared]
     pure = [repr(one.name) for one in behind if one.pure and not one.random]
     random = [repr(one.name) for one in behind if one.pure and one.random]

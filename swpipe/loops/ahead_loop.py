@@ -1,0 +1,172 @@
+"""One line for a plain loop: its batches made ahead, while its body runs.
+
+for x, y in swpipe.ahead(loader, decode, device="cuda"):
+...                                              # the body as it is
+
+loader's thread    pull 2       pull 3       pull 4
+io                 decode 1     decode 2     decode 3     and the copy to the device
+caller             body 0       body 1       body 2
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch.utils.data import DataLoader
+
+from swpipe.core.context import IterContext
+from swpipe.core.messages import shown
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device, copy_task, on_cpu, resolve
+from swpipe.loops.ahead_tasks import HAND_OVER
+from swpipe.loops.overlapping import OverlappedLoop, loop_over
+
+Batch = TypeVar("Batch")
+
+
+class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
+    """An iterable of batches, one pass over the loader each time.
+
+    What the loader has beside its batches can be read here: ``batch_size``, ``dataset``,
+    ``sampler``, ``set_epoch``.
+
+    Attributes:
+        overlap: What runs ahead.
+        pipe: The pipeline, to profile or trace: its tasks have the functions' names.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """The batches. The pass begins now, as that of a ``for``."""
+        return _batches(super().__iter__())
+
+    def __getattr__(self, name: str) -> Any:
+        loader = self.__dict__.get("_given")
+        if loader is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(loader, name)
+
+
+class AheadDataLoader(AheadLoop[Batch], DataLoader[Batch]):  # type: ignore[misc]
+    """The same, for whoever asks whether it is a ``DataLoader``."""
+
+
+def _batches(contexts: Any) -> Iterator[Any]:
+    try:
+        while (ctx := next(contexts, None)) is not None:
+            batch = ctx.batch
+            del ctx  # neither this frame must keep what the body drops
+            yield batch
+            del batch
+    finally:
+        contexts.close()
+
+
+@overload
+def ahead(
+    loader: Iterable[Batch],
+    *,
+    device: Device | torch.device | str | None = None,
+    prefetch: int = 2,
+    check_effects: bool | float | None = None,
+) -> AheadLoop[Batch]: ...
+
+
+@overload
+def ahead(
+    loader: Iterable[Any],
+    *functions: Callable[[Any], Any],
+    device: Device | torch.device | str | None = None,
+    prefetch: int = 2,
+    check_effects: bool | float | None = None,
+) -> AheadLoop[Any]: ...
+
+
+def ahead(
+    loader: Iterable[Any],
+    *functions: Callable[[Any], Any],
+    device: Device | torch.device | str | None = None,
+    prefetch: int = 2,
+    check_effects: bool | float | None = None,
+) -> AheadLoop[Any]:
+    """The batches of a loader, made ahead of the loop's body, on threads of their own.
+
+    To use it is to say that the loader and the functions use nothing that the body may change, and
+    change nothing that it uses, as with any prefetcher. What of this torch's operators and the
+    random generators show to be untrue is an error. The numbers are those of the plain loop, bit
+    for bit: a loader that draws from torch's default generator, from which the body draws, too,
+    draws in the order of the plain loop, and is ahead as far as that allows.
+
+    Threads start with a pass and end with it. A pass that is left early drops the batches that were
+    made ahead; a loader that is an iterator gives them again in the next one.
+
+    Args:
+        loader: As in ``for batch in loader``. One that Accelerate prepared is given as it is
+            returned by ``Accelerator.prepare``.
+        functions: Each takes a batch and returns one, in this order; they are watched like tasks
+            that are declared pure.
+        device: Where the batches are copied after the functions, from pinned memory and on a
+            stream of its own. None, or a CPU: nowhere.
+        prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
+            or more with functions or a device.
+        check_effects: As for ``SWPipeline``: whether the functions do what they should.
+
+    Returns:
+        An iterable with the loader's attributes and length, ``state_dict`` and ``load_state_dict``
+        as ``ResumableLoop`` has. It is a ``DataLoader`` if the loader is one.
+
+    Raises:
+        TypeError: A function cannot be called, or the loader cannot be iterated over.
+        ValueError: ``prefetch`` is too small; or another loop pulls ahead from the iterator; or
+            ``device`` is not on this machine.
+    """
+    for one in functions:
+        if not callable(one):
+            raise TypeError(
+                f"ahead() takes a loader and functions from a batch to a batch, and {shown(one)} "
+                "cannot be called"
+            )
+    where = resolve(device)
+    tasks = _tasks(functions)
+    if device is not None and not on_cpu(torch.device(where.name)):
+        tasks.append(copy_task(where, buffers=prefetch + 1))
+    least = 2 if tasks else 1
+    if type(prefetch) is not int or prefetch < least:
+        beside = " with functions or a device" if tasks else ""
+        raise ValueError(f"prefetch is {shown(prefetch)}: give {least} or more{beside}")
+    kind = AheadDataLoader if isinstance(loader, DataLoader) else AheadLoop
+    loop = loop_over(
+        kind,
+        loader,
+        tuple(tasks) or (HAND_OVER,),
+        pull_ahead=True,
+        depth=prefetch + 1,
+        keep=None,
+        device=where,
+        check_effects=check_effects,
+    )
+    loop.__dict__["_given"] = loader
+    return loop
+
+
+def _tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:
+    """A task for each function, by its name, and a number from the second of a name on."""
+    found, known = [], Counter[str]()
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__).strip("<>")
+        known[name] += 1
+        if known[name] > 1:
+            name = f"{name} {known[name]}"
+        found.append(PipelineTask(name, _on_batch(function), pure=True))
+    return found
+
+
+def _on_batch(function: Callable[[Any], Any]) -> Callable[[Any], None]:
+    @wraps(function)
+    def run(ctx: Any) -> None:
+        ctx.batch = function(ctx.batch)
+
+    return run
