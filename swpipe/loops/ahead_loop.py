@@ -39,6 +39,8 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
         pipe: The pipeline, to profile or trace: its tasks have the functions' names.
     """
 
+    _frames = 4
+
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """The batches. The pass begins now, as that of a ``for``."""
         return _batches(super().__iter__())

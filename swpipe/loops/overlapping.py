@@ -27,7 +27,7 @@ import swpipe.inference.checking  # noqa: F401 - else the first loop would wait 
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
-from swpipe.core.messages import listed
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, on_cpu, resolve
@@ -101,6 +101,7 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
+    _frames = 3  # from a warning to whoever iterates
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class OverlappedLoop(ResumableLoop[C]):
             if new := told_of - self._told:
                 self._told |= new
                 names = listed([told(name) for name in sorted(new)])
-                warnings.warn(text.format(names), RuntimeWarning, stacklevel=3)
+                warnings.warn(text.format(names), RuntimeWarning, stacklevel=self._frames)
 
     def _count(self, current: LoaderPass) -> None:
         """Nothing: only what the body got was handed out."""
@@ -263,7 +264,8 @@ def overlap(
             ``start_iteration`` is no number of an iteration; or ``device`` is not on this machine.
         PlanError: There are no tasks, or two have the same name; or one is called "copy", and
             ``device`` adds that task.
-        TypeError: One of the tasks is neither a task nor a function with a name.
+        TypeError: One of the tasks is neither a task nor a function with a name, or the loader
+            cannot be iterated over.
 
     Warns:
         RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
@@ -297,7 +299,7 @@ def overlap(
 
 def loop_over(
     kind: type[L],
-    loader: Iterable[Any],
+    loader: Any,
     given: tuple[PipelineTask, ...],
     *,
     pull_ahead: bool | None,
@@ -309,8 +311,11 @@ def loop_over(
 
     Raises:
         ValueError: Another loop pulls ahead from the loader.
+        TypeError: The loader cannot be iterated over.
         PlanError: The plan cannot run.
     """
+    if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
+        raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
     ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
     if ahead:
         _check_shared(loader)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -64,6 +64,7 @@ class PullWatch(TorchFunctionMode):
         self._read: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, in this pull
         self._written: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the loader, how often
         self._ahead: deque[tuple[int, Any]] = deque()  # what pulls have read ahead
+        self._sharing: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by storage
         register_after_fork(self, PullWatch._leave)
 
     def begin(self) -> None:
@@ -71,6 +72,7 @@ class PullWatch(TorchFunctionMode):
         self._lengths = {}
         self.changed = ""
         self._ahead.clear()
+        self._sharing.clear()
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
@@ -155,16 +157,20 @@ class PullWatch(TorchFunctionMode):
     def _note_read(self, tensors: list[Tensor]) -> None:
         for one in tensors:
             if id(one) not in self._read:
+                reference = weakref.ref(one)
+                self._sharing[_storage(one)].append(reference)
                 with self._lock:
-                    self._read[id(one)] = weakref.ref(one), self._others(one)
+                    self._read[id(one)] = reference, self._others(one)
 
     def _noted_write(
         self, tensors: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before = [one._version for one in tensors]
+        sharing = [one for key in {*map(_storage, tensors)} for one in self._sharing.get(key, ())]
+        read = {id(one): one for reference in sharing if (one := reference()) is not None}
+        before = [one._version for one in read.values()]
         result = self._called(func, args, kwargs)
         with self._lock:
-            for one, version in zip(tensors, before, strict=True):
+            for one, version in zip(read.values(), before, strict=True):
                 written = one._version - self._others(one) + one._version - version
                 self._written[id(one)] = weakref.ref(one), written
         return result
@@ -173,8 +179,12 @@ class PullWatch(TorchFunctionMode):
 def _tensors_of(args: tuple[Any, ...]) -> Iterator[Tensor]:
     for one in args:
         for each in one if type(one) is list or type(one) is tuple else (one,):
-            if type(each) in _PLAIN and not each.is_inference():
+            if type(each) in _PLAIN and each.layout is torch.strided and not each.is_inference():
                 yield each
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _may_write(func: Any) -> bool:

@@ -1,0 +1,672 @@
+"""One line for a plain loop: batches are made while its body runs, and every bit is the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import swpipe
+from swpipe.errors import PlanError
+from swpipe.loops import AheadLoop
+from tests.loops.ordinary_loops import NoisyRows, Rows, batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
+
+
+def states() -> list[Any]:
+    """Of the default generators, as what they draw next."""
+    return [torch.rand(1), random.random(), float(np.random.rand())]
+
+
+def seed(number: int = 3) -> None:
+    """All default generators."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def same(found: Any, expected: Any) -> None:
+    """Bit for bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------- the body runs on
+
+
+@pytest.mark.parametrize("functions", [(), (lambda batch: batch,)])
+@pytest.mark.parametrize("prefetch", [2, 3, 5])
+def test_so_many_batches_are_made_while_the_body_runs(
+    prefetch: int, functions: tuple[Callable[[Any], Any], ...]
+) -> None:
+    """And no more, however long it takes."""
+    pulled: list[int] = []
+
+    def loader() -> Iterator[int]:
+        for number in range(9):
+            pulled.append(number)
+            yield number
+
+    with swpipe.ahead(loader(), *functions, prefetch=prefetch, device="cpu") as loop:
+        for number, batch in enumerate(loop):
+            assert batch == number
+            loop.pipe.settle()
+            assert len(pulled) == min(number + prefetch + 1, 9)
+
+
+def test_the_body_and_the_functions_wait_for_each_other() -> None:
+    """They can only go on side by side."""
+    meet = threading.Barrier(3, timeout=30)
+
+    def loader() -> Iterator[int]:
+        for number in range(9):
+            if number >= 3:  # the second is pulled in turn
+                meet.wait()
+            yield number
+
+    def double(batch: int) -> int:
+        if 2 <= batch < 8:
+            meet.wait()
+        return 2 * batch
+
+    for number, batch in enumerate(swpipe.ahead(loader(), double, device="cpu")):
+        assert batch == 2 * number
+        if 1 <= number < 7:
+            meet.wait()
+
+
+def test_functions_run_in_order_and_have_names() -> None:
+    """Those of the functions; a second one of the same name has a number."""
+
+    class Twice:
+        def __call__(self, batch: int) -> int:
+            return 2 * batch
+
+    def add(batch: int) -> int:
+        return batch + 1
+
+    with swpipe.ahead(range(3), add, Twice(), lambda x: -x, add, device="cpu") as loop:
+        assert list(loop) == [-1, -3, -5]
+        assert loop.overlap.ahead == ("add", "Twice", "lambda", "add 2")
+        assert str(loop.overlap) == "ahead: the loader, add, Twice, lambda, add 2"
+
+
+def threads() -> set[str]:
+    """Of pipelines."""
+    return {one.name for one in threading.enumerate() if one.name.startswith("swpipe-")}
+
+
+def leave_by_break(batch: int) -> bool:
+    """At the third."""
+    return batch == 2
+
+
+def leave_by_error(batch: int) -> bool:
+    """At the third."""
+    if batch == 2:
+        raise KeyError(batch)
+    return False
+
+
+@pytest.mark.parametrize("leaves", [leave_by_break, leave_by_error])
+def test_no_thread_is_left_when_the_body_leaves(leaves: Callable[[int], bool]) -> None:
+    """Nor when a batch is being pulled then."""
+    before, pulling = threads(), threading.Event()
+
+    def loader() -> Iterator[int]:
+        yield from range(3)
+        pulling.set()
+        time.sleep(0.05)
+        yield 3
+
+    found = []
+    with suppress(KeyError):
+        for batch in swpipe.ahead(loader(), device="cpu"):
+            found.append(batch)
+            if batch == 2:
+                assert pulling.wait(30)
+            if leaves(batch):
+                break
+    assert found == [0, 1, 2]
+    assert threads() == before
+
+
+def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was_left() -> None:
+    """Each batch comes once, in order."""
+    pulling, goes_on = threading.Event(), threading.Event()
+
+    def loader() -> Iterator[int]:
+        for number in range(8):
+            if number == 4:
+                pulling.set()
+                assert goes_on.wait(30)
+            yield number
+
+    found = []
+    with swpipe.ahead(loader(), device="cpu") as loop:
+        for batch in loop:
+            found.append(batch)
+            if batch == 2:
+                assert pulling.wait(30)
+                break
+        assert loop.pipe.in_flight == 0
+        goes_on.set()
+        found.extend(loop)
+    assert found == [*range(8)]
+
+
+def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
+    """A new pass waits for the pull of the one that was left."""
+    inside: list[int] = []
+    pulling, goes_on = threading.Event(), threading.Event()
+
+    class Shared:
+        def __iter__(self) -> Iterator[int]:
+            for number in range(4):
+                inside.append(number)
+                assert len(inside) == 1
+                if number == 2 and not goes_on.is_set():
+                    pulling.set()
+                    goes_on.wait(30)
+                inside.pop()
+                yield number
+
+    with swpipe.ahead(Shared(), device="cpu") as loop:
+        for batch in loop:
+            if batch == 1:
+                assert pulling.wait(30)
+                break
+        threading.Timer(0.1, goes_on.set).start()
+        assert list(loop) == [0, 1, 2, 3]
+
+
+def test_a_body_that_stops_for_long_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A debugger, or an evaluation: nothing moves, and nobody waits."""
+    with swpipe.ahead(range(6), device="cpu") as loop:
+        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.05
+        for batch in loop:
+            if batch == 2:
+                threading.Event().wait(0.3)
+    assert batch == 5
+
+
+def test_other_loops_may_run_in_the_body() -> None:
+    """An evaluation in the middle of an epoch, over the same loader and another."""
+    rows = batches()
+    found: list[Any] = []
+    for number, batch in enumerate(swpipe.ahead(rows, device="cpu")):
+        found.append(batch)
+        if number == 2:
+            found.extend(swpipe.ahead(rows, device="cpu"))
+            found.extend(swpipe.ahead(list(rows), torch.neg, device="cpu"))
+    plain = list(rows)
+    same(found, [*plain[:3], *plain, *(-one for one in plain), *plain[3:]])
+
+
+EXITS = """
+import sys, threading, time, swpipe
+def loader():
+    for number in range(100):
+        if number > 3:
+            pulling.set()
+            time.sleep({pull})
+        yield number
+pulling = threading.Event()
+loop = swpipe.ahead(loader(), lambda x: x, device="cpu")
+for batch in loop:
+    if batch == 2:
+        pulling.wait(30)
+        {leaves}
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("pull", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("leaves", "code"), [("sys.exit(3)", 3), ("raise KeyError(2)", 1), ("break", 0)]
+)
+def test_the_interpreter_may_end_while_a_batch_is_pulled(
+    leaves: str, code: int, pull: float
+) -> None:
+    """With its own exit code, and soon."""
+    script = EXITS.format(leaves=leaves, pull=pull)
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Fatal" not in done.stderr
+    assert time.monotonic() - begin < 40
+
+
+# --------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("where", ["the loader", "a function"])
+def test_an_error_comes_when_the_batches_before_it_were_given(where: str) -> None:
+    """As itself, with a note of where."""
+
+    def loader() -> Iterator[int]:
+        for number in range(6):
+            if number == 3 and where == "the loader":
+                raise OSError("planted")
+            yield number
+
+    def decode(batch: int) -> int:
+        if batch == 3:
+            raise OSError("planted")
+        return batch
+
+    found: list[int] = []
+    with pytest.raises(OSError, match="planted") as caught:
+        found.extend(swpipe.ahead(loader(), decode, device="cpu"))
+    assert any("the pull of batch 3" in one or "'decode'" in one for one in caught.value.__notes__)
+    assert found == [0, 1, 2]
+
+
+AHEAD: Any = swpipe.ahead
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: AHEAD([1], 3), TypeError, "functions from a batch to a batch, and 3"),
+        (lambda: swpipe.ahead([1], prefetch=0), ValueError, "prefetch is 0: give 1 or more"),
+        (
+            lambda: swpipe.ahead([1], torch.neg, prefetch=1),
+            ValueError,
+            "prefetch is 1: give 2 or more with functions or a device",
+        ),
+        (lambda: swpipe.ahead([1], prefetch=True), ValueError, "prefetch is True"),
+        (lambda: AHEAD(3), TypeError, "the loader is 3: give an iterable"),
+        (lambda: AHEAD(None), TypeError, "the loader is None: give an"),
+        (lambda: swpipe.ahead([1]).nothing, AttributeError, "nothing"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    """With the value and the rule."""
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ----------------------------------------------------------------------------- what it looks like
+
+
+def test_it_has_what_the_loader_has() -> None:
+    """To read, and to call."""
+    rows = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, drop_last=True)
+    loop = swpipe.ahead(rows, device="cpu")
+    assert isinstance(loop, DataLoader)
+    assert len(loop) == 2
+    assert loop.batch_size == 4
+    assert loop.dataset is rows.dataset
+    assert loop.sampler is rows.sampler
+    assert loop.batch_sampler is rows.batch_sampler
+    assert loop.drop_last
+    assert loop.num_workers == 0
+
+
+def test_any_other_iterable_is_no_dataloader() -> None:
+    """Its attributes are there all the same."""
+
+    class Epochs(list[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    given = Epochs([1, 2])
+    loop = swpipe.ahead(given, device="cpu")
+    loop.set_epoch(5)
+    assert given.epoch == loop.epoch == 5
+    assert type(loop) is AheadLoop
+    assert list(loop) == list(loop) == [1, 2]
+
+
+def test_a_pass_begins_at_iter() -> None:
+    """As that of a for: samplers draw their seed then."""
+
+    def order(make: Callable[[Any], Iterable[Any]]) -> list[Any]:
+        seed()
+        rows = make(batches(shuffle=True))
+        one = iter(rows)
+        torch.rand(3)
+        return [*one, *rows, *states()]
+
+    same(order(partial(swpipe.ahead, device="cpu")), order(lambda rows: rows))
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_state_leads_to_the_rest(stop: int) -> None:
+    """In the body, in mid-pass, beside a loader that draws and a body that draws."""
+
+    def trained(loop: Any, model: nn.Module, until: int) -> list[Any]:
+        losses = []
+        for number, batch in enumerate(loop):
+            losses.append(functional.dropout(model(batch)).sum().item())
+            if number == until:
+                break
+        return losses
+
+    def made() -> tuple[Any, nn.Module]:
+        rows = batches(NoisyRows(), shuffle=True)
+        return swpipe.ahead(rows, torch.neg, device="cpu"), nn.Linear(4, 1)
+
+    seed()
+    loop, model = made()
+    expected = [*trained(loop, model, 99), *states()]
+    seed()
+    loop, model = made()
+    first, saved = [], None
+    for number, batch in enumerate(loop):
+        first.append(functional.dropout(model(batch)).sum().item())
+        if number == stop - 1:
+            saved = loop.state_dict()
+            break
+    seed(8)
+    again, other = made()
+    other.load_state_dict(model.state_dict())
+    assert saved is not None
+    again.load_state_dict(saved)
+    same([*first, *trained(again, other, 99), *states()], expected)
+
+
+# --------------------------------------------------------------------------------------- draws
+
+
+class Views(nn.Module):
+    """Noise of kinds, of which some operators take no generator."""
+
+    @staticmethod
+    def rand() -> Tensor:
+        return torch.rand(2)
+
+    @staticmethod
+    def integers() -> Tensor:
+        return torch.randint(0, 9, (2,)) + torch.randperm(2) + torch.ones(2).random_(5)
+
+    @staticmethod
+    def like() -> Tensor:
+        return torch.randn_like(torch.ones(2)) + torch.bernoulli(torch.full((2,), 0.5))
+
+    @staticmethod
+    def dropout() -> Tensor:
+        return functional.dropout(torch.ones(2)) + functional.rrelu(-torch.ones(2), training=True)
+
+    @staticmethod
+    def mixed() -> Tensor:
+        return torch.rand(2) + torch.native_dropout(torch.ones(2), 0.5, True)[0] + torch.rand(2)
+
+    @staticmethod
+    def python() -> Tensor:
+        return torch.tensor([random.random(), 0.0])
+
+    @staticmethod
+    def numpy() -> Tensor:
+        return torch.tensor([0.0, float(np.random.rand())])
+
+
+TORCHS = ("rand", "integers", "like", "dropout", "mixed")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loop that draws.
+
+    Attributes:
+        size: How many batches the loader has.
+        loader: What each pull draws.
+        body: What each body draws.
+        leaves: After so many batches each pass is left.
+        again: Whether the loader is an iterator.
+        delays: Seed of the delays.
+    """
+
+    size: int
+    loader: tuple[tuple[str, ...], ...]
+    body: tuple[tuple[str, ...], ...]
+    leaves: int
+    again: bool
+    delays: int
+
+    def run(self, over: Callable[[Any], Iterable[Any]]) -> list[Any]:
+        """What it makes, in some passes."""
+        delays = random.Random(self.delays)
+        pauses = [[delays.choice((0, 0, 1e-4, 1e-3)) for _ in range(self.size)] for _ in range(2)]
+
+        class Loader:
+            def __iter__(loader) -> Iterator[Tensor]:  # noqa: N805
+                for number in range(self.size):
+                    time.sleep(pauses[0][number])
+                    noise = [getattr(Views, name)() for name in self.loader[number]]
+                    yield sum(noise, torch.full((2,), float(number)))
+
+        seed()
+        loader = over(iter(Loader()) if self.again else Loader())
+        found: list[Any] = []
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                time.sleep(pauses[1][number])
+                found.append(batch.clone())
+                found.extend(getattr(Views, name)() for name in self.body[number])
+                found.append(torch.get_rng_state())
+                if number + 1 == self.leaves:
+                    break
+        return [*found, *states()]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Loaders that draw by Python's or numpy's generators do so in the second pull, too."""
+    size = draw(st.integers(1, 12))
+    loaders = draw(st.sets(st.sampled_from((*TORCHS, "python", "numpy")), max_size=3))
+    bodies = draw(st.sets(st.sampled_from((*TORCHS, "python", "numpy")), max_size=2))
+    rare = draw(st.sampled_from((1.0, 0.5, 0.2)))
+    chances = random.Random(draw(st.integers(0, 999)))
+
+    def some(names: set[str], *, always: bool) -> tuple[str, ...]:
+        for_sure = ("python", "numpy") if always else ()
+        return tuple(n for n in sorted(names) if n in for_sure or chances.random() < rare)
+
+    return Program(
+        size,
+        tuple(some(loaders, always=number == 1) for number in range(size)),
+        tuple(some(bodies, always=False) for number in range(size)),
+        draw(st.integers(1, size)),
+        draw(st.booleans()),
+        draw(st.integers(0, 99)),
+    )
+
+
+class Refusals:
+    """How many programs there were, and how many were refused."""
+
+    ran = refused = 0
+
+
+def check(program: Program) -> None:
+    """The same numbers; or the error of two that draw, where the body began late."""
+    expected = program.run(lambda loader: loader)
+    Refusals.ran += 1
+    try:
+        found = program.run(partial(swpipe.ahead, device="cpu"))
+    except RuntimeError as error:
+        assert "both draw from" in str(error)  # noqa: PT017
+        Refusals.refused += 1
+        loader = {name for names in program.loader for name in names}
+        body = {name for names in program.body for name in names}
+        assert loader
+        assert body
+        return
+    same(found, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs())
+def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
+    """By the loader, the body or both, whatever the timing, wherever the passes are left."""
+    check(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(programs())
+def test_what_is_drawn_in_many_programs_is_what_a_plain_loop_draws(program: Program) -> None:
+    """The same of more."""
+    check(program)
+
+
+def test_a_loader_that_draws_beside_a_body_that_does_not_is_ahead_after_four_pulls() -> None:
+    """The body runs while the loader draws, and finds the state of a plain loop."""
+    meet = threading.Barrier(2, timeout=30)
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(10):
+            noise = torch.rand(2)
+            if number >= 6:
+                meet.wait()
+            yield noise
+
+    seed()
+    plain = [torch.rand(2) for _ in range(10)]
+    seed()
+    for number, batch in enumerate(swpipe.ahead(loader(), device="cpu")):
+        same(batch, plain[number])
+        after = torch.get_rng_state()
+        if number >= 5 and number < 9:
+            meet.wait()
+        assert torch.equal(torch.get_rng_state(), after)
+    seed()
+    assert len([torch.rand(2) for _ in range(10)]) == 10
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_what_is_known_of_a_loader_is_kept_with_it() -> None:
+    """The second loop over it draws ahead from the second pull on."""
+    meet, again = threading.Barrier(2, timeout=30), False
+
+    class Noisy:
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(6):
+                noise = torch.rand(1)
+                if again and number >= 2:  # the second is pulled in turn
+                    meet.wait()
+                yield noise
+
+    loader = Noisy()
+    assert len(list(swpipe.ahead(loader, device="cpu"))) == 6
+    again = True
+    for number, _ in enumerate(swpipe.ahead(loader, device="cpu")):
+        if 1 <= number < 5:
+            meet.wait()
+
+
+def test_a_body_that_begins_to_draw_is_an_error_at_the_next_batch() -> None:
+    """Batches have been drawn ahead of it."""
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(20):
+            yield torch.rand(1)
+
+    found: list[int] = []
+    loop = swpipe.ahead(loader(), device="cpu")
+    with pytest.raises(RuntimeError, match="both draw from torch's default generators.*_workers"):
+        found.extend(map(partial(begin_late, loop), loop, itertools.count()))
+    assert found == [*range(13)]
+
+
+def begin_late(loop: AheadLoop[Any], batch: Any, number: int) -> int:
+    """A body that draws at the 13th batch, when others have been drawn ahead."""
+    if number == 12:
+        loop.pipe.settle()
+        torch.rand(1)
+    return number
+
+
+def test_a_loader_whose_pulls_wait_is_told_once() -> None:
+    """With what to do."""
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(12):
+            yield torch.rand(1)
+
+    loop = swpipe.ahead(loader(), device="cpu")
+    known = loop._pulled.draws.known
+
+    def body(number: int) -> None:
+        torch.rand(1)
+        end = time.monotonic() + 30
+        while 1 <= number < 11 and known.waits < number and time.monotonic() < end:
+            time.sleep(1e-3)
+
+    with pytest.warns(RuntimeWarning, match="so does the loop.*wait until the loop asks") as told:
+        assert len([body(number) for number, _ in enumerate(loop)]) == 12  # type: ignore[func-returns-value]
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+# ----------------------------------------------------------------------------- what is not apart
+
+
+def test_a_tensor_that_the_loader_reads_and_the_body_changes_is_an_error() -> None:
+    """Before the batch that was made of the old one is used."""
+    weight = torch.ones(2)
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(30):
+            yield weight * number
+
+    def body(number: int) -> int:
+        if number == 5:
+            loop.pipe.settle()
+            weight.mul_(2)
+        return number
+
+    used: list[int] = []
+    loop = swpipe.ahead(loader(), device="cpu")
+    with pytest.raises(RuntimeError, match=r"changed a tensor that the loader reads \(float32 \[2"):
+        used.extend(body(number) for number, _ in enumerate(loop))
+    assert used == [*range(6)]
+
+
+def test_what_the_loader_itself_changes_is_none() -> None:
+    """A counter of its own."""
+    seen = torch.zeros(2)
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(20):
+            seen.add_(1)
+            seen[0] += 1
+            yield seen.clone()
+
+    found = [batch.tolist() for batch in swpipe.ahead(loader(), device="cpu")]
+    assert found == [[2.0 * n, 1.0 * n] for n in range(1, 21)]
+
+
+def test_a_function_that_draws_is_refused() -> None:
+    """It has the mend."""
+
+    def noise(batch: Tensor) -> Tensor:
+        return batch + torch.rand(2)
+
+    with pytest.raises(PlanError, match="'noise'.*pure"):
+        list(swpipe.ahead(list(torch.split(Rows().rows, 2)), noise, device="cpu"))
