@@ -10,7 +10,8 @@ A pull that is in turn draws from the generator itself: all earlier batches have
 and the loop waits. A pull that is ahead waits, at its first draw, until it is in turn. When the
 loader has drawn in turn 4 times, and nobody else between, pulls that are ahead draw from a *view*:
 a generator of their own, in the state that the last draw left. Before the loop begins with such a
-batch, the generator is set to the state that its pull left the view in.
+batch, the generator is set to the state that its pull left the view in. A pull that waits when the
+loop is left draws from a view, too, if its batch is kept for the next pass.
 
 Guarantees
     - What the loader draws is what it would draw in a plain loop, and so is the state that the
@@ -27,6 +28,8 @@ Assumptions
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -77,9 +80,8 @@ class DrawViews(TorchDispatchMode):
         """A new pass begins."""
         self._after: Tensor | None = None  # the last pull that drew
         self._set: Tensor | None = None  # the state in which the loop should have left it
-        # The states that pulls left the view in; None for one that drew from the generator ahead.
-        self._left: deque[tuple[int, Tensor | None]] = deque()
-        self._draws = self._draws_ahead = self._out_of_turn = False  # in this pull
+        self._left: deque[tuple[int, Tensor]] = deque()  # by pulls that drew from the view
+        self._draws = self._draws_ahead = False  # in this pull
 
     @property
     def has_drawn(self) -> bool:
@@ -93,9 +95,7 @@ class DrawViews(TorchDispatchMode):
             self._left.append((number, self._after))
         elif self._draws:
             self._after = self._set = self._generator.get_state()
-            if self._out_of_turn:
-                self._left.append((number, None))
-        self._draws = self._draws_ahead = self._out_of_turn = False
+        self._draws = self._draws_ahead = False
 
     def begin_batch(self, number: int) -> None:
         """The loop comes to the batch of a pull that has ended: set the generator for it.
@@ -106,9 +106,8 @@ class DrawViews(TorchDispatchMode):
         while self._left and self._left[0][0] <= number:
             _, state = self._left.popleft()
             self._check_set()
-            if state is not None:
-                self._generator.set_state(state)
-                self._set = state
+            self._generator.set_state(state)
+            self._set = state
 
     def _check_set(self) -> None:
         if self._set is not None and not torch.equal(self._generator.get_state(), self._set):
@@ -120,18 +119,19 @@ class DrawViews(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            other = _with_generator(func)
-            may_be_ahead = other is not None and _is_on_host(args, kwargs)
-            if (view := self._drawn_from(may_be_ahead=may_be_ahead)) is not None:
-                return other(*args, **{**kwargs, "generator": view})
+            other = _with_generator(func) if _is_on_host(args, kwargs) else None
+            if (view := self._drawn_from(may_be_ahead=other is not None)) is not None:
+                if other is not None:
+                    return other(*args, **{**kwargs, "generator": view})
+                with self._view_in_place():
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _drawn_from(self, *, may_be_ahead: bool) -> torch.Generator | None:
         """The view from which an operator is to draw; None for the generator itself."""
         if self._draws_ahead:
-            if may_be_ahead:
+            if may_be_ahead or self._is_out_of_turn():
                 return self._view
-            self._await_turn()
             self._check_set()
             self._generator.set_state(self._view.get_state())
             self._draws_ahead = False
@@ -140,26 +140,45 @@ class DrawViews(TorchDispatchMode):
         self._draws = True
         if not self._turns.is_in_turn:
             if may_be_ahead and self.known.torch_ahead and self._after is not None:
-                self._draws_ahead = True
-                self._view.set_state(self._after)
-                return self._view
+                return self._view_from(self._after)
             self.known.waits += 1
-            self._await_turn()
-        if self._after is not None and not self._out_of_turn:
+            if self._is_out_of_turn():
+                return self._view_from(self._after if self._left else None)
+        if self._after is not None:
             if torch.equal(self._generator.get_state(), self._after):
                 self.known.quiet += 1
             else:
                 self.known.torch_shared = True
         return None
 
-    def _await_turn(self) -> None:
+    def _view_from(self, state: Tensor | None) -> torch.Generator:
+        """The view, in a state; None for the generator's own, while the loop waits."""
+        if state is None:
+            state = self._set = self._generator.get_state()
+        self._draws_ahead = True
+        self._view.set_state(state)
+        return self._view
+
+    @contextmanager
+    def _view_in_place(self) -> Iterator[None]:
+        """The generator is in the view's state within the block, while the loop waits."""
+        state = self._generator.get_state()
+        self._generator.set_state(self._view.get_state())
+        try:
+            yield
+        finally:
+            self._view.set_state(self._generator.get_state())
+            self._generator.set_state(state)
+
+    def _is_out_of_turn(self) -> bool:
+        """Wait for the turn; whether the loop, which waits, lets the pull end before it."""
         try:
             self._turns.await_turn()
         except Cancelled:
             if not self._kept:
                 raise
-            # An iterator would not survive the exception.
-        self._out_of_turn = not self._turns.is_in_turn
+            return True  # an iterator would not survive the exception
+        return not self._turns.is_in_turn
 
 
 def _is_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
