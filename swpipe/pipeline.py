@@ -27,11 +27,11 @@ from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
-from swpipe.run_report import RunReport, TimedPulls, run_to_end
 from swpipe.shortcut import Shortcuts
 from swpipe.shortcut.control import ShortcutControl
 
 if TYPE_CHECKING:
+    from swpipe.run_report import RunReport
     from swpipe.trace import Trace
 
 
@@ -126,7 +126,7 @@ class SWPipeline(ShortcutControl[C]):
             releases=compiled[1],
         )
         if check_effects is not False and (check_effects is not None or plan.depth > 1):
-            from swpipe.inference.checking import checked
+            from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, resolved, self.tasks, check_effects, self.context)
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
@@ -306,6 +306,8 @@ class SWPipeline(ShortcutControl[C]):
             RuntimeWarning: Most of the time went into pulling batches, under a plan of several
                 iterations in flight whose pulls run on the caller's thread.
         """
+        from swpipe.run_report import TimedPulls, run_to_end
+
         batches = iter(loader)
         pulls = TimedPulls(batches)
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
@@ -334,6 +336,8 @@ class SWPipeline(ShortcutControl[C]):
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` serially; gives the same numbers as ``run``."""
+        from swpipe.run_report import run_to_end
+
         contexts = map(self.run_one_serial_iter, loader)
         return run_to_end(contexts, self.device, loader, "serial" if verbose else None)
 

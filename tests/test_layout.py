@@ -17,11 +17,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
 import swpipe
+import swpipe.inference
 
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -253,10 +255,46 @@ def test_importing_swpipe_loads_nothing_optional() -> None:
     assert done.stdout.split() == []
 
 
-def test_all_public_names_load() -> None:
-    """Each name in ``swpipe.__all__`` is there, and the list is sorted."""
-    assert list(swpipe.__all__) == sorted(swpipe.__all__)
-    assert [name for name in swpipe.__all__ if not hasattr(swpipe, name)] == []
+MOST_LOADED, MOST_LOADED_WATCHED = 90, 110
+"""Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
+
+BY_TORCH_ITSELF = {"torch.utils._device"}
+"""What ``torch.get_default_device`` loads."""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "most"), [("forward", MOST_LOADED), ("decode, forward", MOST_LOADED_WATCHED)]
+)
+def test_a_run_loads_few_modules_and_nothing_else_of_torch(tasks: str, most: int) -> None:
+    """The first batch waits for no more imports than its run needs."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import swpipe\n"
+        "forward = swpipe.PipelineTask('forward', lambda ctx: None)\n"
+        "decode = swpipe.PipelineTask('decode', lambda ctx: None, pure=True)\n"
+        "loop = swpipe.overlap([torch.ones(1)], [" + tasks + "], pull_ahead=True, device='cpu')\n"
+        "next(iter(loop))\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    ours = [name for name in loaded if name.partition(".")[0] == "swpipe"]
+    others = {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert len(ours) <= most
+    assert others - BY_TORCH_ITSELF - {*ours} == set()
+
+
+@pytest.mark.parametrize("door", [swpipe, swpipe.inference])
+def test_all_public_names_load(door: ModuleType) -> None:
+    """Each name in ``__all__`` is there, if loaded late, and the list is sorted."""
+    assert list(door.__all__) == sorted(door.__all__)
+    assert [name for name in door.__all__ if not hasattr(door, name)] == []
+
+
+def test_names_loaded_late_are_listed() -> None:
+    """``dir`` has them: the pages of the API are made from it."""
+    assert {*swpipe.inference.__all__} <= {*dir(swpipe.inference)}
 
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the repository")

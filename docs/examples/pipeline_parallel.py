@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe import SWPipeline
-from swpipe.plans import torch_schedule
+from swpipe.plans.pipeline_parallel import torch_schedule
 from swpipe.plans.pipeline_training import ahead
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, PipelineTrainTasks, SerialRuntime
 from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss

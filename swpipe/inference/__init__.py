@@ -1,8 +1,12 @@
 """Infer dependences: run the tasks once or twice and record what each of them reads and writes."""
 
-from swpipe.inference.comparison import Comparison, Needed, Needless
-from swpipe.inference.record_tasks import record
-from swpipe.inference.recording import Dependences, InferenceReport, Recording
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swpipe.inference.comparison import Comparison, Needed, Needless
+    from swpipe.inference.record_tasks import record
+    from swpipe.inference.recording import Dependences, InferenceReport, Recording
 
 __all__ = [
     "Comparison",
@@ -13,3 +17,20 @@ __all__ = [
     "Recording",
     "record",
 ]
+
+
+_WHERE = {
+    "record": "record_tasks",
+    **dict.fromkeys(("Comparison", "Needed", "Needless"), "comparison"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names, loaded when asked for: the checks of a run need none of them."""
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'recording')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

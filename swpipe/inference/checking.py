@@ -39,15 +39,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from swpipe._engine.iterations import Engine
 from swpipe._state.generators import TORCH
 from swpipe._state.owners import declared_owners
 from swpipe.analysis.validation import refusal
-from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.core.context import TypedContext
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
@@ -57,59 +53,12 @@ from swpipe.inference.accesses import READ_WRITE, WRITE, Access
 from swpipe.inference.apart_states import ApartStates
 from swpipe.inference.compared_places import ComparedPlaces
 from swpipe.inference.kept_orders import KeptOrders
-from swpipe.inference.purity import PureRecorder, PureRuns, PureUses, pure_recorder, told
+from swpipe.inference.purity import PureRecorder, PureRuns, PureUses, told
 from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
 from swpipe.inference.state_items import items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import Watched
 from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
-
-_PURE_SHARE = 0.02
-"""Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
-
-
-def checked(
-    engine: Engine,
-    resolved: ResolvedPlan,
-    tasks: Sequence[PipelineTask],
-    share: float | None,
-    context: type[TypedContext],
-) -> Engine:
-    """The engine, with a check of what tasks do.
-
-    Args:
-        engine: The engine.
-        resolved: The plan.
-        tasks: In serial order.
-        share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
-            a share of the later ones; all tasks in the first ones, unless what they declare proves
-            the plan. A recording does not: it has what tasks did in a few iterations.
-        context: The class of the contexts.
-
-    Raises:
-        ValueError: ``share`` is no such number.
-    """
-    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
-        raise ValueError(
-            f"check_effects is {share!r}: give True, False, or the share of the iterations that "
-            "are watched, above 0 and up to 1"
-        )
-    depth = resolved.plan.depth
-    every = pure = Watched(depth, share)
-    if share is None:
-        streams = engine.device.has_streams
-        known = is_proved_by_declarations(resolved, tasks, streams=streams)
-        silent = any(task.undeclared for task in tasks)  # who may break the word of others
-        known = known and not (silent and ApartStates(tasks))
-        every = Watched(depth, None if known else 0)
-        pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
-    if not (every.until or pure.until):
-        return engine
-    recorder = partial(pure_recorder, engine.device)
-    check = EffectCheck(
-        resolved, tasks, engine.device, every, pure, context, recorder, engine.releases
-    )
-    return replace(engine, check=check, context=check.make_context)
 
 
 class EffectCheck:

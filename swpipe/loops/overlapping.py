@@ -23,7 +23,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-import swpipe.inference.checking  # noqa: F401 - else the first loop would wait for it
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from swpipe._distributed.rank_checks import ShortcutAct, check_same_shortcuts
 from swpipe._engine.driver import Driver
@@ -13,7 +13,9 @@ from swpipe.core.context import C
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef, names_of
-from swpipe.shortcut.substitute import Substitute, substitute_of
+
+if TYPE_CHECKING:
+    from swpipe.shortcut.substitute import Substitute
 
 
 class ShortcutControl(Generic[C]):
@@ -39,6 +41,8 @@ class ShortcutControl(Generic[C]):
             RuntimeError: Another rank enables other tasks, or continues without, or does not
                 answer within ``stall_timeout_s``.
         """
+        from swpipe.shortcut.substitute import substitute_of
+
         names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
         substitute = None if with_ is None else substitute_of(names, with_)
         wanted = {*shortcuts.names, *names}

@@ -89,7 +89,7 @@ def open_pipeline_job(config: GPTJobConfig) -> GPTJob:
     Raises:
         InputError: There is no such schedule.
     """
-    from swpipe.plans import ScheduleError
+    from swpipe.plans.pipeline_parallel import ScheduleError
     from swpipe.tasks.pipeline_parallel.gpt_job import PipelineGPTJob
 
     try:

@@ -1,4 +1,4 @@
-"""How long ``import swpipe`` takes after ``import torch``, from cached bytecode."""
+"""How long ``import swpipe`` takes, and the first batch, after ``import torch``; from bytecode."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import subprocess
 import sys
 import tempfile
 
-from tests.bench.measure import Row, Spread
+from tests.bench.measure import Row, Spread, tolerated
 
 MOST_MS = 40.0
+
+FIRST_MOST_MS = 50
+"""The plain loop has its first batch in less than one; from here on it is taken to be 0."""
 
 _TIMED = """
 import time
@@ -17,12 +20,21 @@ begin = time.perf_counter()
 import torch
 middle = time.perf_counter()
 import swpipe
-print(1e3 * (time.perf_counter() - middle), 1e3 * (middle - begin))
+end = time.perf_counter()
+batches = [torch.ones(4) for _ in range(8)]
+contexts = iter(swpipe.overlap(batches, [id], pull_ahead=True, device="cpu"))
+next(contexts)
+first = time.perf_counter()
+contexts.close()
+print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - middle)))
 """
 
 
 def rows(rounds: int = 20) -> list[Row]:
-    """The row's ratio is over the limit; ``import torch`` stands beside it."""
+    """The ratio of an import is over the limit; ``import torch`` stands beside it.
+
+    The first batch's is the least of all rounds: other processes delay single ones.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each import compiles the sources
@@ -38,7 +50,7 @@ def rows(rounds: int = 20) -> list[Row]:
             return [float(ms) for ms in done.stdout.split()]
 
         measured()  # writes the bytecode
-        ours, theirs = zip(*(measured() for _ in range(rounds)), strict=True)
+        ours, theirs, first = zip(*(measured() for _ in range(rounds)), strict=True)
     return [
         Row(
             what=f"import swpipe, over {MOST_MS:.0f} ms",
@@ -46,5 +58,8 @@ def rows(rounds: int = 20) -> list[Row]:
             beside=f"import torch {Spread.of(theirs).text(0)} ms",
             ratio=Spread.of(ms / MOST_MS for ms in ours),
             bar=1.0,
-        )
+        ),
+        tolerated(
+            "import swpipe and the first batch ahead, the least", min(first), FIRST_MOST_MS, "ms"
+        ),
     ]

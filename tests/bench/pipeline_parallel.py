@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineSchedule,
     check_schedule,

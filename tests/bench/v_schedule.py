@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from swpipe.plans import PipelineGraph, activation_memory, torch_schedule
+from swpipe.plans.pipeline_parallel import PipelineGraph, activation_memory, torch_schedule
 from tests.bench.measure import Row, Spread, interleaved, ratios
 
 BAR_S = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swpipe.cli.app import main
-from swpipe.plans import torch_schedule
+from swpipe.plans.pipeline_parallel import torch_schedule
 from tests.cli.test_launched import on_two_ranks
 from tests.support.scripts import Script, Scripts
 

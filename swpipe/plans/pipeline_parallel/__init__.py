@@ -1,5 +1,46 @@
 """Pipeline-parallel schedules: made, checked, compared, and shown.
 
 A schedule orders the passes of a model's stages over ranks. It is no ``PipelinePlan``, which
-orders the tasks of one process. The public names are in ``swpipe.plans``.
+orders the tasks of one process.
 """
+
+from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.order_check import TimedAction
+from swpipe.plans.pipeline_parallel.pipeline_costs import (
+    ActivationMemory,
+    PipelineCosts,
+    activation_memory,
+)
+from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
+from swpipe.plans.pipeline_parallel.schedule_comparison import (
+    ComparedSchedule,
+    ScheduleComparison,
+    compare_schedules,
+)
+from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
+from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
+from swpipe.plans.pipeline_parallel.v_proof import prove_v_schedule
+
+__all__ = [
+    "Action",
+    "ActivationMemory",
+    "ComparedSchedule",
+    "PipelineCosts",
+    "PipelineGraph",
+    "PipelineSchedule",
+    "ScheduleComparison",
+    "ScheduleError",
+    "ScheduleReport",
+    "ScheduledNode",
+    "TimedAction",
+    "VPlan",
+    "activation_memory",
+    "check_schedule",
+    "compare_schedules",
+    "plan_v_schedule",
+    "prove_v_schedule",
+    "torch_schedule",
+]

@@ -8,7 +8,7 @@ from typing import TypeVar, get_args
 
 import torch.distributed as dist
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineSchedule,
     ScheduleError,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.task import PipelineTask
-from swpipe.plans import PipelineCosts, PipelineSchedule, ScheduleError
+from swpipe.plans.pipeline_parallel import PipelineCosts, PipelineSchedule, ScheduleError
 from swpipe.tasks.pipeline_parallel.chosen_schedule import choose_schedule
 from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.plans import PipelineSchedule, ScheduleError
+from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
 from swpipe.tasks.pipeline_parallel.first_batch import kept_buffers, no_collectives
 from swpipe.tasks.pipeline_parallel.run_rules import (
     check_batch,

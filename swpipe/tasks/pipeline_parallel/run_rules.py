@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from swpipe.core.messages import counted, shown
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineSchedule,
     ScheduleError,

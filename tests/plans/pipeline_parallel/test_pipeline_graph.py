@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineGraph,
     PipelineSchedule,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     Action,
     PipelineCosts,
     PipelineSchedule,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineSchedule,
     check_schedule,

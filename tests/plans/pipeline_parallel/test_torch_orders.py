@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     PipelineSchedule,
     ScheduleError,

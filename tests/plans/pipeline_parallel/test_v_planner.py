@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
     ScheduleError,
     check_schedule,
     plan_v_schedule,
     torch_schedule,
+    v_planner,
 )
-from swpipe.plans.pipeline_parallel import v_planner
 from swpipe.plans.pipeline_parallel.greedy_order import GreedyOrder, GreedyRules
 from swpipe.plans.pipeline_parallel.v_bounds import lower_bound
 from swpipe.plans.pipeline_parallel.v_order import Objective, Order, OrderTimes, VOrders

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("ortools")
 
-from swpipe.plans import PipelineCosts, check_schedule, prove_v_schedule
+from swpipe.plans.pipeline_parallel import PipelineCosts, check_schedule, prove_v_schedule
 from swpipe.plans.pipeline_parallel.v_order import Objective, VOrders
 from tests.plans.pipeline_parallel.zbv_figures import OPTIMA, Optimum
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from swpipe.plans import PipelineCosts, PipelineGraph
+from swpipe.plans.pipeline_parallel import PipelineCosts, PipelineGraph
 
 MEMORY = (303104, -172032, -131072)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swpipe.plans import Action, PipelineSchedule
+from swpipe.plans.pipeline_parallel import Action, PipelineSchedule
 from swpipe.tasks.transformer import GPTModel, TransformerConfig
 
 CONFIG = TransformerConfig(

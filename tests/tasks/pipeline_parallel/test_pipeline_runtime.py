@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.plans import (
+from swpipe.plans.pipeline_parallel import (
     Action,
     PipelineCosts,
     PipelineSchedule,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe import SWPipeline
-from swpipe.plans import torch_schedule
+from swpipe.plans.pipeline_parallel import torch_schedule
 from swpipe.plans.pipeline_training import PLANS, STEP
 from swpipe.tasks.pipeline_parallel import (
     PipelineRuntime,
