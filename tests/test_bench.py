@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.bench import (
     gpu,
     interval,
     layer_overlap,
+    loader,
     make,
     memory,
     pipeline_parallel,
@@ -289,3 +292,13 @@ def test_gains_are_measured_on_the_models_of_the_command_line(tmp_path: Path) ->
     assert row.what.startswith("image model")
     assert row.ratio is not None
     assert row.bar is None
+
+
+def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
+    """Its thread, which waits to put a batch, ends with it; what it hands out is the loader's."""
+    before = threading.active_count()
+    batches = loader.pulled_by_hand(itertools.count(), most=2)
+    assert [*itertools.islice(batches, 3)] == [0, 1, 2]
+    batches.close()
+    assert threading.active_count() == before
+    assert [*loader.pulled_by_hand(range(4))] == [0, 1, 2, 3]

@@ -149,8 +149,9 @@ OTHERS: dict[str, Runner] = {
 
 
 def absent(name: str) -> bool:
-    """Whether the package of that name is not installed."""
-    return name != "plain loop" and find_spec(name.partition(".")[0]) is None
+    """Whether this way of running a loop needs a package that is not installed."""
+    ours = name in ("plain loop", "thread and queue")
+    return not ours and find_spec(name.partition(".")[0]) is None
 
 
 def ms_per_batch(runner: Runner, paths: Sequence[Path], batches: int) -> float:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -81,20 +82,28 @@ def run_overlap(loop: Loop, paths: Iterable[Path]) -> Iterator[IterContext]:
         yield from overlapped
 
 
-def pulled_by_hand(loader: Iterable[Any]) -> Iterator[Any]:
-    """By a thread, through a queue."""
-    batches: queue.Queue[Any] = queue.Queue(1)
+def pulled_by_hand(loader: Iterable[Any], most: int = 1) -> Iterator[Any]:
+    """By a thread, through a queue of ``most`` batches; the thread ends where the loop is left."""
+    batches: queue.Queue[Any] = queue.Queue(most)
+    left = threading.Event()
 
     def pull() -> None:
         for batch in loader:
             batches.put(batch)
+            if left.is_set():
+                return
         batches.put(None)
 
-    thread = threading.Thread(target=pull)
+    thread = threading.Thread(target=pull, daemon=True)
     thread.start()
-    while (batch := batches.get()) is not None:
-        yield batch
-    thread.join()
+    try:
+        while (batch := batches.get()) is not None:
+            yield batch
+    finally:
+        left.set()
+        with suppress(queue.Empty):
+            batches.get_nowait()  # for a put that waits
+        thread.join()
 
 
 def run_by_hand(loop: Loop, paths: Iterable[Path]) -> Iterator[IterContext]:
