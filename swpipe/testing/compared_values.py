@@ -114,9 +114,17 @@ def _first_different(
     plain: Tensor, ahead: Tensor, rtol: float, atol: float
 ) -> tuple[int, ...] | None:
     """Where two tensors differ; () as a whole, None nowhere."""
-    if plain.shape != ahead.shape or plain.layout != ahead.layout:
+    if plain.layout != ahead.layout or plain.is_nested != ahead.is_nested:
         return ()
-    for one, other in zip(parts_of(plain), parts_of(ahead), strict=True):
+    if plain.is_nested:  # a ragged size is a new symbol for each tensor
+        parts, others = plain.detach().unbind(), ahead.detach().unbind()
+    elif plain.shape == ahead.shape:
+        parts, others = (*parts_of(plain),), (*parts_of(ahead),)
+    else:
+        return ()
+    if len(parts) != len(others):
+        return ()
+    for one, other in zip(parts, others, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
             return ()
         different = (_bytes(one) != _bytes(other)).any(1)

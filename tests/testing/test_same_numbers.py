@@ -179,6 +179,34 @@ def test_a_difference_of_any_kind_is_told(plain: Any, ahead: Any, said: str) -> 
         assert_same_numbers(make)
 
 
+def jagged(*rows: list[float]) -> Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        jagged([1.0, 2.0], [0.0]),
+        jagged([1.0], [2.0, -0.0]),
+        jagged([1.0, 2.0], [-0.0], [3.0]),
+        torch.tensor([[1.0, 2.0], [-0.0, 0.0]]),
+    ],
+)
+def test_nested_tensors_are_compared_row_by_row(other: Tensor) -> None:
+    """Ragged sizes are new symbols in each of them, and only the rows tell."""
+
+    def make(other: Tensor) -> Loop:
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch
+            ctx.y = jagged([1.0, 2.0], [-0.0]) if on_main_thread() else other
+
+        return Job().loop(decode)
+
+    assert_same_numbers(lambda: make(jagged([1.0, 2.0], [-0.0])))
+    with pytest.raises(AssertionError, match=r"ctx\.y differs: plainly"):
+        assert_same_numbers(lambda: make(other))
+
+
 def test_what_has_no_equality_is_not_compared_and_nan_equals_nan() -> None:
     """Objects that both runs make anew."""
 
