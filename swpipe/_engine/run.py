@@ -348,11 +348,9 @@ class Run:
         if lane.instruction.task in SOURCES:
             number = self.iterations.first + self.admission.pulled
             return f"pulling the batch of iteration {number}"
-        return (
-            f"at task {lane.instruction.task!r}, iteration "
-            f"{self.iterations.first + lane.period - lane.instruction.stage}, "
-            f"thread group {lane.group!r}"
-        )
+        number = lane.period - lane.instruction.stage
+        which = f"iteration {self.iterations.first + number}" if number >= 0 else "no iteration yet"
+        return f"at task {lane.instruction.task!r}, {which}, thread group {lane.group!r}"
 
     def stop(self, error: BaseException | None = None) -> None:
         """Tell all lanes to stop; the first error given is the one that the caller gets."""

@@ -182,23 +182,27 @@ def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
 
 
 def _doing(run: Run, lane: LaneRunner) -> str:
-    ins = lane.instruction
-    iteration = run.iterations.first + lane.period - ins.stage
-    wait = unmet(run, lane)
+    ins, wait = lane.instruction, unmet(run, lane)
+    place = _place(run, ins.task, lane.period - ins.stage)
     if wait is None:
         if ins.task in SOURCES:
-            return f"pulling the batch of iteration {iteration}, or waiting for the device"
+            number = run.iterations.first + lane.period
+            return f"pulling the batch of iteration {number}, or waiting for the device"
         task = run.engine.tasks.get(ins.task)  # None for <retire>
         seeded = task is not None and task.random
         access = ", or waiting for access to the random number generators" if seeded else ""
-        return f"inside task {ins.task!r} of iteration {iteration}{access}"
+        return f"inside {place}{access}"
     other = run.lanes[wait.lane]
     producer = other.instructions[wait.position]
-    of = run.iterations.first + lane.period - wait.lag - producer.stage
-    return (
-        f"task {ins.task!r} of iteration {iteration} waits for task {wait.producer!r} "
-        f"of iteration {of} (thread group {other.group!r})"
-    )
+    of = _place(run, wait.producer, lane.period - wait.lag - producer.stage)
+    return f"{place} waits for {of} (thread group {other.group!r})"
+
+
+def _place(run: Run, task: str, number: int) -> str:
+    """A task on an iteration of the run, from 0; there is none yet while the pipeline fills."""
+    if number < 0:
+        return f"task {task!r}, before its first iteration,"
+    return f"task {task!r} of iteration {run.iterations.first + number}"
 
 
 def _interrupt(ident: int) -> None:

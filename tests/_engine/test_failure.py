@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,40 @@ def test_a_hanging_iterator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     with SWPipeline(piped(), tasks(), stall_timeout_s=0.1, host=place) as pipe:
         with pytest.raises(StallError, match="pulling the batch of iteration 1"):
             pipe.run(data())
+
+
+def test_what_waits_while_the_pipeline_fills_has_no_iteration_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first batch never comes: the caller waits at its last task, and iteration -2 is none."""
+    place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "default", "<retire>", -2))
+    plan = replace(PipelinePlan.serial(tasks()), pull_group="loader", pipeline_depth=3)
+
+    def data() -> Iterator[int]:
+        place.hang()
+        yield 0
+
+    with SWPipeline(plan, tasks(), stall_timeout_s=0.1, host=place) as pipe:
+        with pytest.raises(StallError) as caught:
+            pipe.run(data())
+        place.release.set()
+    waits = "task '<retire>', before its first iteration, waits for task '<pull>' of iteration 0"
+    assert waits in str(caught.value)
+
+
+def test_ctrl_c_while_the_pipeline_fills_has_no_iteration_yet() -> None:
+    """Where the caller is then, no task of an iteration is."""
+
+    class Interrupt(Observer):
+        def arrive(self, ins: Any, iteration: int) -> None:
+            if iteration < 0 and threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+
+    with SWPipeline(piped(), tasks()) as pipe, pipe.observe(Interrupt()):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pipe.run(range(3))
+    (note,) = caught.value.__notes__
+    assert "no iteration yet, thread group 'default'" in note
 
 
 def test_a_caller_on_another_thread_gets_a_stall_as_soon_as_its_task_runs_python(
