@@ -53,14 +53,14 @@ class PlanError(ValueError):
         grid: The plan's grid with the tasks at fault marked, or "" where none can be drawn.
     """
 
-    what = "plan"
+    what = "this"  # the plan may be a front end's own, of which its caller has never heard
 
     def __init__(self, problems: Sequence[Problem], grid: str = "") -> None:
         self.problems = tuple(problems)
         self.grid = grid
         count = len(self.problems)
         many = "one problem" if count == 1 else f"{count} problems"
-        head = f"the {self.what} cannot run: {many}"
+        head = f"{self.what} cannot run: {many}"
         told = self._told()
         lines = [head, *(f"  {n}. {text}" for n, text in enumerate(told, start=1))]
         if len(told) < count:

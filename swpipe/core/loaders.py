@@ -68,7 +68,7 @@ def why_not_apart(loader: Any) -> tuple[str, str]:
     """What is not known of a loader that is not apart, and what to do about it."""
     loader = unprepared(loader)
     if isinstance(loader, _BaseDataLoaderIter):
-        return "is an iterator of a DataLoader", "Give the DataLoader itself, which has workers"
+        return "is an iterator of a DataLoader", "Give the DataLoader itself, with workers"
     worker = "Let a worker make them (DataLoader(num_workers=1))"
     if isinstance(loader, GeneratorType) or getattr(loader, "num_workers", None) == 0:
         return "makes its batches in this process, and may read what the loop changes", worker

@@ -270,10 +270,7 @@ def overlap(
         RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
             a default generator, from which the loop then must not draw.
     """
-    for name in gone:
-        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
-    if pull_ahead is not None and type(pull_ahead) is not bool:
-        raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
+    _check_arguments(loader, pull_ahead, gone)
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
     if not given:
         raise PlanError([Problem("there are no tasks: give at least one")])
@@ -334,6 +331,15 @@ def loop_over(
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
+
+
+def _check_arguments(loader: object, pull_ahead: object, gone: Iterable[str]) -> None:
+    for name in gone:
+        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
+    if pull_ahead is not None and type(pull_ahead) is not bool:
+        raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise TypeError(f"loader is {shown(loader)}: give what a for loop goes over")
 
 
 def _may_run_ahead(one: PipelineTask) -> bool:
@@ -404,9 +410,9 @@ def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tupl
         if behind[0].undeclared and len(behind) > 1:  # the last one is what the others run ahead of
             name = behind[0].name
             text += (
-                f" {name!r} could run ahead if it uses its context and what nobody changes while "
-                "the loop runs, and changes its context only: say so by @swpipe.task(pure=True), "
-                f"or PipelineTask({name!r}, ..., pure=True)."
+                f" If {name!r} uses its context and what nobody changes while the loop runs, no "
+                "model that is trained, and changes its context only, it may run ahead: say so by "
+                f"@swpipe.task(pure=True), or PipelineTask({name!r}, ..., pure=True)."
             )
         why.append(text)
     if random and pulled:

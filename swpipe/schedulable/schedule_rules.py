@@ -18,7 +18,7 @@ from swpipe.schedulable.stream_pool import StreamPool
 class ScheduleValidationError(PlanError):
     """A schedule that cannot be run, with all its problems (seed section 3.2)."""
 
-    what = "schedule"
+    what = "the schedule"
 
 
 class SchedulingError(ScheduleValidationError):

@@ -133,6 +133,36 @@ def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest() -> None:
         assert len(overlapped) == 6
 
 
+@pytest.mark.parametrize("loader", [None, 3])
+def test_what_is_no_loader_is_refused(loader: Any) -> None:
+    """At the call, and not as a loader of which something is not known."""
+    with pytest.raises(TypeError, match=f"loader is {loader}: give what a for loop goes over"):
+        swpipe.overlap(loader, [nothing()])
+
+
+def test_a_step_that_trains_is_not_said_to_run_ahead() -> None:
+    """Only where it uses no model that is trained."""
+
+    def train(ctx: Any) -> None:
+        """Train."""
+
+    told = str(swpipe.overlap([1], [train, nothing()], device="cpu").overlap)
+    assert "If 'train' uses its context and what nobody changes while the loop runs, no " in told
+    assert "no model that is trained, and changes its context only, it may run ahead" in told
+
+
+def test_an_error_names_no_plan_that_the_caller_has_not_made() -> None:
+    """Tasks and a loader were given, and nothing else."""
+
+    def train(ctx: Any) -> None:
+        """Train."""
+
+    with pytest.raises(PlanError) as refused:
+        swpipe.overlap([1], [train, train], device="cpu")
+    assert str(refused.value).startswith("this cannot run: 2 problems\n")
+    assert "plan" not in str(refused.value)
+
+
 def test_a_loader_in_this_process_is_told() -> None:
     """With the two mends, and how to say that a task is pure; not where it was asked for."""
     loop = made("a plain loader")
@@ -160,7 +190,10 @@ ROWS = torch.rand(8, 2)
         (DataLoader(ROWS), r"makes its batches in this process.*num_workers=1"),
         ((row for row in ROWS), r"makes its batches in this process.*num_workers=1"),
         (Own(ROWS, num_workers=1), r"\(Own\) is of a class of which it is not known.*torch's own"),
-        (iter(DataLoader(ROWS)), r"is an iterator of a DataLoader.*Give the DataLoader itself"),
+        (
+            iter(DataLoader(ROWS)),
+            r"is an iterator of a DataLoader.*DataLoader itself, with workers",
+        ),
         (map(abs, ROWS), r"\(map\) is of a class of which it is not known"),
         (
             DataLoader(ROWS, num_workers=1, sampler=SubsetRandomSampler([1, 2])),
@@ -178,7 +211,7 @@ def test_why_a_loader_is_in_turn_is_told_as_it_is(loader: Any, why: str) -> None
         RuntimeWarning, match=f"nothing runs ahead: .*{why}.*pull_ahead=True"
     ) as told:
         swpipe.overlap(loader, [nothing()], device="cpu").close()
-    assert "could run ahead" not in str(told[0].message)
+    assert "may run ahead" not in str(told[0].message)
 
 
 @pytest.mark.filterwarnings("default:the loader draws from")
