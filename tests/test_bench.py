@@ -11,6 +11,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.bench import (
+    ahead,
     data_bound,
     dispatch,
     extras,
@@ -302,3 +303,12 @@ def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
     batches.close()
     assert threading.active_count() == before
     assert [*loader.pulled_by_hand(range(4))] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of torch
+@pytest.mark.parametrize("name", [*ahead.WAYS])
+def test_each_way_to_pull_ahead_hands_out_the_same(name: str) -> None:
+    """All batches of a loader without a length, in order, and no more."""
+    if data_bound.absent(name):
+        pytest.skip("not installed")
+    assert [*ahead.WAYS[name](batch for batch in range(7))] == [*range(7)]

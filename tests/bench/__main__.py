@@ -26,6 +26,7 @@ PARTS = (
     "data_bound",
     "gains",
     "loader",
+    "ahead",
     "first_batch",
     "predict",
     "profiler",
