@@ -270,7 +270,10 @@ def overlap(
         RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
             a default generator, from which the loop then must not draw.
     """
-    _check_arguments(loader, pull_ahead, gone)
+    for name in gone:
+        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
+    if pull_ahead is not None and type(pull_ahead) is not bool:
+        raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
     if not given:
         raise PlanError([Problem("there are no tasks: give at least one")])
@@ -331,15 +334,6 @@ def loop_over(
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
-
-
-def _check_arguments(loader: object, pull_ahead: object, gone: Iterable[str]) -> None:
-    for name in gone:
-        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
-    if pull_ahead is not None and type(pull_ahead) is not bool:
-        raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
-    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        raise TypeError(f"loader is {shown(loader)}: give what a for loop goes over")
 
 
 def _may_run_ahead(one: PipelineTask) -> bool:

@@ -136,8 +136,10 @@ def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest() -> None:
 @pytest.mark.parametrize("loader", [None, 3])
 def test_what_is_no_loader_is_refused(loader: Any) -> None:
     """At the call, and not as a loader of which something is not known."""
-    with pytest.raises(TypeError, match=f"loader is {loader}: give what a for loop goes over"):
+    with pytest.raises(TypeError, match=f"the loader is {loader}: give an iterable of batches"):
         swpipe.overlap(loader, [nothing()])
+    with pytest.raises(TypeError, match=f"the loader is {loader}: give an iterable of batches"):
+        swpipe.ahead(loader)
 
 
 def test_a_step_that_trains_is_not_said_to_run_ahead() -> None:
