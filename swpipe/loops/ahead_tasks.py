@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -90,7 +89,10 @@ class AheadTasks:
         @wraps(task.fn)
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
-            with putting_off() if task.random else nullcontext():
+            if task.random:
+                with putting_off():
+                    self.begin()
+            else:
                 self.begin()
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure

@@ -71,7 +71,8 @@ class BatchAsPulled:
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
         own, other = self.memory, later.memory
-        return any(own[one].is_used_again(other[one]) for one in own.keys() & other.keys())
+        both = own.keys() & other.keys()
+        return bool(both) and any(own[one].is_used_again(other[one]) for one in both)
 
     def changed(self) -> list[Any]:
         """The tensors and arrays that were written since, and what was taken out of the batch."""
@@ -102,7 +103,10 @@ def content_of(buffer: Any) -> Content:
         where = buffer.__array_interface__
         size = buffer.nbytes if where["strides"] is None else 0
         return 0, _checksum(where["data"][0], size)
-    version = 0 if buffer.is_inference() else buffer._version
+    try:
+        version = buffer._version
+    except RuntimeError:  # an inference tensor; is_inference() lets go of the interpreter lock
+        version = 0
     if type(buffer) is not Tensor or not buffer.is_cpu or not _has_address(buffer):
         return version, 0
     return version, _checksum(buffer.data_ptr(), buffer.nbytes if buffer.is_contiguous() else 0)

@@ -110,7 +110,8 @@ class LoaderPass:
         self._of_body: list[BatchAsPulled] = []
         self._modified: list[Watched] = []  # what was dropped and is not as it was pulled
         self.lost = False
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()  # a condition takes and gives it in more steps
+        self._pulled_last = threading.Condition(self._lock)
         self._pulling = self._left = False
         self._part = 0  # how often it was left, and gone on with
         self._goes_on = goes_on(of.loader)
@@ -238,7 +239,7 @@ class LoaderPass:
         with self._lock:
             if self._sampling is None:
                 self._sampling = read_in_pass(torchs(self._of.loader))
-            else:
+            elif self._sampling or type(self._of.loader) is list:
                 self._check_unchanged(self._sampling)
             if self.is_ahead and not self._pulling:
                 self._of.draws.check_others()
@@ -315,13 +316,13 @@ class LoaderPass:
         finally:
             with self._lock:
                 self._pulling = False
-                self._lock.notify_all()
+                self._pulled_last.notify_all()
 
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader, and note what it did."""
         of, failure, ended, batch = self._of, None, False, None
         try:
-            with nullcontext() if of.watch is None else of.watch.watching(number):
+            with nullcontext() if of.watch is None else of.watch.pull(number):
                 batch = next(self._batches)
         except StopIteration:
             ended = True
@@ -331,7 +332,8 @@ class LoaderPass:
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure, ended = error, True
         self._note_draws(number, before, alone)
-        self._refuse_changed("" if of.watch is None else of.watch.changed)
+        if of.watch is not None:
+            self._refuse_changed(of.watch.changed)
         pulled, state = None, None
         if of.ahead and not ended:
             if of.turns is not None and (of.makes_batches or self._holds):
@@ -441,7 +443,7 @@ class LoaderPass:
             RuntimeError: The loader does not return.
         """
         with self._lock:
-            if not self._lock.wait_for(lambda: not self._pulling, _LEFT_S):
+            if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
                 raise RuntimeError(
                     f"the loader ({type(self._of.loader).__name__}) has not returned for "
                     f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"

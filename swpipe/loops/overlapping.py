@@ -163,6 +163,8 @@ class OverlappedLoop(ResumableLoop[C]):
             return
         current.make_ready()
         known = self._pulled.draws.known
+        if not (known.names or known.quiet or known.waits):
+            return  # it does not draw
         ahead, in_turn = known.told()
         for told_of, text in ((ahead, _DRAWS_AHEAD), (in_turn, _DRAWS_IN_TURN)):
             if new := told_of - self._told:

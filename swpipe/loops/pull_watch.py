@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from multiprocessing.util import register_after_fork
 from time import perf_counter
@@ -59,7 +58,7 @@ class PullWatch(TorchFunctionMode):
         self._sized: list[Any] = [one for one in sized if hasattr(type(one), "__len__")]
         self._lengths: dict[int, int] = {}  # after the last pull
         self._active = self._reads = False
-        self._watched = 0  # so many pulls
+        self._number = self._watched = 0  # of the pull; so many pulls
         self._lock = threading.Lock()  # for versions, and who has written
         self._read: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, in this pull
         self._written: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the loader, how often
@@ -74,22 +73,14 @@ class PullWatch(TorchFunctionMode):
         self._ahead.clear()
         self._sharing.clear()
 
-    @contextmanager
-    def watching(self, number: int) -> Iterator[None]:
+    def pull(self, number: int) -> Self:
         """A pull is made within the block, by its number in the pass from 1."""
-        now = self._lengths_now()
-        if any(self._lengths.get(one, length) != length for one, length in now.items()):
-            self.changed = "the length of the loader or of its dataset"
-        self._reads = self._watched < _FIRST
-        try:
-            with self:
-                yield
-        finally:
-            self._lengths = self._lengths_now()
-            if self._read:
-                self._watched += 1
-                self._ahead.append((number, self._read))
-                self._read = {}
+        if self._sized:
+            now = self._lengths_now()
+            if any(self._lengths.get(one, length) != length for one, length in now.items()):
+                self.changed = "the length of the loader or of its dataset"
+        self._number, self._reads = number, self._watched < _FIRST
+        return self
 
     def begin_batch(self, number: int) -> str:
         """The loop comes to the batch of a pull: what others have changed of what it read."""
@@ -118,6 +109,12 @@ class PullWatch(TorchFunctionMode):
     def __exit__(self, *failure: object) -> None:
         self._active = False
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        if self._sized:
+            self._lengths = self._lengths_now()
+        if self._read:
+            self._watched += 1
+            self._ahead.append((self._number, self._read))
+            self._read = {}
 
     def _lengths_now(self) -> dict[int, int]:
         found = {}
