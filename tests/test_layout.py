@@ -263,18 +263,22 @@ BY_TORCH_ITSELF = {"torch.utils._device"}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "most"), [("forward", MOST_LOADED), ("decode, forward", MOST_LOADED_WATCHED)]
+    ("loop", "most"),
+    [
+        ("ahead(loader)", MOST_LOADED),
+        ("overlap(loader, [function])", MOST_LOADED),
+        ("ahead(loader, function)", MOST_LOADED_WATCHED),
+    ],
 )
-def test_a_run_loads_few_modules_and_nothing_else_of_torch(tasks: str, most: int) -> None:
+def test_a_run_loads_few_modules_and_nothing_else_of_torch(loop: str, most: int) -> None:
     """The first batch waits for no more imports than its run needs."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "import swpipe\n"
-        "forward = swpipe.PipelineTask('forward', lambda ctx: None)\n"
-        "decode = swpipe.PipelineTask('decode', lambda ctx: None, pure=True)\n"
-        "loop = swpipe.overlap([torch.ones(1)], [" + tasks + "], pull_ahead=True, device='cpu')\n"
-        "next(iter(loop))\n"
+        "def function(batch): return batch\n"
+        "loader = [torch.ones(1)]\n"
+        f"next(iter(swpipe.{loop}))\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

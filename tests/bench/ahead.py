@@ -106,6 +106,8 @@ def ms_per_batch(
         for _ in islice(handed_out, batches):
             body()
         seconds = time.perf_counter() - begin
+        for _ in handed_out:  # torchdata's thread ends with its data only
+            pass
     return seconds / batches * 1e3
 
 

@@ -22,10 +22,10 @@ middle = time.perf_counter()
 import swpipe
 end = time.perf_counter()
 batches = [torch.ones(4) for _ in range(8)]
-contexts = iter(swpipe.overlap(batches, [id], pull_ahead=True, device="cpu"))
-next(contexts)
+ahead = iter(swpipe.ahead(batches))
+next(ahead)
 first = time.perf_counter()
-contexts.close()
+ahead.close()
 print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - middle)))
 """
 
