@@ -126,6 +126,11 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+def rank_count() -> int:
+    """How many ranks the job has."""
+    return 1 if is_alone() else dist.get_world_size()
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank of a group has, by rank; None is the default group. A collective."""
     gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -1,9 +1,10 @@
-"""What a plain loop gets: work ahead of it, resume in mid-pass, Accelerate's flags."""
+"""What a plain loop gets: work ahead of it, resume in mid-pass, Accelerate's flags, a stop."""
 
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
+from swpipe.loops.stop_request import StopRequest, WatchedLoop, outlive_signals
 
 __all__ = [
     "AccelerateLoader",
@@ -12,6 +13,9 @@ __all__ = [
     "OverlappedLoop",
     "Resumable",
     "ResumableLoop",
+    "StopRequest",
+    "WatchedLoop",
     "ahead",
+    "outlive_signals",
     "overlap",
 ]

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from swpipe._distributed.rank_checks import rank_count
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
@@ -110,7 +111,8 @@ class ResumableLoop(Generic[Out]):
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
                 was never stopped; it says why, and what to do.
         """
-        state: dict[str, Any] = {"version": VERSION, "pipeline": self._pipeline_state()}
+        state: dict[str, Any] = {"version": VERSION, "ranks": rank_count()}
+        state["pipeline"] = self._pipeline_state()
         if self._left and rest is None:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
@@ -140,12 +142,16 @@ class ResumableLoop(Generic[Out]):
         self._check_place(current, check)
         return current.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
         """Let the next pass go on where a state was saved, in this process or another.
 
         Call it before the first pass, after models and optimizers are loaded. The pipeline may have
         another plan. A loader without a state of its own has to give the same batches again: those
         that were handed out are skipped. Random generators are set as they were.
+
+        Args:
+            state: What ``state_dict`` returned on this rank.
+            check: Refuse a state of another number of ranks, on which a loader has other batches.
 
         Raises:
             RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
@@ -155,7 +161,7 @@ class ResumableLoop(Generic[Out]):
         """
         self._refuse_running()
         loader, generators = self._loader, self._pulled.generators
-        state = checked(state, type(self).__name__, loader, generators)
+        state = checked(state, type(self).__name__, loader, generators, same_ranks=check)
         if self._pass is not None:
             self._pass.check_modified()
         self._pulled.draws.known.names |= frozenset(state["loader_draws"])

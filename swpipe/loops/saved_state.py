@@ -6,33 +6,36 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from swpipe._distributed.rank_checks import rank_count
 from swpipe._tensors.stateful import has_state_dict
-from swpipe.core.messages import listed, shown
+from swpipe.core.messages import counted, listed, shown
 from swpipe.loops.pass_generators import PassGenerators
 
 VERSION = 1
 
 _OF_PASS = ("at_start", "generators", "loader", "after_pull", "loader_draws")
-_KEYS = frozenset(["version", "pipeline", "batches", "ahead", *_OF_PASS])
+_KEYS = frozenset(["version", "ranks", "pipeline", "batches", "ahead", *_OF_PASS])
 
 
 def checked(
-    state: object, owner: str, loader: Any, generators: PassGenerators
+    state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
 ) -> Mapping[str, Any]:
-    """The state, if it is one of such a loop.
+    """The state, if it is one of such a loop, and with ``same_ranks``, of as many ranks.
 
     Raises:
         ValueError: It is not, or is damaged, or of another kind of loader; it says how.
     """
     try:
-        return _checked(state, loader, generators)
+        return _checked(state, loader, generators, rank_count() if same_ranks else None)
     except ValueError as error:
         raise ValueError(
             f"the state is not one that {owner}.state_dict() returned for such a loop: {error}"
         ) from error
 
 
-def _checked(state: object, loader: Any, generators: PassGenerators) -> Mapping[str, Any]:
+def _checked(
+    state: object, loader: Any, generators: PassGenerators, ranks: int | None
+) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"it is {shown(state)}")
     version = state.get("version", VERSION)  # where it has none, that is said below
@@ -44,7 +47,15 @@ def _checked(state: object, loader: Any, generators: PassGenerators) -> Mapping[
     if different := _KEYS ^ {*state}:
         names = listed(sorted(map(shown, different)), most=3)
         raise ValueError(f"it lacks, or should not have, {names}")
-    _check_numbers(state, ("batches", "ahead"))
+    _check_numbers(state, ("batches", "ahead", "ranks"))
+    if ranks not in (None, state["ranks"]):
+        saved = counted(state["ranks"], "rank")
+        raise ValueError(
+            f"it was saved on {saved}, and this job has {ranks}, on which the loaders give other "
+            f"batches: go on with {saved}; or begin a new pass, with models and optimizers alone; "
+            "or, if each loader has the rest of its own batches, load_state_dict(state, "
+            "check=False)"
+        )
     pipeline = state["pipeline"]
     if not isinstance(pipeline, Mapping):
         raise ValueError(f"its pipeline is {shown(pipeline)}")
