@@ -4,7 +4,7 @@ from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
-from swpipe.loops.stop_request import StopRequest, WatchedLoop, outlive_signals
+from swpipe.loops.stop_request import StopRequest, WatchedLoop
 
 __all__ = [
     "AccelerateLoader",
@@ -16,6 +16,5 @@ __all__ = [
     "StopRequest",
     "WatchedLoop",
     "ahead",
-    "outlive_signals",
     "overlap",
 ]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -166,8 +165,9 @@ class StopRequest:
         if self._asked in signal.Signals.__members__:
             add_note(
                 error,
-                f"swpipe: {self._asked} had come before. If it went to the loader's workers, too, "
-                "give the DataLoader worker_init_fn=swpipe.loops.outlive_signals",
+                f"swpipe: {self._asked} had come before. If the launcher sent it to the loader's "
+                "workers, too, as torchrun does, let them leave its process group: "
+                "DataLoader(worker_init_fn=...), a function that calls os.setpgrp()",
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -291,26 +291,6 @@ class _Ranks:
         self._reason, self._last = reasons[0], max(tuple(at) for at, _ in said)
 
 
-def outlive_signals(worker_id: int) -> None:
-    """Let a loader's worker live on when the whole job gets a signal.
-
-    torchrun and Slurm send it to all processes, and a loop whose loader is gone cannot end its
-    step: ``DataLoader(..., worker_init_fn=outlive_signals)``. SIGTERM, SIGUSR1 and SIGUSR2 of
-    anyone but the process that has the loader are ignored. The worker ends with that process.
-    """
-    parent = multiprocessing.parent_process()
-    numbers = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-
-    def listen() -> None:
-        while True:
-            info = signal.sigwaitinfo(numbers)
-            if parent is not None and info.si_pid == parent.pid:
-                os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # threads that start later do so, too
-    threading.Thread(target=listen, name="swpipe-signals", daemon=True).start()
-
-
 def _number(name: str) -> signal.Signals:
     if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(
@@ -321,13 +301,26 @@ def _number(name: str) -> signal.Signals:
 
 
 _entered: list[StopRequest] = []
+_masks = threading.local()  # of the threads that fork
 
 
-def _forget_in_fork() -> None:
-    """A child ends by the signals by which it would have ended."""
+def _before_fork() -> None:
+    """A signal that comes to the child before it has its handlers waits for these."""
+    numbers = [number for one in _entered for number in one._earlier]
+    _masks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.earlier)
+
+
+def _after_fork_in_child() -> None:
     for one in reversed(_entered):
         one._restore()
     _entered.clear()
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_in_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

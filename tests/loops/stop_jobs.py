@@ -106,9 +106,7 @@ def overlapped(job: Job) -> Any:
 def with_worker(job: Job) -> Any:
     """A worker augments the rows."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    loader = job.loader(
-        NoisyRows(), num_workers=1, worker_init_fn=swpipe.loops.outlive_signals
-    )
+    loader = job.loader(NoisyRows(), num_workers=1)
     return swpipe.overlap(loader, job.tasks(), device="cpu")
 
 
@@ -123,7 +121,9 @@ LOOPS: dict[str, Callable[[Job], Any]] = {
     "overlapped": overlapped,
     "with a worker": with_worker,
     "serial": functools.partial(planned, plan=PipelinePlan.serial),
-    "prefetched": functools.partial(planned, plan=lambda tasks: prefetch_plan(tasks[:1], tasks[1:])),
+    "prefetched": functools.partial(
+        planned, plan=lambda tasks: prefetch_plan(tasks[:1], tasks[1:])
+    ),
 }
 
 
@@ -160,8 +160,7 @@ class Stopped(NamedTuple):
 
 
 def stop_at_random(kind: str, stops: int, most_s: float) -> Stopped:
-    """A job without a stop, then jobs that are stopped, by a signal to one or all ranks, until there
-    were so many stops."""
+    """A job without a stop; then so many stops, by a signal to one or all ranks, and more."""
     stop_request.LOOK_S = 0.01
     expected, _, _ = run(kind, 1, None, None)
     rng, own = random.Random(kind), random.Random(dist.get_rank())
