@@ -327,6 +327,7 @@ class LoaderPass:
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):
+            of.generators.write(of.draws.drawn(before))  # the pull that is cut short was none
             raise
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
