@@ -30,7 +30,7 @@ OF_OTHERS = {
     "_len_torch_function_stack", "_make_wrapper_subclass", "_mesh_resources", "_parameters",
     "_pytree",
     "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack", "_record_function_enter_new",
-    "_saved_tensors_hooks_get_disabled_error_message", "_storage_Use_Count",
+    "_saved_tensors_hooks_get_disabled_error_message", "_schema", "_storage_Use_Count",
     "_top_saved_tensors_default_hooks", "_values", "_version",
     # TorchRec's
     "_awaitables", "_current_step", "_dist", "_fuse_input_dist_splits", "_get_leaf_module_names",

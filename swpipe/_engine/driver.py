@@ -274,10 +274,7 @@ class Driver(Generic[C]):
             return dropped
 
     def settle(self) -> None:
-        """Wait until the batches of all iterations that were admitted are pulled, or the data ends.
-
-        Also those whose pulls wait for their turn.
-        """
+        """Wait until the batches of all iterations that were admitted are pulled."""
         with self:
             if self.run is not None:
                 self.run.settle()
@@ -407,6 +404,8 @@ class Driver(Generic[C]):
             ctx = self._advance(run)
             if ctx is not None:
                 return ctx
+        if self.run is run:  # the end of the data was found between two calls
+            self._end(run)
         self._ended = None
         raise StopIteration
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe._engine.waiting import Cancelled
+from swpipe.device import on_cpu
 from swpipe.loops.loader_draws import KnownDraws, both_draw
 from swpipe.loops.pass_generators import told
 
@@ -186,7 +187,7 @@ def _is_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if device is None:
         found = [one.device for one in args if isinstance(one, Tensor)]
         device = found[0] if found else torch.get_default_device()
-    return torch.device(device).type == "cpu"
+    return on_cpu(torch.device(device))
 
 
 @cache

@@ -115,6 +115,18 @@ def test_the_loader_is_called_between_two_calls(depth: int) -> None:
             assert pipe.in_flight == loader.pulled - number - 1
 
 
+def test_an_end_of_the_data_that_is_found_between_two_calls_ends_the_threads() -> None:
+    """When the caller asks the next time."""
+    before = threading.active_count()
+    with SWPipeline(LAST, TASKS, device="cpu") as pipe:
+        loader = Loader(2)
+        assert [pipe.progress(loader).iter_idx for _ in range(2)] == [0, 1]
+        pipe.settle()
+        with pytest.raises(StopIteration):
+            pipe.progress(loader)
+        assert threading.active_count() == before
+
+
 @pytest.mark.parametrize("pull", ["loader", "io"])
 def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
     """They can only go on side by side."""
