@@ -96,11 +96,12 @@ class AheadTasks:
                 self.begin()
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            then = self._contents.pop(number, [])
-            now = map(_content, self._buffers.pop(number, ())) if then else ()
-            # One that is gone nobody else has.
-            if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
-                raise self._modified(number)
+            then, buffers = self._contents.pop(number, ()), self._buffers.pop(number, ())
+            if then:
+                now = map(_content, buffers)
+                # One that is gone nobody else has.
+                if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
+                    raise self._modified(number)
             task.fn(ctx)
 
         return replace(task, fn=run)

@@ -241,7 +241,7 @@ class LoaderPass:
                 self._sampling = read_in_pass(torchs(self._of.loader))
             elif self._sampling or type(self._of.loader) is list:
                 self._check_unchanged(self._sampling)
-            if self.is_ahead and not self._pulling:
+            if self._of.draws.names and self.is_ahead and not self._pulling:
                 self._of.draws.check_others()
 
     def begin_batch(self) -> None:
@@ -253,8 +253,8 @@ class LoaderPass:
         of, number = self._of, self.handed_out + 1
         if of.views is not None:
             of.views.begin_batch(number)
-        if of.watch is not None:
-            self._refuse_changed(of.watch.begin_batch(number))
+        if of.watch is not None and (changed := of.watch.begin_batch(number)):
+            self._refuse_changed(changed)
 
     def pull_alone(self, most: int) -> None:
         """Pull so many batches in all now, while nothing else runs."""
