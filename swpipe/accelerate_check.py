@@ -64,8 +64,9 @@ def _refused() -> RuntimeError:
     return RuntimeError(
         "the batches come from a loader that Accelerate prepared, and the plan pulls them ahead of "
         "the tasks: accumulate() and gather_for_metrics() would be told of a later batch, and "
-        "gradients would be accumulated over other iterations. Give swpipe.overlap the loader "
-        "itself, and not a generator or iterator over it; or give the plan the tasks of "
+        "gradients would be accumulated over other iterations. Give swpipe.overlap or "
+        "ahead the loader itself, and not a generator or iterator over it, as in "
+        "cycle(ahead(loader)); or give the plan the tasks of "
         "swpipe.loops.AccelerateLoader(loader).tasks(...), and iterate over "
         "swpipe.loops.ResumableLoop(pipe, that loader); or use a plan with a depth of 1"
     )

@@ -270,7 +270,7 @@ def _against(before: _Use, now: _Use) -> Iterator[str]:
 
 _DRAWS = (
     "draws from torch's default generators, so its numbers depend on who draws before it. Give it "
-    "random=True as well, which seeds it for each iteration"
+    "random=True as well, which seeds it for each iteration; or let the loader draw"
 )
 _DRAWS_FROM = (
     "draws from a generator that it drew from in an earlier iteration: a pure task changes its "

@@ -27,6 +27,8 @@ from swpipe.loops.overlapping import OverlappedLoop, loop_over
 
 Batch = TypeVar("Batch")
 
+_ASKED_BY_PREPARE = "_is_accelerate_prepared"
+
 
 class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
     """An iterable of batches, one pass over the loader each time.
@@ -49,7 +51,21 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
         loader = self.__dict__.get("_given")
         if loader is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == _ASKED_BY_PREPARE and not hasattr(loader, name):
+            raise TypeError(
+                "Accelerator.prepare() was given what ahead() returned, and would make a plain "
+                "loader of it: give it the loader, and what it returns to ahead()"
+            )
         return getattr(loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it where it is: what the loader has and this has not, there."""
+        loader = self.__dict__.get("_given")
+        own = loader is None or name in self.__dict__ or hasattr(AheadLoop, name)
+        if not own and hasattr(loader, name):
+            setattr(loader, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
 
 class AheadDataLoader(AheadLoop[Batch], DataLoader[Batch]):  # type: ignore[misc]
@@ -105,11 +121,16 @@ def ahead(
     Threads start with a pass and end with it. A pass that is left early drops the batches that were
     made ahead; a loader that is an iterator gives them again in the next one.
 
+    It belongs around the loader that a framework has prepared, and inside a generator such as
+    ``cycle(ahead(loader))``. Save its ``state_dict``, and not that of the loader, which is ahead of
+    the body.
+
     Args:
-        loader: As in ``for batch in loader``. One that Accelerate prepared is given as it is
-            returned by ``Accelerator.prepare``.
+        loader: As in ``for batch in loader``. It reads no Python value, such as a level of
+            difficulty, a list of hard examples or a replay buffer, that the body changes in a pass.
         functions: Each takes a batch and returns one, in this order; they are watched like tasks
-            that are declared pure.
+            that are declared pure. What draws random numbers belongs into the loader, or has a
+            generator of its own.
         device: Where the batches are copied after the functions, from pinned memory and on a
             stream of its own. None, or a CPU: nowhere.
         prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
@@ -145,6 +166,7 @@ def ahead(
         loader,
         tuple(tasks) or (HAND_OVER,),
         pull_ahead=True,
+        said=False,
         depth=prefetch + 1,
         keep=None,
         device=where,

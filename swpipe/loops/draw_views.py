@@ -77,6 +77,10 @@ class DrawViews(TorchDispatchMode):
         self._view = torch.Generator()
         self.begin()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would load the compiler; nothing here is compiled
+
     def begin(self) -> None:
         """A new pass begins."""
         self._after: Tensor | None = None  # the last pull that drew

@@ -7,23 +7,26 @@ This is for generators that all threads share and that cannot be replaced: Pytho
 that a sampler was given, and torch's where a loader seeds them. What a pull draws by torch's
 operators, ``DrawViews`` sees.
 
-Some pulls are made in turn: the 2nd, 16th, 128th and so on of a pass. A state that such a pull
-changes is one that the loader draws from. Then, until 16 pulls were so measured, all are made in
-turn, so that what others draw shows between them; if they do, all later ones are. Else later pulls
-run beside tasks and body, and what others draw is an error, seen whenever no pull is under way.
+Some pulls are made in turn, once for each loader: the 2nd, 16th, 128th and so on of a pass. A state
+that such a pull changes is one that the loader draws from. Then
+
+- from a default generator it draws in turn, from then on: who drew while a batch was pulled, nobody
+  could tell;
+- from a generator that it was given it draws in turn until 4 pulls were measured. If others draw
+  from it between them, it goes on so. Else later pulls run beside tasks and body, and what others
+  draw is an error, seen whenever no pull is under way.
 
 What was found is kept with the loader.
 
 Assumptions
-    - The first draws of the loop from such a generator, if they come so late, do not all fall into
-      pulls. A loader that draws from one rarely has drawn in a pull that was measured.
+    - A loader that draws from a default generator rarely has drawn in a pull that was measured.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swpipe.core.messages import listed
@@ -36,7 +39,7 @@ from swpipe.loops.pass_generators import (
     told,
 )
 
-_MEASURED = 16
+_MEASURED = 4
 
 _QUIET = 4
 
@@ -47,8 +50,9 @@ class KnownDraws:
 
     Attributes:
         names: The generators that it draws from in mid-pass.
-        measured: How many pulls that draw were made in turn.
-        shared: Whether others draw from them, too.
+        looked: Pulls of a pass that were measured.
+        measured: How many pulls were, since one was known to draw.
+        shared: Whether others draw from them, too, or may.
         quiet: How often it drew by torch's operators, in turn, and nobody else since the time
             before.
         torch_shared: Whether others draw from torch's default generator, too.
@@ -56,6 +60,7 @@ class KnownDraws:
     """
 
     names: frozenset[str] = frozenset()
+    looked: set[int] = field(default_factory=set)
     measured: int = 0
     shared: bool = False
     quiet: int = 0
@@ -69,13 +74,10 @@ class KnownDraws:
 
     def told(self) -> tuple[frozenset[str], frozenset[str]]:
         """The default generators that it draws from ahead, and those that it draws from in turn."""
-        ahead, in_turn = set[str](), set[str]()
-        (in_turn if self.shared else ahead).update(self.names & DEFAULTS)
-        if self.torch_ahead:
-            ahead.add("torch")
-        elif self.torch_shared and self.waits >= _QUIET:
-            in_turn.add("torch")
-        return frozenset(ahead), frozenset(in_turn)
+        in_turn = self.names & DEFAULTS
+        if self.torch_shared and self.waits >= _QUIET:
+            in_turn |= {"torch"}
+        return frozenset({"torch"} if self.torch_ahead else ()), in_turn
 
 
 _known: dict[int, tuple[weakref.ref[Any], KnownDraws]] = {}
@@ -122,6 +124,7 @@ class LoaderDraws:
         self.after: States = {}
         self._generators = generators
         self._measures = measured
+        self._looks = 0  # the pull that is measured, by its number
         self._devices: set[str] = set()  # of torch's default generators; all, where none is known
 
     @property
@@ -139,7 +142,9 @@ class LoaderDraws:
         if known.names and (known.shared or known.measured < _MEASURED):
             return True
         bits = number.bit_length()
-        return self._measures and number == 1 << (bits - 1) and bits % 3 == 2
+        looks = self._measures and number == 1 << (bits - 1) and bits % 3 == 2
+        self._looks = number if looks and number not in known.looked else 0
+        return self._looks > 0
 
     def before_pull(self, *, alone: bool, ahead: bool) -> States:
         """What the states are before a pull.
@@ -169,9 +174,11 @@ class LoaderDraws:
             return
         self.after = self._generators.read(before)
         if alone:
-            self.known.measured += 1
+            self.known.measured += bool(self.names)
+            self.known.looked.add(self._looks)
             if not first:
                 self.known.names |= changed(before, self.after) - ({"torch"} if seen else set())
+                self.known.shared |= not self.names.isdisjoint(DEFAULTS)
                 self._devices |= changed_devices(before, self.after)
 
     def drawn(self, states: States) -> States:
@@ -205,8 +212,7 @@ def both_draw(names: Iterable[str]) -> RuntimeError:
     """The error where others have drawn from what the loader has drawn from ahead."""
     return RuntimeError(
         f"the loader and the loop, a task or its body, both draw from {listed([*names])}, and the "
-        "loader is pulled ahead: they do not draw in the order of a plain loop. Let the loader's "
-        "workers draw (DataLoader(num_workers=1)), give the task random numbers of its own "
-        "(PipelineTask(..., random=True)) or the loader or the body a generator of its own, or "
-        "leave the loader in turn (pull_ahead=False)"
+        "loader has drawn ahead of the loop: they do not draw in the order of a plain loop. Let "
+        "the loader's workers draw (DataLoader(num_workers=1)), give the loader, the task or the "
+        "body a generator of its own, or do not pull the loader ahead"
     )

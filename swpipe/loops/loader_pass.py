@@ -277,8 +277,8 @@ class LoaderPass:
         if changed:
             raise RuntimeError(
                 f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
-                "would get others now. Change it between two passes, or leave the loader in turn "
-                "(pull_ahead=False)"
+                "would get others now. Change it between two passes, or do not pull the "
+                "loader ahead"
             )
 
     def _pull(self) -> Iterator[Any]:
@@ -483,7 +483,7 @@ class LoaderPass:
                 f"the loader ({type(self._of.loader).__name__}) is its own iterator, and batches "
                 "that were pulled ahead were dropped when the last pass was left: whether a new "
                 "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
-                "leave the loader in turn (pull_ahead=False)"
+                "do not pull it ahead"
             )
         self.check_modified()
         return self._goes_on and not self.ended

@@ -53,8 +53,8 @@ _DRAWS_AHEAD = (
 )
 
 _DRAWS_IN_TURN = (
-    "the loader draws from {} in the middle of a pass, and so does the loop, a task or its body: "
-    "pulls that draw wait until the loop asks for their batch, and gain little or nothing. Let the "
+    "the loader draws from {} in the middle of a pass, and so does, or may, the loop, a task or "
+    "its body: pulls wait until the loop asks for their batch, and gain little or nothing. Let the "
     "loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of its "
     "own"
 )
@@ -147,8 +147,8 @@ class OverlappedLoop(ResumableLoop[C]):
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
                 "that of a plain loop. Let each pass have new ones, by "
-                "DataLoader(persistent_workers=False), or say pull_ahead=True if they draw and "
-                "count nothing, or pull_ahead=False"
+                "DataLoader(persistent_workers=False), or say by "
+                "overlap(pull_ahead=True) that they draw and count nothing"
             )
         if left is not None:
             left.await_pull()
@@ -287,6 +287,7 @@ def overlap(
         loader,
         given,
         pull_ahead=pull_ahead,
+        said=pull_ahead is True,
         depth=None,
         keep=keep,
         device=where,
@@ -304,17 +305,30 @@ def loop_over(
     given: tuple[PipelineTask, ...],
     *,
     pull_ahead: bool | None,
+    said: bool,
     depth: int | None,
     keep: Sequence[str] | None,
     **options: Any,
 ) -> L:
-    """A loop of a kind; ``depth`` as in a plan, and None for the default; options of the pipeline.
+    """A loop of a kind.
+
+    Args:
+        kind: The loop's class.
+        loader: As for ``overlap``, and so are the others.
+        given: All tasks.
+        pull_ahead: None: if the loader is known to be apart.
+        said: That workers which live on draw and count nothing is said, too.
+        depth: As in a plan; None for the default.
+        keep: As in a plan.
+        options: Of the pipeline.
 
     Raises:
         ValueError: Another loop pulls ahead from the loader.
         TypeError: The loader cannot be iterated over.
         PlanError: The plan cannot run.
     """
+    if isinstance(loader, ResumableLoop):
+        raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
     if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
     ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
@@ -332,7 +346,7 @@ def loop_over(
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
     effects = {PULL: Effects() if ahead else unknown_beside(given), **declared_effects(given)}
     pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
-    loop = kind(loader, found, pipe, functions, said=pull_ahead is True)
+    loop = kind(loader, found, pipe, functions, said)
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop

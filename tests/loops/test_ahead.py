@@ -326,6 +326,51 @@ def test_it_has_what_the_loader_has() -> None:
     assert loop.num_workers == 0
 
 
+def test_what_is_set_is_set_on_the_loader() -> None:
+    """Its own attributes are its own."""
+
+    class Loader(list[int]):
+        mixup = True
+
+    given = Loader([1])
+    loop = swpipe.ahead(given, device="cpu")
+    loop.mixup = False
+    loop.counted = True
+    loop.other = 3
+    assert not given.mixup
+    assert not hasattr(given, "counted")
+    assert not hasattr(given, "other")
+    assert loop.other == 3
+
+
+def test_a_loop_is_no_loader() -> None:
+    """One call takes all functions."""
+    inner = swpipe.ahead([1], device="cpu")
+    with pytest.raises(TypeError, match="is a loop itself: give all tasks or functions to one"):
+        swpipe.ahead(inner, device="cpu")
+
+
+def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
+    """It would make a plain loader of it, and say nothing."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    loader = batches()
+    with pytest.raises(TypeError, match="give it the loader, and what it returns to ahead"):
+        accelerator.prepare(swpipe.ahead(loader, torch.neg, device="cpu"))
+    loop = swpipe.ahead(accelerator.prepare(loader), torch.neg, device="cpu")
+    assert accelerator.prepare(loop) is loop
+    same(list(loop), [-one for one in loader])
+
+
+@pytest.mark.filterwarnings("ignore:This process.*fork")
+def test_workers_that_live_on_are_refused_after_a_pass_that_was_left() -> None:
+    """They have made batches for it that a plain loop would not have asked for."""
+    loop = swpipe.ahead(batches(num_workers=1, persistent_workers=True), device="cpu")
+    for _ in loop:
+        break
+    with pytest.raises(RuntimeError, match="workers, which live on.*persistent_workers=False"):
+        iter(loop)
+
+
 def test_any_other_iterable_is_no_dataloader() -> None:
     """Its attributes are there all the same."""
 
@@ -623,7 +668,7 @@ def test_a_loader_whose_pulls_wait_is_told_once() -> None:
         while 1 <= number < 11 and known.waits < number and time.monotonic() < end:
             time.sleep(1e-3)
 
-    with pytest.warns(RuntimeWarning, match="so does the loop.*wait until the loop asks") as told:
+    with pytest.warns(RuntimeWarning, match="so does, or may.*wait until the loop asks") as told:
         assert len([body(number) for number, _ in enumerate(loop)]) == 12  # type: ignore[func-returns-value]
     assert len(told) == 1
     assert told[0].filename == __file__
