@@ -1,8 +1,8 @@
 """The memory of a batch that was pulled ahead, and what shows that somebody has written it since.
 
 A tensor counts its modifications, but for those through an array that shares its memory; an array
-counts none. So there is a checksum, too: of the first and the last bytes, of all that is on the
-host. A write between them, to memory without a counter, is not seen.
+counts none. So there is a checksum, too: of the first and the last bytes and a few between, of all
+that is on the host. A write elsewhere, to memory without a counter, is not seen.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe._tensors.pytree import leaves_in, tensors_held
+from swpipe._tensors.stateful import PLAIN
 
 _CHECKED_BYTES = 1024
 """At either end."""
+
+_BYTES_BETWEEN = 64
+"""About so many are looked at, at the same distance from each other."""
 
 _MOST_LEAVES = 256
 """So many numbers, strings, arrays and other objects of a batch are looked at."""
@@ -112,9 +116,29 @@ def _checksum(address: int, size: int) -> int:
     """Of that memory; 0 if it is not in one piece."""
     if not size:
         return 0
-    first = crc32(ctypes.string_at(address, min(size, _CHECKED_BYTES)))
+    found = crc32(ctypes.string_at(address, min(size, _CHECKED_BYTES)))
     rest = min(size - _CHECKED_BYTES, _CHECKED_BYTES)
-    return crc32(ctypes.string_at(address + size - rest, rest), first) if rest > 0 else first
+    if rest > 0:
+        found = crc32(ctypes.string_at(address + size - rest, rest), found)
+        between = memoryview((ctypes.c_ubyte * size).from_address(address))
+        found = crc32(between[:: size // _BYTES_BETWEEN | 1].tobytes(), found)
+    return found
+
+
+def checksum_of(batch: Any) -> int:
+    """Of the same bytes, and of shapes, numbers and strings: to tell a batch from others later.
+
+    It is the same in another process.
+    """
+    parts: list[Any] = [
+        one[:_CHECKED_BYTES] if isinstance(one, str | bytes) else one
+        for one in _leaves_of(batch)
+        if isinstance(one, PLAIN)
+    ]
+    for one in buffers_in(batch):
+        pointers = getattr(one.dtype, "hasobject", False)
+        parts += [*one.shape, str(one.dtype), 0 if pointers else content_of(one)[1]]
+    return crc32(repr(parts).encode())
 
 
 def _has_address(tensor: Tensor) -> bool:

@@ -76,10 +76,8 @@ class LoaderDraws:
         """
         if alone and self._measures:
             before = self._generators.read()
-        elif self.names:
-            before = self._generators.read(self.names)
         else:
-            return {}
+            before = self._generators.read({*self.names, *self._generators.own})
         if ahead:
             self._compare(before)
         return before

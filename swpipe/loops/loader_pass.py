@@ -4,8 +4,7 @@ An error of the loader, and the end of its batches, come when the caller has got
 An iterator has no other pass: batches that were pulled and not handed out are given again.
 
 A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
-after each pull, and set back. Any other is begun again under the random states of the beginning,
-and as many batches are pulled and dropped as were handed out: it has to give the same batches then.
+after each pull. ``place_in_pass`` leads it back.
 """
 
 from __future__ import annotations
@@ -15,18 +14,25 @@ import gc
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 from swpipe._engine.waiting import Cancelled
-from swpipe._tensors.stateful import has_state_dict
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.batch_memory import BatchAsPulled, Watched
-from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
+from swpipe.loops.batch_memory import BatchAsPulled, Watched, checksum_of
+from swpipe.loops.live_loaders import (
+    epochs_of,
+    goes_on,
+    has_live_workers,
+    has_own_state,
+    torchs,
+)
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.pass_generators import PassGenerators, States, changed, saved_form
+from swpipe.loops.pass_generators import PassGenerators, States, changed
+from swpipe.loops.place_in_pass import PlaceInPass, check_length, led_back, number_compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,6 @@ class PulledLoader:
     ahead: bool
     guarded: bool = False
     makes_batches: bool = False
-
-
-class _PulledState(NamedTuple):
-    """After a pull: of the loader, and of the generators that it draws from."""
-
-    loader: Any
-    generators: States
 
 
 class LoaderPass:
@@ -83,8 +82,9 @@ class LoaderPass:
         self._of, self.saved = of, saved
         self.had_live_workers = has_live_workers(of.loader)
         self._epochs = epochs_of(of.loader)
-        self._states: dict[int, _PulledState] = {}  # by batches pulled
-        self._has_state = has_state_dict(of.loader)
+        self._places: dict[int, PlaceInPass] = {}  # by batches pulled
+        self._has_state, self._loader_state = has_own_state(of.loader), None
+        self._is_elsewhere = self._end_is_known = False
         self._again: deque[Any] = deque()
         self._ahead: deque[BatchAsPulled] = deque()
         self._of_body: list[BatchAsPulled] = []
@@ -99,10 +99,13 @@ class LoaderPass:
         of.draws.begin()
         if saved is not None:
             self.handed_out = self.pulled = self.fed = saved["batches"]
-            self._check_beginning()
-            of.generators.write(saved["at_start"])
-        self._at_start = of.generators.read()
+        self._at_start = of.generators.read() if saved is None else saved["at_start"]
         self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
+        # Another kind of loader may have none before it was asked for a batch.
+        asked = bool(saved and saved["again"]) or isinstance(of.loader, DataLoader)
+        if self._has_state and asked:
+            self._loader_state = copy.deepcopy(of.loader.state_dict())
+        self._loader_at_start = saved["loader_at_start"] if saved else self._loader_state
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
@@ -110,55 +113,63 @@ class LoaderPass:
         self.iterator = self._pull()
 
     def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        loader = self._of.loader
-        if saved["loader"] is not None:
-            batches = set_back(loader, saved["loader"])
-        else:
-            batches = self._skipped()
-        self._of.generators.write({**saved["generators"], **(saved["after_pull"] or {})})
-        self._of.draws.begin()
-        self._epochs = epochs_of(loader)
-        return batches
-
-    def _check_beginning(self) -> None:
-        """Refuse a loader that cannot be begun again, or is known to have too few batches."""
-        loader = self._of.loader
+        of = self._of
         if self._goes_on and self.handed_out and not self._has_state:
             raise ValueError(
-                f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
+                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
                 "again: give a DataLoader or another object that makes a new iterator"
             )
         if not self._has_state:
-            self._check_length(length_of(loader))
-
-    def _check_length(self, found: float) -> None:
-        if found < self.handed_out:
-            raise ValueError(
-                f"the loader has {found} batches, but {self.handed_out} were handed out before "
-                "the state was saved: resume with the same data"
-            )
-
-    def _skipped(self) -> Iterator[Any]:
-        """The loader begun again, without the batches that were handed out."""
-        batches: Iterator[Any] = iter(self._of.loader)
-        self._check_length(sum(1 for _ in islice(batches, self.handed_out)))
+            check_length(length_of(of.loader), self.handed_out)
+        batches, places = led_back(of.loader, of.generators, saved)
+        self._is_elsewhere = places is None
+        after = {**saved["generators"], **(saved["after_pull"] or {})}
+        of.generators.write(after)
+        of.draws.begin()
+        self._epochs = epochs_of(of.loader)
+        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
+        places[-1] = replace(places[-1], after=after)
+        self._places = dict(enumerate(places, self.handed_out - len(places) + 1))
         return batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def check_led_back(self) -> None:
+        """Refuse the rest of another pass.
+
+        Raises:
+            ValueError: It is.
+        """
+        if self._is_elsewhere:
+            raise ValueError(
+                f"the loader ({type(self._of.loader).__name__}) does not give batch "
+                f"{self.handed_out} of the pass again, which was handed out last before the state "
+                "was saved: what decides which batches come is in no state, such as random numbers "
+                "of a generator that swpipe does not know of, or is not as it was. Resume with the "
+                "same data, seeds and epoch (set_epoch); give generators to samplers or the "
+                "dataset as attributes; or, if other batches do not matter, say "
+                "load_state_dict(state, check=False)"
+            )
+
+    def state_dict(self, *, check: bool) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
-        if (pulled := self._states.get(self.handed_out)) is not None:
-            loader = pulled.loader
-            drawn = of.draws.drawn(pulled.generators)
-            after_pull = saved_form(drawn) if self.is_ahead else None
-        else:
-            after_pull = None if self.pulled else {}  # nothing was asked of a pass that has begun
-            loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
+        first = max(1, self.handed_out - number_compared(of.loader) + 1)
+        numbers = range(first, self.handed_out + 1)
+        places = [self._places[number] for number in numbers if number in self._places]
+        after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
+        if places:
+            loader = places[0].loader
+            if self.is_ahead or self._end_is_known:
+                after_pull = of.draws.drawn(places[-1].after)
+        elif (loader := self._loader_at_start) is None and self._has_state:
+            loader = copy.deepcopy(of.loader.state_dict())
+        again = [(one.before, one.checksum) for one in places if one.before is not None]
         return {
             "batches": self.handed_out,
-            "at_start": saved_form(self._at_start),
-            "generators": of.generators.saved(),
+            "at_start": self._at_start,
+            "generators": of.generators.read(),
             "loader": loader,
+            "loader_at_start": self._loader_at_start,
+            "again": [(before, checksum if check else None) for before, checksum in again],
             "after_pull": after_pull,
             "loader_draws": sorted(of.draws.names),
             "ahead": self.pulled - self.handed_out,
@@ -248,19 +259,21 @@ class LoaderPass:
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
         of = self._of
+        alone = alone or (not of.ahead and of.draws.wants_alone(self.pulled + 1))
         before = of.draws.before_pull(alone=alone, ahead=of.guarded and self.is_ahead)
         try:
             with of.draws.watching(alone=alone):
                 self._latest = next(self._batches)
             self.pulled += 1
         except StopIteration:
-            self._at_end = True
+            self._at_end = self._end_is_known = True
         except (KeyboardInterrupt, Cancelled):
             raise
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             self.failure, self._at_end = error, True
-        of.draws.after_pull(before, alone=alone, first=not self._asked)
+        # At the end samplers may draw once more.
+        of.draws.after_pull(before, alone=alone or self._at_end, first=not self._asked)
         if self._prepared is not None and not self._asked:
             self._prepared.after_pull()
         self._asked = True
@@ -268,22 +281,25 @@ class LoaderPass:
         if self._at_end:
             self._batches = iter(())
             return False
-        if of.ahead:
-            self._note_pulled(of.draws.after if before else {})
+        self._note_pulled(before, of.draws.after if before else {})
         return True
 
-    def _note_pulled(self, after: States) -> None:
+    def _note_pulled(self, before: States, after: States) -> None:
         of = self._of
         if of.guarded and (of.makes_batches or self._holds):
             pulled = BatchAsPulled(self._latest, keep=self._goes_on or self._holds)
             if of.makes_batches:
                 self._check_memory(pulled)
             self._ahead.append(pulled)
-        if self._has_state or after:
-            state = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
-            self._states[self.pulled] = _PulledState(state, after)
-            for old in [number for number in self._states if number < self.handed_out]:
-                del self._states[old]
+        earlier = self._loader_state
+        if self._has_state:
+            self._loader_state = copy.deepcopy(of.loader.state_dict())
+        place = PlaceInPass(earlier, before, after, checksum_of(self._latest))
+        if self._has_state and earlier is None:
+            place = PlaceInPass(self._loader_state, None, after, None)
+        self._places[self.pulled] = place
+        oldest = self.handed_out - number_compared(of.loader) + 1
+        self._places = {number: one for number, one in self._places.items() if number >= oldest}
 
     def _check_memory(self, pulled: BatchAsPulled) -> None:
         """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
@@ -322,14 +338,14 @@ class LoaderPass:
             return frozenset()
         self.lost = self.is_ahead
         self.release()
-        after, draws = self._states.get(self.handed_out), self._of.draws
+        place, draws = self._places.get(self.handed_out), self._of.draws
+        after = {} if place is None else place.after
         if not (self._of.guarded and draws.names and draws.after and self.is_ahead):
             return frozenset()
-        if others := self.drawn_by_others() or (draws.names if after is None else ()):
+        if others := self.drawn_by_others() or (draws.names - after.keys()):
             return frozenset(others)
-        if after is not None:
-            self._of.generators.write(draws.drawn(after.generators))
-            self._of.draws.begin()
+        self._of.generators.write(draws.drawn(after))
+        draws.begin()
         return frozenset()
 
     def close(self) -> None:
@@ -387,22 +403,6 @@ class LoaderPass:
                 "again: they would be modified twice. Let the tasks make new tensors, or the "
                 "loader new batches in each pass"
             )
-
-
-def set_back(loader: Any, state: Any) -> Iterator[Any]:
-    """A loader with a state of its own, begun where the state was saved.
-
-    Raises:
-        ValueError: It does not take the state.
-    """
-    try:
-        loader.load_state_dict(state)
-        return iter(loader)
-    except Exception as error:
-        raise ValueError(
-            f"the loader ({type(loader).__name__}) does not take the state that was saved of it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def length_of(loader: Any) -> float:

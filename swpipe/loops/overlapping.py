@@ -111,7 +111,7 @@ class OverlappedLoop(ResumableLoop[C]):
         names = [name for name, one in generators.own.items() if any(one is g for g in given)]
         unknown = ahead and not apart
         watch = PullWatch(generators.device, torchs(loader)) if unknown else None
-        draws = LoaderDraws(generators, names if ahead else (), measured=unknown, watch=watch)
+        draws = LoaderDraws(generators, names if ahead else (), measured=not apart, watch=watch)
         return PulledLoader(
             loader, generators, draws, ahead, guarded=ahead, makes_batches=not apart
         )
