@@ -139,14 +139,15 @@ class LoaderPass:
             ValueError: It is.
         """
         if self._is_elsewhere:
+            loader = type(self._of.loader).__name__
+            what = f"the state of the loader ({loader}) does not lead to" if self._has_state else ""
             raise ValueError(
-                f"the loader ({type(self._of.loader).__name__}) does not give batch "
-                f"{self.handed_out} of the pass again, which was handed out last before the state "
-                "was saved: what decides which batches come is in no state, such as random numbers "
-                "of a generator that swpipe does not know of, or is not as it was. Resume with the "
-                "same data, seeds and epoch (set_epoch); give generators to samplers or the "
-                "dataset as attributes; or, if other batches do not matter, say "
-                "load_state_dict(state, check=False)"
+                f"{what or f'the loader ({loader}), begun again, does not give'} the batches that "
+                f"were handed out last, up to batch {self.handed_out} of the pass: what decides "
+                "which come is in no state, such as a random generator that swpipe does not know, "
+                "or is not as it was. Resume with the same data, seeds and epoch (set_epoch); let "
+                "samplers and the dataset have their generators as attributes; or, if other "
+                "batches do not matter, say load_state_dict(state, check=False)"
             )
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:

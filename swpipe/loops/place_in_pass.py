@@ -1,15 +1,15 @@
 """Where in a pass a loader is, how it is led there again, and whether it got there.
 
-    plain     1  2  3 ... k-1  k  k+1
-    resumed                    k  k+1        from the loader's state before batch k
-    or        1  2  3 ... k-1  k  k+1        from the beginning of the pass
+    plain     1  2  3 ... k-3  k-2  k-1  k  k+1
+    resumed               k-3  k-2  k-1  k  k+1     from the loader's state before these
+    or        1  2  3 ... k-3  k-2  k-1  k  k+1     from the beginning of the pass
 
 What decides which batches come may be in no state: a generator of random numbers that nobody knows
-of, one in a worker process, a buffer. So no loader is taken at its word. The batch that was handed
-out last is pulled again, and has to be the same; it is compared by a checksum of a sample of its
-bytes on the host, its shapes, numbers and strings. The state of a loader that has one is tried
-first. If it leads elsewhere, the pass is begun again, as that of any other loader. If that does,
-too, resuming is refused.
+of, one in a worker process, a buffer. So no loader is taken at its word. The batches that were
+handed out last are pulled again, and have to be the same; they are compared by a checksum of a
+sample of the bytes on the host, of shapes, numbers and strings. The state of a loader that has one
+is tried first. If it leads elsewhere, the pass is begun again, as that of any other loader. If that
+does, too, resuming is refused. What differs only later is not seen.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader
 from swpipe.loops.batch_memory import checksum_of
 from swpipe.loops.live_loaders import end_workers, lives_on, torchs
 from swpipe.loops.pass_generators import PassGenerators, States
+
+_COMPARED = 4
+"""At least so many batches: a refilled buffer has given the same one or two by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class PlaceInPass:
 
 
 def number_compared(loader: Any) -> int:
-    """How many batches are pulled again and compared: one of each worker process."""
+    """How many batches are pulled again and compared: at least one of each worker process."""
     loader = torchs(loader)
-    return max(1, loader.num_workers) if isinstance(loader, DataLoader) else 1
+    return max(_COMPARED, loader.num_workers if isinstance(loader, DataLoader) else 0)
 
 
 def led_back(
@@ -65,8 +68,8 @@ def led_back(
     for way, (state, number) in enumerate(_beginnings(loader, saved)):
         if way and number > len(saved["again"]):
             warnings.warn(
-                f"the state of the loader ({type(loader).__name__}) does not lead to the batch "
-                f"that was handed out last: {number} batches of the pass are read again",
+                f"the state of the loader ({type(loader).__name__}) does not lead to the batches "
+                f"that were handed out last: {number} batches of the pass are read again",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -108,8 +108,8 @@ class ResumableLoop(Generic[Out]):
         strings and tensors: the pipeline's state, how many batches of this pass were handed out,
         the loader's state if it has one, and random generators: the default ones, and those that a
         loader of torch's or torchdata's, its samplers and its dataset have as attributes; and what
-        tells the last batch from others: a loader that does not give it again is refused when the
-        loop is resumed.
+        tells the last batches from others: a loader that does not give them again is refused when
+        the loop is resumed.
 
         Args:
             rest: After a pass that was left early: whether to go on with the rest of it.
@@ -157,11 +157,11 @@ class ResumableLoop(Generic[Out]):
         Call it before the first pass, after models and optimizers are loaded. The pipeline may have
         another plan. Random generators are set as they were. A loader without a state of its own is
         begun again, and the batches that were handed out are skipped. One with a state is set back;
-        if it does not give the batch again that was handed out last, it is begun again, too.
+        if it does not give the batches again that were handed out last, it is begun again, too.
 
         Args:
             state: What ``state_dict`` returned.
-            check: Refuse, when the pass begins, a loader that does not give that batch again.
+            check: Refuse, when the pass begins, a loader that does not give them again.
 
         Raises:
             RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
@@ -196,7 +196,7 @@ class ResumableLoop(Generic[Out]):
 
         Raises:
             RuntimeError: At the first batch: another pass has not ended.
-            ValueError: A state was loaded, and the loader does not give the batch again that was
+            ValueError: A state was loaded, and the loader does not give the batches again that were
                 handed out last before it was saved.
         """
         running = self._running

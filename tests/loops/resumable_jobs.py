@@ -53,7 +53,7 @@ def with_generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def torchdata(rows: Rows | None = None, **options: Any) -> Any:
+def torchdata(rows: Any = None, **options: Any) -> Any:
     """Shuffled batches of a loader with a state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
