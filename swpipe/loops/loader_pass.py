@@ -9,20 +9,17 @@ after each pull. ``place_in_pass`` leads it back.
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from swpipe._engine.waiting import Cancelled
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.batch_memory import BatchAsPulled, Watched, checksum_of
+from swpipe.loops.batch_memory import BatchAsPulled, Watched
 from swpipe.loops.live_loaders import (
     epochs_of,
     goes_on,
@@ -32,7 +29,7 @@ from swpipe.loops.live_loaders import (
 )
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, States, changed
-from swpipe.loops.place_in_pass import PlaceInPass, check_length, led_back, number_compared
+from swpipe.loops.place_in_pass import PlaceInPass, PlacesPulled, check_length, led_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +79,7 @@ class LoaderPass:
         self._of, self.saved = of, saved
         self.had_live_workers = has_live_workers(of.loader)
         self._epochs = epochs_of(of.loader)
-        self._places: dict[int, PlaceInPass] = {}  # by batches pulled
-        self._has_state, self._loader_state = has_own_state(of.loader), None
+        self._places, self._has_state = PlacesPulled(of.loader), has_own_state(of.loader)
         self._is_elsewhere = self._end_is_known = False
         self._again: deque[Any] = deque()
         self._ahead: deque[BatchAsPulled] = deque()
@@ -100,12 +96,12 @@ class LoaderPass:
         if saved is not None:
             self.handed_out = self.pulled = self.fed = saved["batches"]
         self._at_start = of.generators.read() if saved is None else saved["at_start"]
-        self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
-        # Another kind of loader may have none before it was asked for a batch.
-        asked = bool(saved and saved["again"]) or isinstance(of.loader, DataLoader)
-        if self._has_state and asked:
-            self._loader_state = copy.deepcopy(of.loader.state_dict())
-        self._loader_at_start = saved["loader_at_start"] if saved else self._loader_state
+        if saved is None:
+            self._batches: Iterator[Any] = iter(of.loader)
+            self._loader_at_start = self._places.begin({})
+        else:
+            self._loader_at_start = saved["loader_at_start"]
+            self._batches = self._begun_again(saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
@@ -129,7 +125,7 @@ class LoaderPass:
         self._epochs = epochs_of(of.loader)
         places = places or [PlaceInPass(saved["loader"], None, {}, None)]
         places[-1] = replace(places[-1], after=after)
-        self._places = dict(enumerate(places, self.handed_out - len(places) + 1))
+        self._places.begin(dict(enumerate(places, self.handed_out - len(places) + 1)))
         return batches
 
     def check_led_back(self) -> None:
@@ -153,22 +149,17 @@ class LoaderPass:
     def state_dict(self, *, check: bool) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
-        first = max(1, self.handed_out - number_compared(of.loader) + 1)
-        numbers = range(first, self.handed_out + 1)
-        places = [self._places[number] for number in numbers if number in self._places]
+        places = self._places.up_to(self.handed_out)
         after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
-        if places:
-            loader = places[0].loader
-            if self.is_ahead or self._end_is_known:
-                after_pull = of.draws.drawn(places[-1].after)
-        elif (loader := self._loader_at_start) is None and self._has_state:
-            loader = copy.deepcopy(of.loader.state_dict())
+        if places and (self.is_ahead or self._end_is_known):
+            after_pull = of.draws.drawn(places[-1].after)
+        loader = places[0].loader if places else self._loader_at_start
         again = [(one.before, one.checksum) for one in places if one.before is not None]
         return {
             "batches": self.handed_out,
             "at_start": self._at_start,
             "generators": of.generators.read(),
-            "loader": loader,
+            "loader": self._places.ask() if loader is None else loader,
             "loader_at_start": self._loader_at_start,
             "again": [(before, checksum if check else None) for before, checksum in again],
             "after_pull": after_pull,
@@ -292,15 +283,7 @@ class LoaderPass:
             if of.makes_batches:
                 self._check_memory(pulled)
             self._ahead.append(pulled)
-        earlier = self._loader_state
-        if self._has_state:
-            self._loader_state = copy.deepcopy(of.loader.state_dict())
-        place = PlaceInPass(earlier, before, after, checksum_of(self._latest))
-        if self._has_state and earlier is None:
-            place = PlaceInPass(self._loader_state, None, after, None)
-        self._places[self.pulled] = place
-        oldest = self.handed_out - number_compared(of.loader) + 1
-        self._places = {number: one for number, one in self._places.items() if number >= oldest}
+        self._places.note(self.pulled, self.handed_out, self._latest, before, after)
 
     def _check_memory(self, pulled: BatchAsPulled) -> None:
         """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
@@ -339,8 +322,8 @@ class LoaderPass:
             return frozenset()
         self.lost = self.is_ahead
         self.release()
-        place, draws = self._places.get(self.handed_out), self._of.draws
-        after = {} if place is None else place.after
+        places, draws = self._places.up_to(self.handed_out), self._of.draws
+        after = places[-1].after if places else {}
         if not (self._of.guarded and draws.names and draws.after and self.is_ahead):
             return frozenset()
         if others := self.drawn_by_others() or (draws.names - after.keys()):

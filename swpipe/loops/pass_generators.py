@@ -52,34 +52,37 @@ class PassGenerators:
     @property
     def own(self) -> dict[str, Any]:
         """Name to generator, of those that the loader, its samplers and its dataset have."""
-        return {name: getattr(owner, known) for name, (owner, known) in self._places.items()}
+        return {name: self._generator(name) for name in self._places}
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Within the block no task on another thread uses the default ones."""
         return nullcontext() if this_thread.access is not None else self._access.exclusive()
 
-    def _known(self) -> dict[str, Any]:
-        """Name to generator, of all but torch's default ones; numpy's if it is loaded."""
-        modules: dict[str, Any] = {"python": random, "numpy": sys.modules.get("numpy.random")}
-        # Functions of theirs are methods of the default generator.
-        defaults = {name: one.random.__self__ for name, one in modules.items() if one is not None}
-        return defaults | self.own
+    def _generator(self, name: str) -> Any:
+        """Any but torch's default ones; None if there is none of that name, or no numpy."""
+        if name in self._places:
+            owner, known = self._places[name]
+            return getattr(owner, known)
+        module: Any = {"python": random, "numpy": sys.modules.get("numpy.random")}.get(name)
+        return None if module is None else module.random.__self__  # the generator's method
 
     def read(self, names: Collection[str] | None = None) -> States:
         """The states now, of all or of some."""
-        known = self._known()
-        wanted = ("torch", *known) if names is None else names
-        found: States = {name: _state_of(known[name]) for name in wanted if name in known}
-        return found | ({"torch": self.device.generator_states()} if "torch" in wanted else {})
+        found: States = {}
+        for name in (*DEFAULTS, *self._places) if names is None else names:
+            if name == "torch":
+                found[name] = self.device.generator_states()
+            elif (generator := self._generator(name)) is not None:
+                found[name] = _state_of(generator)
+        return found
 
     def write(self, states: Mapping[str, Any]) -> None:
         """Set what ``read`` returned."""
-        known = self._known()
         for name, state in states.items():
             if name == "torch":
                 self.device.set_generator_states(state)
-            elif name in known:
-                _set(known[name], state)
+            elif (generator := self._generator(name)) is not None:
+                _set(generator, state)
 
     def check(self, states: object, what: str) -> None:
         """Refuse what are no states of these generators.
@@ -107,7 +110,7 @@ class PassGenerators:
     def _try(self, name: str, state: Any) -> None:
         """Set a state of another generator of the same kind; raises whatever that raises."""
         if name != "torch":
-            if (generator := self._known().get(name)) is not None:
+            if (generator := self._generator(name)) is not None:
                 _set(_another(generator), state)
             return
         for name in state:

@@ -24,12 +24,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from swpipe.core.loaders import SEQUENCES
 from swpipe.loops.batch_memory import checksum_of
-from swpipe.loops.live_loaders import end_workers, lives_on, torchs
+from swpipe.loops.live_loaders import end_workers, has_own_state, lives_on, torchs
 from swpipe.loops.pass_generators import PassGenerators, States
 
 _COMPARED = 4
 """At least so many batches: a refilled buffer has given the same one or two by chance."""
+
+_ASKED = 8
+"""After so many pulls a loader is asked for its state again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,9 @@ class PlaceInPass:
     """What was known when a batch was pulled.
 
     Attributes:
-        loader: The loader's own state, if it has one, before the pull.
-        before: The states of the generators that the loader draws from, before it; None if the
-            loader's state is that after the pull.
+        loader: The loader's own state before the pull; None if it has none, or was not asked.
+        before: The states of the generators that the loader draws from, before the pull; None if
+            the loader's state is that after it.
         after: After it.
         checksum: Of the batch; None if any is good.
     """
@@ -50,10 +54,64 @@ class PlaceInPass:
     checksum: int | None
 
 
-def number_compared(loader: Any) -> int:
-    """How many batches are pulled again and compared: at least one of each worker process."""
-    loader = torchs(loader)
-    return max(_COMPARED, loader.num_workers if isinstance(loader, DataLoader) else 0)
+class PlacesPulled:
+    """Of the batches of a pass that were pulled last, as far as a state may need them.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._has_state = loader, has_own_state(loader)
+        self._known: dict[int, PlaceInPass] = {}  # by batches pulled
+        torch_s = torchs(loader)
+        workers = torch_s.num_workers if isinstance(torch_s, DataLoader) else 0
+        self._compared = max(_COMPARED, workers)  # of each worker at least one
+        self._is_data = type(loader) in SEQUENCES  # at hand as it is
+        self._state: Any = None  # before the next pull
+
+    def begin(self, known: Mapping[int, PlaceInPass]) -> Any:
+        """A pass begins, or goes on after these; returns the loader's state then, if it is known.
+
+        Another kind of loader than torch's may have none before it was asked for a batch.
+        """
+        self._known = {**known}
+        pulled = any(one.before is not None for one in known.values())
+        if self._has_state and (pulled or isinstance(self._loader, DataLoader)):
+            self._state = self.ask()
+        return self._state
+
+    def ask(self) -> Any:
+        """The loader's own state now; None if it has none."""
+        return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
+
+    def note(
+        self, number: int, handed_out: int, batch: Any, before: States | None, after: States
+    ) -> None:
+        """A batch was pulled, so many were before, and so many of these were handed out."""
+        state, self._state = self._state, None
+        if self._has_state and not self._known and state is None:
+            state, before = self.ask(), None
+        elif number % _ASKED == 0:
+            self._state = self.ask()
+        checksum = None if self._is_data or before is None else checksum_of(batch)
+        self._known[number] = PlaceInPass(state, before, after, checksum)
+        if number % _ASKED == 0:
+            first = self._first(handed_out)
+            self._known = {place: one for place, one in self._known.items() if place >= first}
+
+    def up_to(self, handed_out: int) -> list[PlaceInPass]:
+        """Those from which a state leads to the batch handed out last, and are compared."""
+        first = self._first(handed_out)
+        return [one for place, one in list(self._known.items()) if first <= place <= handed_out]
+
+    def _first(self, handed_out: int) -> int:
+        """The latest that leaves enough to compare, with the loader's state if it has one."""
+        first = handed_out - self._compared + 1
+        if not self._has_state:
+            return first
+        known = [place for place, one in list(self._known.items()) if one.loader is not None]
+        return max((place for place in known if place <= first), default=min(known, default=0))
 
 
 def led_back(
