@@ -29,6 +29,7 @@ import swpipe
 from swpipe import PipelineTask, SWPipeline
 from swpipe.loops import OverlappedLoop, ResumableLoop
 from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.place_in_pass import PlacesPulled
 from tests.loops.resumable_jobs import PLANS, StatefulRows, torchdata, with_generator
 
 # torchdata, when a loader is made
@@ -262,12 +263,15 @@ def whole(name: str, how: str) -> tuple[list[Any], torch.Tensor, list[Any]]:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_that_was_stopped_goes_on_with_the_same_rows(name: str) -> None:
-    """Rows and parameters are bit-equal after 20 stops each, in mid-pass and between passes."""
+    """Rows and parameters are bit-equal after 25 stops each, in mid-pass and between passes.
+
+    One is at the last batch, where a loader that is ahead knows that there are no more.
+    """
     draws = random.Random(name)
     for how in HOWS:
         rows, weight, saved = whole(name, how)
         assert rows == whole(name, "in turn")[0]
-        for place in draws.sample(range(len(saved)), 4):
+        for place in (len(rows) // EPOCHS - 1, *draws.sample(range(len(saved)), 4)):
             job = Job(LOADERS[name], how, 2)
             done = job.load(saved[place])
             for _ in job.run():
@@ -432,6 +436,16 @@ def test_accelerates_loader_with_a_state_is_refused(ahead: bool) -> None:
             assert loop.state_dict(check=False)["loader"] is None
         with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
             loop.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 6 worker processes")
+def test_each_worker_is_compared() -> None:
+    """At least one batch of it."""
+    places = PlacesPulled(plain(num_workers=6))
+    for number in range(1, 17):
+        places.note(number, number - 1, torch.ones(number), {}, {})
+    assert len(places.up_to(16)) == 6
+    assert len({one.checksum for one in places.up_to(16)}) == 6
 
 
 class Anything:
