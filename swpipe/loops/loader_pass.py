@@ -335,7 +335,7 @@ class LoaderPass:
     def close(self) -> None:
         """Let an iterator that was given go, too; there is no other pass."""
         self.release()
-        self._of = replace(self._of, loader=())
+        self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
 
     def undo(self) -> None:
         """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
