@@ -12,16 +12,16 @@ EPOCHS, SAVE_EVERY, CHECKPOINT = 3, 4, Path("checkpoint.pt")
 
 
 class Rows(Dataset):
-    """40 rows, and how many were read."""
+    """96 rows, and how many were read."""
 
     read = 0
 
     def __len__(self):
-        return 40
+        return 96
 
     def __getitem__(self, index):
         self.read += 1
-        return torch.full((4,), index / 40)
+        return torch.full((4,), index / 96)
 
 
 def train(make_loader, rows, seed, stop_after=None):
@@ -69,9 +69,9 @@ for make_loader in (DataLoader, StatefulDataLoader):
     expected = train(make_loader, Rows(), seed=0)
     CHECKPOINT.unlink()
 
-    train(make_loader, Rows(), seed=0, stop_after=17)
+    train(make_loader, Rows(), seed=0, stop_after=45)
     rows = Rows()
     resumed = train(make_loader, rows, seed=1)  # the state has the random numbers
-    assert resumed == {number: expected[number] for number in range(16, 30)}
+    assert resumed == {number: expected[number] for number in range(44, 72)}
     print(f"{make_loader.__name__}: from iteration {min(resumed)}; {rows.read} rows were read")
     CHECKPOINT.unlink()

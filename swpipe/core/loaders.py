@@ -15,8 +15,10 @@ A loader of any other class runs code that may read whatever the loop changes. O
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from types import GeneratorType
 from typing import Any
 
@@ -24,13 +26,17 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from swpipe._tensors.stateful import is_generator
 
 SEQUENCES = (list, tuple, range)
 
@@ -123,22 +129,39 @@ def generators_in_pass(loader: object) -> list[torch.Generator]:
     return [one.generator for one in found if type(one) in kinds and one.generator is not None]
 
 
-def own_generators(loader: object) -> dict[str, torch.Generator]:
-    """What a ``DataLoader`` and its samplers have as ``generator``, by a name to tell it by.
+def own_generators(loader: object) -> dict[str, tuple[object, str]]:
+    """Random generators that a loader, its samplers and its dataset have as attributes.
 
-    Accelerate's sampler seeds its own whenever a pass begins.
+    By a name to tell each by: who has it, and as what. Only those of classes that torch, torchdata
+    or Accelerate define, or that are derived from them, are looked at. Accelerate's sampler seeds
+    its own whenever a pass begins.
     """
-    loader = unprepared(loader)
-    if not isinstance(loader, DataLoader):
-        return {}
-    seeded = _of("accelerate.data_loader", "SeedableRandomSampler")
-    found: dict[str, torch.Generator] = {}
-    for one in (loader, *samplers_of(loader)):
-        given = getattr(one, "generator", None)
-        known = type(one) in seeded or any(given is other for other in found.values())
-        if isinstance(given, torch.Generator) and not known:
-            found[f"the generator of its {type(one).__name__}"] = given
+    nodes = _of("torchdata.nodes.base_node", "BaseNode"), _of("torchdata.nodes.loader", "Loader")
+    kinds = (DataLoader, Sampler, Dataset, *chain(*nodes))
+    seeded = (random.SystemRandom, *_of("accelerate.data_loader", "SeedableRandomSampler"))
+    found: dict[str, tuple[object, str]] = {}
+    seen: list[object] = []
+    parts = [one for one in [unprepared(loader)] if isinstance(one, kinds)]
+    while parts:
+        one = parts.pop(0)
+        if not hasattr(one, "__dict__") or isinstance(one, seeded) or any(one is s for s in seen):
+            continue
+        seen.append(one)
+        for attribute, value in vars(one).items():
+            if is_generator(value) and not any(value is s for s in seen):
+                seen.append(value)
+                name = f"the {attribute} of its {type(one).__name__}"
+                many = sum(other.startswith(name) for other in found)
+                found[f"{name} ({many + 1})" if many else name] = one, attribute
+            elif attribute == "datasets":
+                parts += value
+            elif attribute in _PARTS or isinstance(value, kinds):
+                parts.append(value)
     return found
+
+
+_PARTS = ("sampler", "batch_sampler", "dataset")
+"""Attributes of loaders, samplers and datasets that may be of any class."""
 
 
 def read_in_pass(loader: object) -> list[Any]:

@@ -20,9 +20,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe._tensors.pytree import leaves_in, tensors_held
+from swpipe._tensors.stateful import PLAIN
 
 _CHECKED_BYTES = 1024
 """At either end."""
+
+_SAMPLED_BYTES = 256
+"""About so many of a tensor or array tell a batch from others."""
 
 _MOST_LEAVES = 256
 """So many numbers, strings, arrays and other objects of a batch are looked at."""
@@ -86,15 +90,21 @@ class BatchAsPulled:
 
 def buffers_in(batch: Any) -> list[Any]:
     """A batch's tensors, and arrays of numpy."""
-    if type(batch) is Tensor:
-        return [batch]
+    if _is_tensors(batch):
+        return [batch] if type(batch) is Tensor else [*batch]
     found: list[Any] = [*tensors_held(batch)]
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
     return found + [one for one in _leaves_of(batch) if isinstance(one, arrays)]
 
 
 def _leaves_of(batch: Any) -> list[Any]:
-    return [] if type(batch) is Tensor else [*islice(leaves_in(batch), _MOST_LEAVES)]
+    return [] if _is_tensors(batch) else [*islice(leaves_in(batch), _MOST_LEAVES)]
+
+
+def _is_tensors(batch: Any) -> bool:
+    """Whether it is a tensor or a few of them, as most are: there is nothing to search."""
+    parts = batch if type(batch) in (tuple, list) else (batch,)
+    return all(type(one) is Tensor for one in parts)
 
 
 def content_of(buffer: Any) -> Content:
@@ -119,6 +129,35 @@ def _checksum(address: int, size: int) -> int:
     first = crc32(ctypes.string_at(address, min(size, _CHECKED_BYTES)))
     rest = min(size - _CHECKED_BYTES, _CHECKED_BYTES)
     return crc32(ctypes.string_at(address + size - rest, rest), first) if rest > 0 else first
+
+
+def checksum_of(batch: Any) -> int:
+    """Of a sample of its bytes on the host, of shapes, numbers and strings.
+
+    It tells a batch from others in another process, too.
+    """
+    found: list[Any] = [
+        one[:_CHECKED_BYTES] if isinstance(one, str | bytes) else one
+        for one in _leaves_of(batch)
+        if isinstance(one, PLAIN)
+    ]
+    for one in buffers_in(batch):
+        found += [*one.shape, str(one.dtype), _sampled(one)]
+    return crc32(repr(found).encode())
+
+
+def _sampled(buffer: Any) -> int:
+    """Of some of its bytes, at the same distance from each other; 0 if it is not in one piece."""
+    if isinstance(buffer, Tensor):
+        if not (buffer.is_cpu and _has_address(buffer) and buffer.is_contiguous()):
+            return 0
+        address = buffer.data_ptr()
+    elif buffer.dtype.hasobject or not buffer.flags.c_contiguous:
+        return 0
+    else:
+        address = buffer.ctypes.data
+    memory = memoryview((ctypes.c_ubyte * buffer.nbytes).from_address(address))
+    return crc32(memory[:: buffer.nbytes // _SAMPLED_BYTES | 1].tobytes())
 
 
 def _has_address(tensor: Tensor) -> bool:

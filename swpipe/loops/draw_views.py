@@ -62,6 +62,7 @@ class DrawViews(TorchDispatchMode):
 
     Attributes:
         known: What is known of the loader.
+        found: The state in which this pull found the generator; None if it has not drawn.
 
     Args:
         turns: Of the pipeline.
@@ -72,6 +73,7 @@ class DrawViews(TorchDispatchMode):
     def __init__(self, turns: Turns, known: KnownDraws, *, kept: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.found: Tensor | None
         self._turns, self._kept = turns, kept
         self._generator = torch.default_generator
         self._view = torch.Generator()
@@ -87,11 +89,7 @@ class DrawViews(TorchDispatchMode):
         self._set: Tensor | None = None  # the state in which the loop should have left it
         self._left: deque[tuple[int, Tensor]] = deque()  # by pulls that drew from the view
         self._draws = self._draws_ahead = False  # in this pull
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether this pull has drawn."""
-        return self._draws
+        self.found = None
 
     def pulled(self, number: int) -> None:
         """A pull has ended, by its number in the pass from 1."""
@@ -101,6 +99,7 @@ class DrawViews(TorchDispatchMode):
         elif self._draws:
             self._after = self._set = self._generator.get_state()
         self._draws = self._draws_ahead = False
+        self.found = None
 
     def begin_batch(self, number: int) -> None:
         """The loop comes to the batch of a pull that has ended: set the generator for it.
@@ -149,8 +148,9 @@ class DrawViews(TorchDispatchMode):
             self.known.waits += 1
             if self._is_out_of_turn():
                 return self._view_from(self._after if self._left else None)
+        self.found = self._generator.get_state()
         if self._after is not None:
-            if torch.equal(self._generator.get_state(), self._after):
+            if torch.equal(self.found, self._after):
                 self.known.quiet += 1
             else:
                 self.known.torch_shared = True
@@ -162,6 +162,7 @@ class DrawViews(TorchDispatchMode):
             state = self._set = self._generator.get_state()
         self._draws_ahead = True
         self._view.set_state(state)
+        self.found = state
         return self._view
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.loaders import unprepared
-from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 
 
 def goes_on(loader: Any) -> bool:
@@ -34,6 +34,21 @@ def epochs_of(loader: Any) -> tuple[Any, ...]:
     return tuple((getattr(p, "epoch", None), getattr(p, "iteration", None)) for p in parts)
 
 
+def has_own_state(loader: Any) -> bool:
+    """Whether it is set back by a state of its own.
+
+    One that Accelerate prepared talks to the other processes when a pass begins, so all have to
+    begin it alike: it is begun again.
+    """
+    return has_state_dict(loader) and not is_prepared(loader)
+
+
+def is_prepared_with_state(loader: Any) -> bool:
+    """Whether Accelerate has put its own around a loader of torchdata's."""
+    prepared = isinstance(loader, AccelerateLoader) or is_prepared(loader)
+    return prepared and has_state_dict(torchs(loader))
+
+
 def has_place(loader: Any) -> bool:
     """Whether its place in a pass is known: by a state, or by how many batches it gave."""
     loader = torchs(loader)
@@ -47,14 +62,15 @@ def torchs(loader: Any) -> Any:
     return unprepared(loader.prepared if isinstance(loader, AccelerateLoader) else loader)
 
 
+def lives_on(loader: Any) -> bool:
+    """Whether its worker processes live on from pass to pass."""
+    loader = torchs(loader)
+    return isinstance(loader, DataLoader) and loader.persistent_workers
+
+
 def has_live_workers(loader: Any) -> bool:
     """Whether worker processes of an earlier pass are used again, with what they drew and kept."""
-    loader = torchs(loader)
-    return (
-        isinstance(loader, DataLoader)
-        and loader.persistent_workers
-        and loader._iterator is not None
-    )
+    return lives_on(loader) and torchs(loader)._iterator is not None
 
 
 def end_workers(loader: Any) -> None:

@@ -158,10 +158,8 @@ class LoaderDraws:
         """
         if alone and self._measures:
             before = self._generators.read()
-        elif self.names:
-            before = self._generators.read(self.names)
         else:
-            return {}
+            before = self._generators.read({*self.names, *self._generators.own})
         if shared := changed(self.drawn(self.after), before):
             if ahead:
                 self._refuse(shared)

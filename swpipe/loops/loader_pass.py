@@ -4,8 +4,7 @@ An error of the loader, and the end of its batches, come when the caller has got
 An iterator has no other pass: batches that were pulled and not handed out are given again.
 
 A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
-after each pull, and set back. Any other is begun again under the random states of the beginning,
-and as many batches are pulled and dropped as were handed out: it has to give the same batches then.
+after each pull. ``place_in_pass`` leads it back.
 
     loader's thread    pull 3 ....   pull 4 ....
     caller             hand out 2    body of 2: saves, or leaves     hand out 3
@@ -19,26 +18,29 @@ Guarantees
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from swpipe._engine.waiting import Cancelled
-from swpipe._tensors.stateful import has_state_dict
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.batch_memory import BatchAsPulled, Watched
+from swpipe.loops.batches_ahead import BatchesAhead
 from swpipe.loops.draw_views import DrawViews, Turns
-from swpipe.loops.live_loaders import epochs_of, goes_on, has_live_workers, torchs
+from swpipe.loops.live_loaders import (
+    epochs_of,
+    goes_on,
+    has_live_workers,
+    has_own_state,
+    torchs,
+)
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.pass_generators import PassGenerators, States, changed, saved_form
+from swpipe.loops.pass_generators import PassGenerators, States, changed
+from swpipe.loops.place_in_pass import PlaceInPass, PlacesPulled, check_length, led_back
 from swpipe.loops.pull_watch import PullWatch
 
 _LEFT_S = 600.0
@@ -70,13 +72,6 @@ class PulledLoader:
     views: DrawViews | None = None
 
 
-class _PulledState(NamedTuple):
-    """After a pull: of the loader, and of the generators that it draws from."""
-
-    loader: Any
-    generators: States
-
-
 class LoaderPass:
     """A pass that has begun.
 
@@ -103,29 +98,29 @@ class LoaderPass:
         self._of, self.saved = of, saved
         self.had_live_workers = has_live_workers(of.loader)
         self._epochs = epochs_of(of.loader)
-        self._states: dict[int, _PulledState] = {}  # by batches pulled
-        self._has_state = has_state_dict(of.loader)
+        self._places, self._has_state = PlacesPulled(of.loader), has_own_state(of.loader)
+        self._is_elsewhere = self._end_is_known = False
         self._again: deque[Any] = deque()
-        self._ahead: deque[BatchAsPulled] = deque()
-        self._of_body: list[BatchAsPulled] = []
-        self._modified: list[Watched] = []  # what was dropped and is not as it was pulled
+        self._ahead = BatchesAhead(of.loader, makes_batches=of.makes_batches)
         self.lost = False
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
         self._pulling = self._left = False
         self._part = 0  # how often it was left, and gone on with
         self._goes_on = goes_on(of.loader)
-        self._holds = type(of.loader) in (list, tuple)  # its batches
         self._asked = self._at_end = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0
         self._begin_draws()
         if saved is not None:
             self.handed_out = self.pulled = self.fed = saved["batches"]
-            self._check_beginning()
-            of.generators.write(saved["at_start"])
-        self._at_start = of.generators.read()
-        self._batches = iter(of.loader) if saved is None else self._begun_again(saved)
+        self._at_start = of.generators.read() if saved is None else saved["at_start"]
+        if saved is None:
+            self._batches: Iterator[Any] = iter(of.loader)
+            self._loader_at_start = self._places.begin({})
+        else:
+            self._loader_at_start = saved["loader_at_start"]
+            self._batches = self._begun_again(saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
         self._is_own_iterator = self._batches is of.loader
@@ -139,58 +134,62 @@ class LoaderPass:
                 one.begin()
 
     def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        loader = self._of.loader
-        if saved["loader"] is not None:
-            batches = set_back(loader, saved["loader"])
-        else:
-            batches = self._skipped()
-        self._of.generators.write({**saved["generators"], **(saved["after_pull"] or {})})
-        self._begin_draws()
-        self._epochs = epochs_of(loader)
-        return batches
-
-    def _check_beginning(self) -> None:
-        """Refuse a loader that cannot be begun again, or is known to have too few batches."""
-        loader = self._of.loader
+        of = self._of
         if self._goes_on and self.handed_out and not self._has_state:
             raise ValueError(
-                f"the loader is an iterator ({type(loader).__name__}), which cannot be begun "
+                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
                 "again: give a DataLoader or another object that makes a new iterator"
             )
         if not self._has_state:
-            self._check_length(length_of(loader))
-
-    def _check_length(self, found: float) -> None:
-        if found < self.handed_out:
-            raise ValueError(
-                f"the loader has {found} batches, but {self.handed_out} were handed out before "
-                "the state was saved: resume with the same data"
-            )
-
-    def _skipped(self) -> Iterator[Any]:
-        """The loader begun again, without the batches that were handed out."""
-        batches: Iterator[Any] = iter(self._of.loader)
-        self._check_length(sum(1 for _ in islice(batches, self.handed_out)))
+            check_length(length_of(of.loader), self.handed_out)
+        batches, places = led_back(of.loader, of.generators, saved)
+        self._is_elsewhere = places is None
+        after = {**saved["generators"], **(saved["after_pull"] or {})}
+        of.generators.write(after)
+        self._begin_draws()
+        self._epochs = epochs_of(of.loader)
+        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
+        places[-1] = replace(places[-1], after=after)
+        self._places.begin(dict(enumerate(places, self.handed_out - len(places) + 1)))
         return batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def check_led_back(self) -> None:
+        """Refuse the rest of another pass.
+
+        Raises:
+            ValueError: It is.
+        """
+        if self._is_elsewhere:
+            loader = type(self._of.loader).__name__
+            what = f"the state of the loader ({loader}) does not lead to" if self._has_state else ""
+            raise ValueError(
+                f"{what or f'the loader ({loader}), begun again, does not give'} the batches that "
+                f"were handed out last, up to batch {self.handed_out} of the pass: what decides "
+                "which come is in no state, such as a random generator that swpipe does not know, "
+                "or is not as it was. Resume with the same data, seeds and epoch (set_epoch); let "
+                "samplers and the dataset have their generators as attributes; or, if other "
+                "batches do not matter, say load_state_dict(state, check=False)"
+            )
+
+    def state_dict(self, *, check: bool) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
         with self._lock:
-            pulled = self._states.get(self.handed_out)
+            places = self._places.up_to(self.handed_out)
             ahead = max(0, self.pulled - self.handed_out)
-            draws = ahead or self._pulling
-        if pulled is not None:
-            drawn = of.draws.drawn(pulled.generators)
-            loader, after_pull = pulled.loader, saved_form(drawn) if draws else None
-        else:
-            after_pull = None if self.pulled else {}  # nothing was asked of a pass that has begun
-            loader = copy.deepcopy(of.loader.state_dict()) if self._has_state else None
+            draws = ahead or self._pulling or self._end_is_known
+        after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
+        if places and draws:
+            after_pull = of.draws.drawn(places[-1].after)
+        loader = places[0].loader if places else self._loader_at_start
+        again = [(one.before, one.checksum) for one in places if one.before is not None]
         return {
             "batches": self.handed_out,
-            "at_start": saved_form(self._at_start),
-            "generators": of.generators.saved(),
-            "loader": loader,
+            "at_start": self._at_start,
+            "generators": of.generators.read(),
+            "loader": self._places.ask() if loader is None else loader,
+            "loader_at_start": self._loader_at_start,
+            "again": [(before, checksum if check else None) for before, checksum in again],
             "after_pull": after_pull,
             "loader_draws": sorted(of.draws.names),
             "ahead": ahead,
@@ -267,8 +266,7 @@ class LoaderPass:
         now = read_in_pass(torchs(loader))
         changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
-            now = loader[self.handed_out : self.handed_out + len(self._ahead)]
-            same = are_same([pulled.batch for pulled in self._ahead], now)
+            same = self._ahead.are_those_of(loader, self.handed_out)
             if not same or (self._at_end and len(loader) != self.pulled):
                 changed = "the list"
         self._refuse_changed(changed)
@@ -305,6 +303,7 @@ class LoaderPass:
         if of.turns is not None and of.draws.wants_turn(number):
             of.turns.await_turn()
             alone = True
+        alone = alone or (not of.ahead and of.draws.wants_turn(number))
         with self._lock:
             if self._left:
                 raise Cancelled
@@ -332,72 +331,43 @@ class LoaderPass:
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure, ended = error, True
-        self._note_draws(number, before, alone)
+        # At the end samplers may draw once more.
+        known = self._note_draws(number, before, alone or (ended and failure is None))
         if of.watch is not None:
             self._refuse_changed(of.watch.changed)
-        pulled, state = None, None
-        if of.ahead and not ended:
-            if of.turns is not None and (of.makes_batches or self._holds):
-                pulled = BatchAsPulled(batch, keep=self._goes_on or self._holds)
-            state = self._pulled_state(of.draws.after if before else {})
+        looks = of.turns is not None and not ended
+        pulled = self._ahead.as_pulled(batch) if looks else None
         with self._lock:
             if ended and not self._left:
-                self.failure, self._at_end = failure, True
+                self.failure, self._at_end, self._end_is_known = failure, True, failure is None
                 self._batches = iter(())
             if ended or self._left:
                 return False
-            self._note_pulled(number, pulled, state)
+            self._ahead.add(pulled)
+            after = of.draws.after if before else {}
+            self._places.note(number, self.handed_out, batch, known, after)
+            self.pulled = number
             self._again.append(batch)
             return True
 
-    def _note_draws(self, number: int, before: States, alone: bool) -> None:
-        of = self._of
-        seen = of.views is not None and of.views.has_drawn
-        of.draws.after_pull(before, alone=alone, first=not self._asked, seen=seen)
+    def _note_draws(self, number: int, before: States, alone: bool) -> States:
+        """Note what a pull has drawn; returns the states in which it found the generators."""
+        of, found = self._of, States()
+        if of.views is not None and of.views.found is not None:
+            found = {"torch": {"cpu": of.views.found}}
+        of.draws.after_pull(before, alone=alone, first=not self._asked, seen=bool(found))
         if of.views is not None:
             of.views.pulled(number)
         if self._prepared is not None and not self._asked:
             self._prepared.after_pull()
         self._asked = True
-
-    def _note_pulled(
-        self, number: int, pulled: BatchAsPulled | None, state: _PulledState | None
-    ) -> None:
-        """Note a batch, within the lock."""
-        if pulled is not None:
-            if self._of.makes_batches:
-                self._check_memory(pulled)
-            self._ahead.append(pulled)
-        if state is not None:
-            self._states[number] = state
-            for old in [one for one in self._states if one < self.handed_out]:
-                del self._states[old]
-        self.pulled = number
-
-    def _pulled_state(self, after: States) -> _PulledState | None:
-        if not (self._has_state or after):
-            return None
-        state = copy.deepcopy(self._of.loader.state_dict()) if self._has_state else None
-        return _PulledState(state, after)
-
-    def _check_memory(self, pulled: BatchAsPulled) -> None:
-        """Refuse a batch in the memory of an earlier one that tasks or the body may still use.
-
-        Raises:
-            RuntimeError: It is.
-        """
-        for earlier in (*self._of_body, *self._ahead):
-            if earlier.is_used_again_by(pulled):
-                raise RuntimeError(
-                    "the loader has made a batch in the memory of an earlier one, which was "
-                    "pulled ahead and is still in use: let it make a new tensor for each batch"
-                )
+        return {**before, **found}
 
     def hand_out(self) -> None:
         """The caller gets the next batch."""
         with self._lock:
             self.handed_out += 1
-            self._of_body = [self._ahead.popleft()] if self._ahead else []
+            self._ahead.hand_out()
 
     def leave(self, *, failed: bool) -> frozenset[str]:
         """The caller leaves the pass before its end; the pipeline pulls no more.
@@ -413,11 +383,10 @@ class LoaderPass:
         if failed and self.is_ahead:
             self.hand_out()
         with self._lock:
-            modified = [part for pulled in self._ahead for part in pulled.changed()]
-            self._modified = [Watched(part) for part in modified]
+            kept = self._ahead.leave()
             if self._goes_on:
                 self._part += 1
-                self._again = deque(pulled.batch for pulled in self._ahead)
+                self._again = deque(kept)
                 self.iterator = self._pull()
                 return frozenset()
             self.lost = self.is_ahead or self._pulling
@@ -425,16 +394,15 @@ class LoaderPass:
 
     def _set_back(self) -> frozenset[str]:
         """Set the generators back to what they were after the last batch handed out."""
-        draws = self._of.draws
-        after = self._states.get(self.handed_out)
         self.release()
+        places, draws = self._places.up_to(self.handed_out), self._of.draws
+        after = places[-1].after if places else {}
         if not (self._of.turns is not None and draws.names and draws.after and self.is_ahead):
             return frozenset()
-        if others := self.drawn_by_others() or (draws.names if after is None else ()):
+        if others := self.drawn_by_others() or (draws.names - after.keys()):
             return frozenset(others)
-        if after is not None:
-            self._of.generators.write(draws.drawn(after.generators))
-            draws.begin()
+        self._of.generators.write(draws.drawn(after))
+        draws.begin()
         return frozenset()
 
     def await_pull(self) -> None:
@@ -453,7 +421,7 @@ class LoaderPass:
     def close(self) -> None:
         """Let an iterator that was given go, too; there is no other pass."""
         self.release()
-        self._of = replace(self._of, loader=())
+        self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
 
     def undo(self) -> None:
         """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
@@ -469,7 +437,6 @@ class LoaderPass:
             self._batches = iter(())
             self._again.clear()
             self._ahead.clear()
-            self._of_body.clear()
             self._at_end = True
 
     def goes_on(self) -> bool:
@@ -489,39 +456,12 @@ class LoaderPass:
         return self._goes_on and not self.ended
 
     def check_modified(self) -> None:
-        """Refuse to go on where the loader has batches that were dropped, and may give them again.
-
-        What it makes anew has gone with the pass.
+        """Refuse to go on where the loader may give batches again that were dropped.
 
         Raises:
-            RuntimeError: It has, and tasks that ran ahead have modified them.
+            RuntimeError: Tasks that ran ahead have modified them.
         """
-        if not any(one.is_there for one in self._modified):
-            return
-        gc.collect()  # what only refers to itself is nobody's
-        if any(one.is_there for one in self._modified):
-            raise RuntimeError(
-                "tasks that ran ahead have modified batches that were dropped when the last pass "
-                f"was left, and the loader ({type(self._of.loader).__name__}) would give them "
-                "again: they would be modified twice. Let the tasks make new tensors, or the "
-                "loader new batches in each pass"
-            )
-
-
-def set_back(loader: Any, state: Any) -> Iterator[Any]:
-    """A loader with a state of its own, begun where the state was saved.
-
-    Raises:
-        ValueError: It does not take the state.
-    """
-    try:
-        loader.load_state_dict(state)
-        return iter(loader)
-    except Exception as error:
-        raise ValueError(
-            f"the loader ({type(loader).__name__}) does not take the state that was saved of it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        self._ahead.check_modified()
 
 
 def length_of(loader: Any) -> float:

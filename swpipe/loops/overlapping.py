@@ -121,9 +121,10 @@ class OverlappedLoop(ResumableLoop[C]):
         apart = is_apart(torchs(loader), draws_watched=True)
         given = generators_in_pass(torchs(loader))
         names = [name for name, one in generators.own.items() if any(one is g for g in given)]
-        if not ahead:
-            return PulledLoader(loader, generators, LoaderDraws(generators, measured=False), ahead)
         known = known_draws(torchs(loader))
+        if not ahead:
+            draws = LoaderDraws(generators, measured=not apart)
+            return PulledLoader(loader, generators, draws, ahead)
         views = None if apart else DrawViews(self.pipe, known, kept=goes_on(loader))
         return PulledLoader(
             loader,

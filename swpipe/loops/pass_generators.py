@@ -1,7 +1,4 @@
-"""The random generators that matter to a loop: the default ones, and those a loader was given.
-
-A state is read in the form that is the cheapest to compare, and saved as plain data.
-"""
+"""The random generators that matter to a loop: the default ones, and those that its loader has."""
 
 from __future__ import annotations
 
@@ -37,10 +34,9 @@ DEFAULTS = frozenset(_TOLD)
 
 
 class PassGenerators:
-    """Reads and sets their states.
+    """Reads and sets their states, as numbers, strings and tensors.
 
     Attributes:
-        own: Name to generator, of those that the loader and its samplers were given.
         device: Whose default generators count, beside the CPU's.
 
     Args:
@@ -49,45 +45,44 @@ class PassGenerators:
     """
 
     def __init__(self, loader: Any, device: Device) -> None:
-        self.own = own_generators(loader)
+        self._places = own_generators(loader)
         self.device = device
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Name to generator, of those that the loader, its samplers and its dataset have."""
+        return {name: self._generator(name) for name in self._places}
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Within the block no task on another thread uses the default ones."""
         return nullcontext() if this_thread.access is not None else self._access.exclusive()
 
+    def _generator(self, name: str) -> Any:
+        """Any but torch's default ones; None if there is none of that name, or no numpy."""
+        if name in self._places:
+            owner, known = self._places[name]
+            return getattr(owner, known)
+        module: Any = {"python": random, "numpy": sys.modules.get("numpy.random")}.get(name)
+        return None if module is None else module.random.__self__  # the generator's method
+
     def read(self, names: Collection[str] | None = None) -> States:
         """The states now, of all or of some."""
-        wanted = ("torch", "python", "numpy", *self.own) if names is None else names
         found: States = {}
-        for name in wanted:
+        for name in (*DEFAULTS, *self._places) if names is None else names:
             if name == "torch":
                 found[name] = self.device.generator_states()
-            elif name == "python":
-                found[name] = random.getstate()
-            elif name != "numpy":
-                found[name] = self.own[name].get_state()
-            elif numpy := sys.modules.get("numpy.random"):
-                found[name] = numpy.get_state()
+            elif (generator := self._generator(name)) is not None:
+                found[name] = _state_of(generator)
         return found
 
     def write(self, states: Mapping[str, Any]) -> None:
-        """Set what ``read`` or ``saved`` returned."""
+        """Set what ``read`` returned."""
         for name, state in states.items():
             if name == "torch":
                 self.device.set_generator_states(state)
-            elif name == "python":
-                version, internal, gauss = state
-                random.setstate((version, tuple(internal), gauss))
-            elif name != "numpy":
-                self.own[name].set_state(state)
-            elif numpy := sys.modules.get("numpy.random"):
-                numpy.set_state(tuple(state))
-
-    def saved(self, names: Collection[str] | None = None) -> States:
-        """The states now, as numbers, strings and tensors."""
-        return saved_form(self.read(names))
+            elif (generator := self._generator(name)) is not None:
+                _set(generator, state)
 
     def check(self, states: object, what: str) -> None:
         """Refuse what are no states of these generators.
@@ -97,7 +92,7 @@ class PassGenerators:
         """
         if not isinstance(states, Mapping):
             raise ValueError(f"its {what} is {shown(states)}, and no random states")
-        known = {"torch", "python", "numpy", *self.own}
+        known = {*DEFAULTS, *self.own}
         if unknown := [name for name in states if name not in known]:
             raise ValueError(
                 f"its {what} has {listed([shown(name) for name in unknown], most=3)}, and this "
@@ -114,38 +109,58 @@ class PassGenerators:
 
     def _try(self, name: str, state: Any) -> None:
         """Set a state of another generator of the same kind; raises whatever that raises."""
-        if name == "python":
-            version, internal, gauss = state
-            random.Random().setstate((version, tuple(internal), gauss))
-        elif name == "numpy":
-            # numpy reads past the end of a shorter one, and draws from wherever the position is.
-            kind, keys, position, has_gauss, gauss = state
-            if not 0 <= position <= _MT19937_NUMBERS:
-                raise ValueError(f"its position is {shown(position)}: 0 to {_MT19937_NUMBERS}")
-            if numpy := sys.modules.get("numpy.random"):
-                numpy.RandomState().set_state((kind, keys, position, has_gauss, gauss))
-        elif name == "torch":
-            for name in state:
-                if on_cpu(torch.device(name)):
-                    torch.Generator().set_state(state[name])
-            now = self.device.generator_states()
-            for device, one in state.items():
-                if device in now and (one.dtype, one.shape) != (
-                    now[device].dtype,
-                    now[device].shape,
-                ):
-                    raise TypeError(f"it is another kind of state of {device}")
+        if name != "torch":
+            if (generator := self._generator(name)) is not None:
+                _set(_another(generator), state)
+            return
+        for name in state:
+            if on_cpu(torch.device(name)):
+                torch.Generator().set_state(state[name])
+        now = self.device.generator_states()
+        for device, one in state.items():
+            if device in now and (one.dtype, one.shape) != (now[device].dtype, now[device].shape):
+                raise TypeError(f"it is another kind of state of {device}")
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    has_bits = hasattr(generator, "bit_generator")
+    return _plain(generator.bit_generator.state if has_bits else generator.get_state(legacy=False))
+
+
+def _plain(state: Any) -> Any:
+    """A state of numpy, without its arrays."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal), gauss))
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        # numpy reads past the end of a shorter one, and draws from wherever the position is.
+        position = state["state"].get("pos", 0)
+        if not 0 <= position <= _MT19937_NUMBERS:
+            raise ValueError(f"its position is {shown(position)}: 0 to {_MT19937_NUMBERS}")
+        if hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
         else:
-            torch.Generator(self.own[name].device).set_state(state)
+            generator.set_state(state)
 
 
-def saved_form(states: Mapping[str, Any]) -> States:
-    """As numbers, strings and tensors: numpy's has an array."""
-    found = dict(states)
-    if "numpy" in found:
-        kind, keys, *rest = found["numpy"]
-        found["numpy"] = (kind, keys.tolist(), *rest)
-    return found
+def _another(generator: Any) -> Any:
+    """Of the same kind."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    bits = getattr(generator, "bit_generator", None)
+    return type(generator)() if bits is None else type(generator)(type(bits)())
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
@@ -162,12 +177,10 @@ def changed_devices(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[
 
 
 def _differ(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
+    if name == "torch":
+        return bool(changed_devices(before, after))
     one, other = before[name], after[name]
-    if name == "python":
-        return bool(one != other)
-    if name == "numpy":
-        return bool((one[0], *one[2:]) != (other[0], *other[2:]) or (one[1] != other[1]).any())
-    return bool(changed_devices(before, after)) if name == "torch" else not torch.equal(one, other)
+    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
 def told(name: str) -> str:

@@ -57,7 +57,7 @@ class PullWatch(TorchFunctionMode):
         sized = loader, getattr(loader, "dataset", None)
         self._sized: list[Any] = [one for one in sized if hasattr(type(one), "__len__")]
         self._lengths: dict[int, int] = {}  # after the last pull
-        self._active = self._reads = False
+        self._active = self._reads = self._writes = False
         self._number = self._watched = 0  # of the pull; so many pulls
         self._lock = threading.Lock()  # for versions, and who has written
         self._read: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, in this pull
@@ -85,11 +85,14 @@ class PullWatch(TorchFunctionMode):
     def begin_batch(self, number: int) -> str:
         """The loop comes to the batch of a pull: what others have changed of what it read."""
         while self._ahead and self._ahead[0][0] <= number:
-            _, read = self._ahead.popleft()
+            place, read = self._ahead.popleft()
             for reference, before in read.values():
                 tensor = reference()
                 with self._lock:
                     changed = tensor is not None and self._others(tensor) != before
+                    if changed and self._writes:  # and it is not known yet how often
+                        self._ahead.appendleft((place, read))
+                        return ""
                 if changed:
                     kind = str(tensor.dtype).removeprefix("torch.")
                     return f"a tensor that the loader reads ({kind} {list(tensor.shape)})"
@@ -165,12 +168,22 @@ class PullWatch(TorchFunctionMode):
         sharing = [one for key in {*map(_storage, tensors)} for one in self._sharing.get(key, ())]
         read = {id(one): one for reference in sharing if (one := reference()) is not None}
         before = [one._version for one in read.values()]
-        result = self._called(func, args, kwargs)
-        with self._lock:
-            for one, version in zip(read.values(), before, strict=True):
-                written = one._version - self._others(one) + one._version - version
-                self._written[id(one)] = weakref.ref(one), written
+        if _may_draw(func):  # and wait until the loop goes on, which must not wait for it
+            self._writes = True
+            result = self._called(func, args, kwargs)
+            with self._lock:
+                self._count_written(read, before)
+        else:
+            with self._lock:
+                result = func(*args, **kwargs)
+                self._count_written(read, before)
         return result
+
+    def _count_written(self, read: dict[int, Tensor], before: list[int]) -> None:
+        for one, version in zip(read.values(), before, strict=True):
+            written = one._version - self._others(one) + one._version - version
+            self._written[id(one)] = weakref.ref(one), written
+        self._writes = False
 
 
 def _tensors_of(args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -18,15 +18,23 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from swpipe._distributed.rank_checks import rank_count
-from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
-from swpipe.loops.live_loaders import end_workers, goes_on, has_live_workers, has_place, torchs
+from swpipe.loops.live_loaders import (
+    end_workers,
+    goes_on,
+    has_live_workers,
+    has_own_state,
+    has_place,
+    is_prepared_with_state,
+    torchs,
+)
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of, set_back
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of
 from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.place_in_pass import set_back
 from swpipe.loops.saved_state import VERSION, checked
 from swpipe.pipeline import SWPipeline
 
@@ -99,13 +107,16 @@ class ResumableLoop(Generic[Out]):
 
         In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
         strings and tensors: the pipeline's state, how many batches of this pass were handed out,
-        the loader's state if it has one, and random generators: the default ones, and what a
-        ``DataLoader`` and its sampler were given.
+        the loader's state if it has one, and random generators: the default ones, and those that a
+        loader of torch's or torchdata's, its samplers and its dataset have as attributes; and what
+        tells the last batches from others: a loader that does not give them again is refused when
+        the loop is resumed.
 
         Args:
             rest: After a pass that was left early: whether to go on with the rest of it.
-            check: Refuse where the state may not lead to the same numbers; False if the loader
-                gives the same batches whenever it is begun, or if others do not matter.
+            check: Refuse where the state may not lead to the same numbers, now or when it is
+                loaded; False if the loader gives the same batches whenever it is begun, or if
+                others do not matter.
 
         Raises:
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
@@ -140,18 +151,20 @@ class ResumableLoop(Generic[Out]):
         if current.ended:
             return self._between_passes(check)
         self._check_place(current, check)
-        return current.state_dict()
+        return current.state_dict(check=check)
 
     def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
         """Let the next pass go on where a state was saved, in this process or another.
 
         Call it before the first pass, after models and optimizers are loaded. The pipeline may have
-        another plan. A loader without a state of its own has to give the same batches again: those
-        that were handed out are skipped. Random generators are set as they were.
+        another plan. Random generators are set as they were. A loader without a state of its own is
+        begun again, and the batches that were handed out are skipped. One with a state is set back;
+        if it does not give the batches again that were handed out last, it is begun again, too.
 
         Args:
             state: What ``state_dict`` returned on this rank.
-            check: Refuse a state of another number of ranks, on which a loader has other batches.
+            check: Refuse, when the pass begins, a loader that does not give them again; and a state
+                of another number of ranks, on which a loader has other batches.
 
         Raises:
             RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
@@ -167,6 +180,8 @@ class ResumableLoop(Generic[Out]):
         self._pulled.draws.known.names |= frozenset(state["loader_draws"])
         end_workers(loader)
         self._pass = self._rest = None
+        if not check:
+            state = {**state, "again": [(before, None) for before, _ in state["again"]]}
         if state["batches"] or state["after_pull"] is not None:  # the pass had begun
             self._pass = self._rest = LoaderPass(self._pulled, state)
         else:
@@ -184,6 +199,8 @@ class ResumableLoop(Generic[Out]):
 
         Raises:
             RuntimeError: At the first batch: another pass has not ended.
+            ValueError: A state was loaded, and the loader does not give the batches again that were
+                handed out last before it was saved.
         """
         running = self._running
         if running is not None and self._is_complete(running):  # and is asked for nothing more
@@ -196,10 +213,12 @@ class ResumableLoop(Generic[Out]):
         """The pass of a state that was loaded, the rest of one that was left, or a new one."""
         if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
             self._refuse_left()
-        rest, self._rest = self._rest, None
-        if rest is not None and rest.is_of_another_epoch:
-            end_workers(self._loader)
-            rest = LoaderPass(self._pulled, rest.saved)
+        rest = self._rest
+        if rest is not None:
+            if rest.is_of_another_epoch:
+                rest = LoaderPass(self._pulled, rest.saved)
+            rest.check_led_back()
+        self._rest = None
         current = self._pass = rest or self._rest_of_left() or self._new_pass()
         self._dropped = self._left = False
         return current
@@ -272,7 +291,7 @@ class ResumableLoop(Generic[Out]):
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         # What is not pulled ahead is drawn in the order of a plain loop.
         ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), measured=ahead)
+        draws = LoaderDraws(generators, generators.own if ahead else (), measured=True)
         return PulledLoader(self._loader, generators, draws, ahead)
 
     def _new_pass(self) -> LoaderPass:
@@ -342,19 +361,21 @@ class ResumableLoop(Generic[Out]):
             RuntimeError: It would not surely have the same numbers, and ``check``.
         """
         loader: Any = self._loader
-        if self._left and has_state_dict(loader):
+        if self._left and has_own_state(loader):
             raise RuntimeError(
                 "the loader has a state of its own, which leads to the rest of the pass that was "
                 "left early: save in the body of the next pass"
             )
-        if check and has_live_workers(loader):
-            raise RuntimeError(_LIVE)
-        now = self._pulled.generators.saved()
+        if check:
+            self._check_loader(live=has_live_workers(loader))
+        now = self._pulled.generators.read()
         return {
             "batches": 0,
             "at_start": now,
             "generators": now,
-            "loader": loader.state_dict() if has_state_dict(loader) else None,
+            "loader": loader.state_dict() if has_own_state(loader) else None,
+            "loader_at_start": None,
+            "again": [],
             "after_pull": None,
             "loader_draws": sorted(self._pulled.draws.names),
             "ahead": 0,
@@ -377,12 +398,25 @@ class ResumableLoop(Generic[Out]):
                 "save between two passes; or, if it gives the same batches whenever it is begun, "
                 "by state_dict(check=False)"
             )
-        if check and current.had_live_workers:
+        if check:
+            self._check_loader(live=current.had_live_workers)
+
+    def _check_loader(self, *, live: bool) -> None:
+        """Refuse one that keeps what is in no state."""
+        if live:
             raise RuntimeError(_LIVE)
+        if is_prepared_with_state(self._loader):
+            raise RuntimeError(_PREPARED)
 
 
 _LIVE = (
     "the loader's workers live on from pass to pass, and what they have drawn or counted is in no "
     "state: let each pass have new ones, by DataLoader(persistent_workers=False); or, if they draw "
     "and count nothing, save by state_dict(check=False)"
+)
+_PREPARED = (
+    "Accelerate prepared the loader with use_stateful_dataloader=True: it begins a pass before the "
+    "first one is asked for, and its state does not lead back to the same batches, in swpipe or "
+    "without: leave it out of DataLoaderConfiguration, and this loop is resumed without; or, if "
+    "other batches do not matter, save by state_dict(check=False)"
 )

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from swpipe._distributed.rank_checks import rank_count
-from swpipe._tensors.stateful import has_state_dict
 from swpipe.core.messages import counted, listed, shown
+from swpipe.loops.live_loaders import has_own_state
 from swpipe.loops.pass_generators import PassGenerators
 
-VERSION = 1
+VERSION = 2
 
-_OF_PASS = ("at_start", "generators", "loader", "after_pull", "loader_draws")
-_KEYS = frozenset(["version", "ranks", "pipeline", "batches", "ahead", *_OF_PASS])
+_OF_LOADER = ("loader", "loader_at_start", "loader_draws", "again")
+_OF_GENERATORS = ("at_start", "after_pull", "generators")
+_OF_PASS = ("batches", "ahead", *_OF_LOADER, *_OF_GENERATORS)
+_KEYS = frozenset(["version", "ranks", "pipeline", *_OF_PASS])
 
 
 def checked(
@@ -68,19 +70,31 @@ def _checked(
             raise ValueError(f"its {name} has no state of {listed(sorted(missing), most=3)}")
     if state["after_pull"] is not None:
         generators.check(state["after_pull"], "after_pull")
+    _check_again(state["again"], generators)
     draws = state["loader_draws"]
     known = {"torch", "python", "numpy", *generators.own}
     if not isinstance(draws, list | tuple) or not all(
         isinstance(name, str) and name in known for name in draws
     ):
         raise ValueError(f"its loader_draws is {shown(draws)}")
-    if (state["loader"] is not None) != has_state_dict(loader):
+    if (state["loader"] is not None) != has_own_state(loader):
         kind = "one with" if state["loader"] is not None else "one without"
         raise ValueError(
             f"it was saved of {kind} a state of its own, and the loader is a "
             f"{type(loader).__name__}: resume with a loader of the same kind"
         )
     return state
+
+
+def _check_again(again: object, generators: PassGenerators) -> None:
+    if not isinstance(again, list) or not all(
+        isinstance(one, tuple | list) and len(one) == 2 for one in again
+    ):
+        raise ValueError(f"its again is {shown(again)}")
+    for before, checksum in again:
+        generators.check(before, "again")
+        if checksum is not None:
+            _check_numbers({"checksum": checksum}, ("checksum",))
 
 
 def _check_numbers(values: Mapping[Any, Any], names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Training jobs that can be stopped at any iteration: seven loops, and plans for their tasks.
+"""Training jobs that can be stopped at any iteration: eight loops, and plans for their tasks.
 
 As a script, ``python -m tests.loops.resumable_jobs LOOP PLAN CHECKPOINT``, it goes on from the
 checkpoint if there is one, writes a new one after each iteration, and prints its number and loss.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import BatchSampler, RandomSampler
 
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
@@ -53,7 +54,7 @@ def with_generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def torchdata(rows: Rows | None = None, **options: Any) -> Any:
+def torchdata(rows: Any = None, **options: Any) -> Any:
     """Shuffled batches of a loader with a state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -185,6 +186,15 @@ class TorchDataGiven(Dropout):
         return torchdata(generator=with_generator())
 
 
+class TorchDataBatches(Dropout):
+    """The same of a batch sampler of torch's, which torchdata's state does not have."""
+
+    def make_loader(self) -> Any:
+        shuffled = RandomSampler(Rows(), generator=with_generator())
+        options = {"batch_size": 1, "batch_sampler": BatchSampler(shuffled, 4, drop_last=False)}
+        return torchdata(shuffle=None, **options)
+
+
 class Averaged(Training):
     """A loader with a state of the user's own, an average of the model, and an evaluation."""
 
@@ -219,6 +229,7 @@ LOOPS: dict[str, Callable[[], Training]] = {
     "averaged": Averaged,
     "given": Given,
     "torchdata, given": TorchDataGiven,
+    "torchdata, batches": TorchDataBatches,
 }
 
 

@@ -1,6 +1,6 @@
 """A job over a plan of one's own that is killed, and resumed, has the numbers of one that was not.
 
-Seven loops, three plans; each is resumed under another plan, too.
+Eight loops, three plans; each is resumed under another plan, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.loops.resumable_jobs import LOOPS, PLANS, Job
 
 # torchdata, when a loader is made
 
-KILLS = 10
+KILLS = 9
 """In each of the loops and plans."""
 
 
@@ -68,6 +68,7 @@ def test_any_place_is_good_for_a_checkpoint(loop: str, plan: str) -> None:
     [
         ("given", ["two workers"] * 2),
         ("torchdata", ["prefetched", "two workers", "serial"]),
+        ("torchdata, batches", ["prefetched", "two workers"]),
     ],
 )
 def test_a_killed_process_is_gone_on_with_by_a_new_one(

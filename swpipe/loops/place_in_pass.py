@@ -1,0 +1,211 @@
+"""Where in a pass a loader is, how it is led there again, and whether it got there.
+
+    plain     1  2  3 ... k-3  k-2  k-1  k  k+1
+    resumed               k-3  k-2  k-1  k  k+1     from the loader's state before these
+    or        1  2  3 ... k-3  k-2  k-1  k  k+1     from the beginning of the pass
+
+What decides which batches come may be in no state: a generator of random numbers that nobody knows
+of, one in a worker process, a buffer. So no loader is taken at its word. The batches that were
+handed out last are pulled again, and have to be the same; they are compared by a checksum of a
+sample of the bytes on the host, of shapes, numbers and strings. The state of a loader that has one
+is tried first. If it leads elsewhere, the pass is begun again, as that of any other loader. If that
+does, too, resuming is refused. What differs only later is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from swpipe.core.loaders import SEQUENCES
+from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.live_loaders import end_workers, has_own_state, lives_on, torchs
+from swpipe.loops.pass_generators import PassGenerators, States
+
+_COMPARED = 4
+"""At least so many batches: a refilled buffer has given the same one or two by chance."""
+
+_ASKED = 8
+"""After so many pulls a loader is asked for its state again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInPass:
+    """What was known when a batch was pulled.
+
+    Attributes:
+        loader: The loader's own state before the pull; None if it has none, or was not asked.
+        before: The states of the generators that the loader draws from, before the pull; None if
+            the loader's state is that after it.
+        after: After it.
+        checksum: Of the batch; None if any is good.
+    """
+
+    loader: Any
+    before: States | None
+    after: States
+    checksum: int | None
+
+
+class PlacesPulled:
+    """Of the batches of a pass that were pulled last, as far as a state may need them.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._has_state = loader, has_own_state(loader)
+        self._known: dict[int, PlaceInPass] = {}  # by batches pulled
+        torch_s = torchs(loader)
+        workers = torch_s.num_workers if isinstance(torch_s, DataLoader) else 0
+        self._compared = max(_COMPARED, workers)  # of each worker at least one
+        self._is_data = type(loader) in SEQUENCES  # at hand as it is
+        self._state: Any = None  # before the next pull
+
+    def begin(self, known: Mapping[int, PlaceInPass]) -> Any:
+        """A pass begins, or goes on after these; returns the loader's state then, if it is known.
+
+        Another kind of loader than torch's may have none before it was asked for a batch.
+        """
+        self._known = {**known}
+        pulled = any(one.before is not None for one in known.values())
+        if self._has_state and (pulled or isinstance(self._loader, DataLoader)):
+            self._state = self.ask()
+        return self._state
+
+    def ask(self) -> Any:
+        """The loader's own state now; None if it has none."""
+        return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
+
+    def note(
+        self, number: int, handed_out: int, batch: Any, before: States | None, after: States
+    ) -> None:
+        """A batch was pulled, so many were before, and so many of these were handed out."""
+        state, self._state = self._state, None
+        if self._has_state and not self._known and state is None:
+            state, before = self.ask(), None
+        elif number % _ASKED == 0:
+            self._state = self.ask()
+        checksum = None if self._is_data or before is None else checksum_of(batch)
+        self._known[number] = PlaceInPass(state, before, after, checksum)
+        if number % _ASKED == 0:
+            first = self._first(handed_out)
+            self._known = {place: one for place, one in self._known.items() if place >= first}
+
+    def up_to(self, handed_out: int) -> list[PlaceInPass]:
+        """Those from which a state leads to the batch handed out last, and are compared."""
+        first = self._first(handed_out)
+        return [one for place, one in list(self._known.items()) if first <= place <= handed_out]
+
+    def _first(self, handed_out: int) -> int:
+        """The latest that leaves enough to compare, with the loader's state if it has one."""
+        first = handed_out - self._compared + 1
+        if not self._has_state:
+            return first
+        known = [place for place, one in list(self._known.items()) if one.loader is not None]
+        return max((place for place in known if place <= first), default=min(known, default=0))
+
+
+def led_back(
+    loader: Any, generators: PassGenerators, saved: Mapping[str, Any]
+) -> tuple[Iterator[Any], list[PlaceInPass] | None]:
+    """The rest of a pass, and what was pulled again; None if that was other batches.
+
+    Raises:
+        ValueError: The loader does not take a state, or has fewer batches than were handed out.
+    """
+    batches: Iterator[Any] = iter(())
+    for way, (state, number) in enumerate(_beginnings(loader, saved)):
+        if way and number > len(saved["again"]):
+            warnings.warn(
+                f"the state of the loader ({type(loader).__name__}) does not lead to the batches "
+                f"that were handed out last: {number} batches of the pass are read again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        end_workers(loader)
+        generators.write(saved["at_start"])
+        batches = iter(loader) if state is None else set_back(loader, state)
+        with _of_state(loader, state):
+            found = sum(1 for _ in islice(batches, number - len(saved["again"])))
+            places, same = _pulled_again(loader, generators, batches, saved)
+        if saved["loader"] is None:
+            check_length(found + len(places), number)
+        if same and len(places) == len(saved["again"]):
+            return batches, places
+    return batches, None
+
+
+def _pulled_again(
+    loader: Any, generators: PassGenerators, batches: Iterator[Any], saved: Mapping[str, Any]
+) -> tuple[list[PlaceInPass], bool]:
+    """What is pulled to be compared, and whether it is the same."""
+    own, same, places = saved["loader"], True, list[PlaceInPass]()
+    asked = own is not None and isinstance(torchs(loader), DataLoader)
+    for before, checksum in saved["again"]:
+        state = copy.deepcopy(loader.state_dict()) if asked else own
+        generators.write(before)
+        for batch in islice(batches, 1):
+            same = same and checksum in (None, checksum_of(batch))
+            places.append(PlaceInPass(state, before, {}, checksum))
+    return places, same
+
+
+def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+    """States to begin with, None for none, and the number of batches to pull then."""
+    own, compared, handed_out = saved["loader"], len(saved["again"]), saved["batches"]
+    if own is None:
+        yield None, handed_out
+        return
+    # Workers that live on would begin later passes there, too.
+    if not compared or not lives_on(loader):
+        yield own, compared
+    if compared and isinstance(torchs(loader), DataLoader):
+        yield saved["loader_at_start"], handed_out
+        yield None, handed_out
+
+
+def set_back(loader: Any, state: Any) -> Iterator[Any]:
+    """A loader with a state of its own, begun where the state was saved.
+
+    Raises:
+        ValueError: It does not take the state.
+    """
+    with _of_state(loader, state):
+        loader.load_state_dict(state)
+        return iter(loader)
+
+
+@contextmanager
+def _of_state(loader: Any, state: Any) -> Iterator[None]:
+    """What the loader raises comes of the state, if there is one."""
+    try:
+        yield
+    except Exception as error:
+        if state is None:
+            raise
+        raise ValueError(
+            f"the loader ({type(loader).__name__}) does not take the state that was saved of it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def check_length(found: float, handed_out: int) -> None:
+    """Refuse a loader with so few batches.
+
+    Raises:
+        ValueError: They are fewer than were handed out.
+    """
+    if found < handed_out:
+        raise ValueError(
+            f"the loader has {found} batches, but {handed_out} were handed out before the state "
+            "was saved: resume with the same data"
+        )

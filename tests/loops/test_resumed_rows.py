@@ -1,0 +1,471 @@
+"""A stopped run goes on with the rows it would have had, whatever its loader's own state lacks.
+
+Of most of these loaders the library alone, torchdata 0.11 or datasets, goes on with other rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import swpipe
+from swpipe import PipelineTask, SWPipeline
+from swpipe.loops import OverlappedLoop, ResumableLoop
+from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.place_in_pass import PlacesPulled
+from tests.loops.resumable_jobs import PLANS, StatefulRows, torchdata, with_generator
+
+# torchdata, when a loader is made
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated",
+    "ignore:the loader draws from",
+    "ignore:the state of the loader",
+)
+
+ROWS, EPOCHS = 20, 2  # a loader is asked for its state after 8 batches, and after 16
+
+
+class Rows(Dataset[float]):
+    """Their numbers."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+class Noisy(Rows):
+    """They have noise by a generator of their own."""
+
+    def __init__(self, draws: Any) -> None:
+        self.draws = draws
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(self.draws.random())
+
+
+class NoisyInWorkers(Rows):
+    """By Python's generator, of which each worker has its own."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random()
+
+
+_UNKNOWN = [np.random.default_rng(3)]
+
+
+class Unknown(Rows):
+    """By a generator of the module."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(_UNKNOWN[0].random())
+
+
+class Ordered(Sampler[int]):
+    """In an order that a function makes."""
+
+    def __init__(self, order: Callable[[], list[int]]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order())
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Permuted(Sampler[int]):
+    """By a generator of numpy's of its own."""
+
+    def __init__(self, *, lazy: bool) -> None:
+        self.draws, self.lazy = np.random.default_rng(5), lazy
+
+    def __iter__(self) -> Iterator[int]:
+        if self.lazy:
+            return (int(self.draws.integers(ROWS)) for _ in range(ROWS))
+        return iter(self.draws.permutation(ROWS).tolist())
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Buffered(IterableDataset[float]):
+    """From a buffer of four rows, which is filled anew when its state is loaded."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at, self.draws = -1, 0, random.Random()
+
+    def __iter__(self) -> Iterator[float]:
+        if not self.at:
+            self.epoch += 1
+            self.draws.seed(self.epoch)
+        buffer: list[float] = []
+        while self.at < ROWS or buffer:
+            while len(buffer) < 4 and self.at < ROWS:
+                buffer.append(float(self.at))
+                self.at += 1
+            yield buffer.pop(self.draws.randrange(len(buffer)))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch, "draws": self.draws.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+        self.draws.setstate(state["draws"])
+
+
+class BeginsWhereItWasSet(IterableDataset[float]):
+    """In each pass, as a dataset of Hugging Face that a worker of several passes has."""
+
+    def __init__(self) -> None:
+        self.begin = self.at = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for self.at in range(self.begin, ROWS):  # noqa: B020
+            yield float(self.at)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["at"]
+
+
+def batch_sampler() -> BatchSampler:
+    """It draws from a generator of its own when it is first asked."""
+    return BatchSampler(RandomSampler(Rows(), generator=with_generator()), 1, drop_last=False)
+
+
+def nodes() -> Any:
+    """Of torchdata."""
+    from torchdata.nodes import Batcher, Loader, MapStyleWrapper
+
+    sampler = RandomSampler(Rows(), generator=with_generator())
+    return Loader(Batcher(MapStyleWrapper(Rows(), sampler), 1))
+
+
+def stateful(rows: Any = None, **options: Any) -> Any:
+    """Of torchdata."""
+    return torchdata(rows or Rows(), **{"batch_size": 1, "shuffle": None, **options})
+
+
+def plain(rows: Any = None, **options: Any) -> DataLoader[float]:
+    """Without a state."""
+    return DataLoader(rows or Rows(), **{"batch_size": 1, **options})
+
+
+def by_python() -> list[int]:
+    """A permutation."""
+    return random.sample(range(ROWS), ROWS)
+
+
+def by_numpy() -> list[int]:
+    """A permutation."""
+    return np.random.permutation(ROWS).tolist()  # type: ignore[no-any-return]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "torchdata, a batch sampler": lambda: stateful(batch_sampler=batch_sampler()),
+    "torchdata, Python's generator": lambda: stateful(sampler=Ordered(by_python)),
+    "torchdata, numpy's generator": lambda: stateful(sampler=Ordered(by_numpy)),
+    "torchdata, numpy's in the sampler": lambda: stateful(sampler=Permuted(lazy=False)),
+    "torchdata, a buffer": lambda: stateful(Buffered()),
+    "nodes of torchdata": nodes,
+    "numpy's in the sampler": lambda: plain(sampler=Permuted(lazy=False)),
+    "numpy's in the sampler, at each row": lambda: plain(sampler=Permuted(lazy=True)),
+    "numpy's in the dataset": lambda: plain(Noisy(np.random.default_rng(3))),
+    "an older numpy's in the dataset": lambda: plain(Noisy(np.random.RandomState(3))),
+    "Python's in the dataset": lambda: plain(Noisy(random.Random(3)), shuffle=True),
+    "a state of the user's": StatefulRows,
+}
+
+
+class Job:
+    """Everything of one process: a loop, what it trains, and the rows that came."""
+
+    def __init__(self, make: Callable[[], Any], how: str, seed: int) -> None:
+        for draw in (torch.manual_seed, random.seed, np.random.seed):
+            draw(seed)
+        self.weight = torch.zeros(1)
+        tasks = [
+            PipelineTask("decode", self.decode, pure=True),
+            PipelineTask("double", self.double, pure=True),
+            PipelineTask("train", self.train),
+        ]
+        if how in PLANS:
+            names = [task.name for task in tasks]
+            pipe = SWPipeline(PLANS[how](names), tasks, device="cpu")
+            self.loop: ResumableLoop[Any] = ResumableLoop(pipe, make())
+        else:
+            self.loop = swpipe.overlap(make(), tasks, pull_ahead=how == "ahead", device="cpu")
+        self.epoch, self.rows = 0, list[Any]()
+
+    def decode(self, ctx: Any) -> None:
+        ctx.x = torch.as_tensor(ctx.batch) * 2
+
+    def double(self, ctx: Any) -> None:
+        ctx.x = ctx.x * 2
+
+    def train(self, ctx: Any) -> None:
+        self.weight.mul_(0.9).add_(ctx.x.sum())
+
+    def run(self) -> Iterator[None]:
+        """To the end; yields after each iteration and each pass, when a state may be saved."""
+        while self.epoch < EPOCHS:
+            for ctx in self.loop:
+                self.rows.append(torch.as_tensor(ctx.batch).tolist())
+                yield
+            self.epoch += 1
+            yield
+
+    def save(self) -> Any:
+        return copy.deepcopy([self.loop.state_dict(), self.weight, self.epoch, len(self.rows)])
+
+    def load(self, saved: Any, **options: Any) -> int:
+        state, self.weight, self.epoch, done = copy.deepcopy(saved)
+        self.loop.load_state_dict(state, **options)
+        return int(done)
+
+    def close(self) -> None:
+        self.loop.pipe.close()  # type: ignore[attr-defined]
+
+
+HOWS = ("in turn", "ahead", *PLANS)
+
+
+@cache
+def whole(name: str, how: str) -> tuple[list[Any], torch.Tensor, list[Any]]:
+    """The rows and the weight of a run that was not stopped, and a checkpoint at each place."""
+    job = Job(LOADERS[name], how, 1)
+    saved = [job.save() for _ in job.run()]
+    job.close()
+    return job.rows, job.weight, saved
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_run_that_was_stopped_goes_on_with_the_same_rows(name: str) -> None:
+    """Rows and parameters are bit-equal after 25 stops each, in mid-pass and between passes.
+
+    One is at the last batch, where a loader that is ahead knows that there are no more.
+    """
+    draws = random.Random(name)
+    for how in HOWS:
+        rows, weight, saved = whole(name, how)
+        assert rows == whole(name, "in turn")[0]
+        for place in (len(rows) // EPOCHS - 1, *draws.sample(range(len(saved)), 4)):
+            job = Job(LOADERS[name], how, 2)
+            done = job.load(saved[place])
+            for _ in job.run():
+                pass
+            assert job.rows == rows[done:], (how, place)
+            assert torch.equal(job.weight, weight)
+            job.close()
+
+
+def test_rows_come_from_workers_that_draw() -> None:
+    """Their generators are in no state: the pass is begun again, which is said."""
+
+    def make() -> Any:
+        return stateful(NoisyInWorkers(), num_workers=2)
+
+    job = Job(make, "in turn", 1)
+    saved = [job.save() for _ in job.run()]
+    job.close()
+    told: Any = pytest.warns(RuntimeWarning, match="13 batches of the pass are read again")
+    for place, said in ((1, nullcontext()), (12, told)):
+        other = Job(make, "in turn", 2)
+        with said:
+            done = other.load(saved[place])
+        for _ in other.run():
+            pass
+        assert other.rows == job.rows[done:]
+        other.close()
+
+
+def test_the_body_of_a_loop_in_turn_may_draw_as_the_loader_does() -> None:
+    """What is pulled again is pulled under the states that it was pulled under."""
+
+    def make() -> Any:
+        return plain(NoisyInWorkers())
+
+    def drawn(job: Job) -> list[float]:
+        found = []
+        for _ in job.run():
+            found.append(random.random())
+            saved.append(job.save())
+        return found
+
+    saved: list[Any] = []
+    job = Job(make, "in turn", 1)
+    expected = drawn(job)
+    job.close()
+    for place in (1, 4, 15, 29):
+        other = Job(make, "in turn", 2)
+        done = other.load(saved[place])
+        assert drawn(other) == expected[place + 1 :]
+        assert other.rows == job.rows[done:]
+        other.close()
+
+
+def living(rows: Any) -> Any:
+    """One worker for all passes."""
+    return stateful(rows, num_workers=1, persistent_workers=True)
+
+
+def hugging_face() -> Any:
+    """A dataset that is streamed."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [float(row) for row in range(ROWS)]})
+    return rows.to_iterable_dataset()
+
+
+def use(ctx: Any) -> None:
+    """Nothing."""
+
+
+def over(loader: Any, *, ahead: bool = False) -> OverlappedLoop[Any]:
+    """A loop whose rows are looked at in the body."""
+    return swpipe.overlap(loader, [use], pull_ahead=ahead, device="cpu")
+
+
+def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
+    """A checkpoint in the body of an iteration."""
+    return next(copy.deepcopy(loop.state_dict(**options)) for c in loop if c.iter_idx == number)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("rows", [BeginsWhereItWasSet, hugging_face])
+def test_later_passes_have_all_rows_where_workers_live_on(
+    rows: Callable[[], Any], ahead: bool
+) -> None:
+    """A worker that was set back begins all its passes there: they had as few as the first."""
+    with over(living(rows()), ahead=ahead) as loop:
+        state = [copy.deepcopy(loop.state_dict()) for _ in loop][11]
+    with over(living(rows()), ahead=ahead) as loop:
+        loop.load_state_dict(state)
+        assert [sum(1 for _ in loop) for _ in range(EPOCHS)] == [8, 20]
+
+
+REFUSED = "does not lead to the batches|begun again, does not give the batches"
+
+
+def unknown(make: Callable[[], Any], **options: Any) -> Any:
+    """A state from the third pass over a loader that draws from what swpipe does not know."""
+    _UNKNOWN[0] = np.random.default_rng(3)
+    with over(make()) as loop:
+        assert len([*loop, *loop]) == 40
+        state = state_at(loop, 52, **options)
+    _UNKNOWN[0] = np.random.default_rng(3)  # as in a new process
+    return state
+
+
+@pytest.mark.parametrize("make", [lambda: plain(Unknown()), lambda: stateful(Unknown())])
+def test_other_rows_are_refused_when_the_pass_begins(make: Callable[[], Any]) -> None:
+    """Whatever the loader's own state says; and again, if another pass is tried."""
+    state = unknown(make)
+    with over(make()) as loop:
+        loop.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"({REFUSED}).*up to batch 13.*check=False"):
+                iter(loop)
+
+
+def test_other_rows_are_taken_where_they_do_not_matter() -> None:
+    """By the word of who saves or who loads."""
+    for saves, loads in ((True, False), (False, True)):
+        state = unknown(plain_unknown, check=saves)
+        with over(plain_unknown()) as loop:
+            loop.load_state_dict(state, check=loads)
+            assert len(list(loop)) == 7
+
+
+def plain_unknown() -> DataLoader[float]:
+    """The loader of a module's generator."""
+    return plain(Unknown())
+
+
+def test_other_data_and_another_epoch_are_refused() -> None:
+    """Rows in another order; a sampler whose epoch nobody has set, until somebody does."""
+    with over(plain()) as loop:
+        state = state_at(loop, 4)
+    with over(plain(sampler=range(ROWS)[::-1])) as loop:
+        loop.load_state_dict(state)
+        with pytest.raises(ValueError, match=REFUSED):
+            iter(loop)
+    samplers: list[Any] = [DistributedSampler(Rows(), num_replicas=2, rank=1) for _ in range(2)]
+    samplers[0].set_epoch(3)
+    with over(plain(sampler=samplers[0])) as loop:
+        state, rest = state_at(loop, 1), 8
+    with over(plain(sampler=samplers[1])) as loop:
+        loop.load_state_dict(state)
+        with pytest.raises(ValueError, match="set_epoch"):
+            iter(loop)
+        samplers[1].set_epoch(3)
+        assert len(list(loop)) == rest
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_accelerates_loader_with_a_state_is_refused(ahead: bool) -> None:
+    """It begins a pass when it is prepared, and its state leads elsewhere on two ranks and one."""
+    accelerate = pytest.importorskip("accelerate")
+    config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    with over(accelerator.prepare(plain(shuffle=True)), ahead=ahead) as loop:
+        for _ in loop:
+            with pytest.raises(RuntimeError, match="Accelerate.*use_stateful_dataloader.*leave it"):
+                loop.state_dict()
+            assert loop.state_dict(check=False)["loader"] is None
+        with pytest.raises(RuntimeError, match="use_stateful_dataloader"):
+            loop.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 6 worker processes")
+def test_each_worker_is_compared() -> None:
+    """At least one batch of it."""
+    places = PlacesPulled(plain(num_workers=6))
+    for number in range(1, 17):
+        places.note(number, number - 1, torch.ones(number), {}, {})
+    assert len(places.up_to(16)) == 6
+    assert len({one.checksum for one in places.up_to(16)}) == 6
+
+
+class Anything:
+    """Of which nothing is known."""
+
+
+def test_batches_are_told_apart_by_what_is_in_them() -> None:
+    """Not by objects, addresses or memory that is not in one piece."""
+    rows = np.arange(4.0)
+    pairs: list[tuple[Any, Any, bool]] = [
+        (torch.arange(9000.0), torch.arange(9000.0), True),
+        (torch.arange(9000.0), torch.arange(9000.0).roll(2000), False),
+        ({"x": torch.ones(3), "name": "a"}, {"x": torch.ones(3), "name": "b"}, False),
+        ((rows, 1), (rows.copy(), 1), True),
+        ((rows, 1), (rows + 1, 1), False),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), False),
+        (np.array([Anything()], object), np.array([Anything()], object), True),
+        ([Anything()], [Anything()], True),
+        (b"one", b"two", False),
+    ]
+    for one, other, same in pairs:
+        assert (checksum_of(one) == checksum_of(other)) is same, (one, other)
