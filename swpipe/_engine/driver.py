@@ -220,8 +220,6 @@ class Driver(Generic[C]):
     def state_dict(self, check: bool) -> dict[str, int]:
         """Number of the next iteration to hand out, batches pulled beyond it, and the seed.
 
-        With ``check`` all of these have been pulled.
-
         Raises:
             RuntimeError: A call is under way; or, where ``check``, what was in flight last is lost.
         """

@@ -1,4 +1,4 @@
-"""The batches that were pulled ahead of the loop's body, and whether they are as they were pulled."""
+"""The batches that were pulled ahead of the loop's body, as they were pulled."""
 
 from __future__ import annotations
 

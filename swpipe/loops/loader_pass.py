@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.waiting import Cancelled
@@ -30,7 +30,6 @@ from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batches_ahead import BatchesAhead
-from swpipe.loops.draw_views import DrawViews, Turns
 from swpipe.loops.live_loaders import (
     epochs_of,
     goes_on,
@@ -38,38 +37,12 @@ from swpipe.loops.live_loaders import (
     has_own_state,
     torchs,
 )
-from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.pass_generators import PassGenerators, States, changed
+from swpipe.loops.pass_generators import States, changed
 from swpipe.loops.place_in_pass import PlaceInPass, PlacesPulled, check_length, led_back
-from swpipe.loops.pull_watch import PullWatch
+from swpipe.loops.pulled_loader import PulledLoader, length_of
 
 _LEFT_S = 600.0
 """How long a pass waits for a batch that is being pulled for the pass before."""
-
-
-@dataclass(frozen=True, slots=True)
-class PulledLoader:
-    """A loader, and how its passes are pulled.
-
-    Attributes:
-        loader: The loader.
-        generators: The random generators that matter.
-        draws: What it draws in mid-pass.
-        ahead: Whether batches are pulled while earlier ones are in use.
-        makes_batches: Whether its code in this process makes the batches.
-        turns: Of the pipeline, where a thread of its own pulls while the loop's body runs.
-        watch: Watches pulls.
-        views: Give what it draws from torch's default generator.
-    """
-
-    loader: Any
-    generators: PassGenerators
-    draws: LoaderDraws
-    ahead: bool
-    makes_batches: bool = False
-    turns: Turns | None = None
-    watch: PullWatch | None = None
-    views: DrawViews | None = None
 
 
 class LoaderPass:
@@ -462,11 +435,3 @@ class LoaderPass:
             RuntimeError: Tasks that ran ahead have modified them.
         """
         self._ahead.check_modified()
-
-
-def length_of(loader: Any) -> float:
-    """How many batches it says it has; infinity if it does not."""
-    try:
-        return len(loader)
-    except TypeError:
-        return float("inf")

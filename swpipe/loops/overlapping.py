@@ -36,9 +36,10 @@ from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draw_views import DrawViews
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws, known_draws
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.pull_watch import PullWatch
+from swpipe.loops.pulled_loader import PulledLoader
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan

@@ -32,9 +32,10 @@ from swpipe.loops.live_loaders import (
     torchs,
 )
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader, length_of
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.place_in_pass import set_back
+from swpipe.loops.pulled_loader import PulledLoader, length_of
 from swpipe.loops.saved_state import VERSION, checked
 from swpipe.pipeline import SWPipeline
 
