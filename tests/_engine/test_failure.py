@@ -203,7 +203,8 @@ def test_what_waits_while_the_pipeline_fills_has_no_iteration_yet(
 ) -> None:
     """The first batch never comes: the caller waits at its last task, and iteration -2 is none."""
     place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "default", "<retire>", -2))
-    plan = replace(PipelinePlan.serial(tasks()), pull_group="loader", pipeline_depth=3)
+    serial = PipelinePlan.serial(tasks())
+    plan = replace(serial, pull_group="loader", pipeline_depth=3, within_calls=True)
 
     def data() -> Iterator[int]:
         place.hang()

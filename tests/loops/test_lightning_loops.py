@@ -136,7 +136,9 @@ def loop_of(module: Own, loader: Any) -> Any:
     """The loop that takes the loader's place."""
     if isinstance(module, Overlapped):
         return swpipe.overlap(loader, [decode], pull_ahead=True, device="cpu")
-    plan = prefetch_plan(NAMES[:1], NAMES[1:])
+    # The Trainer's iterator is not apart from the Trainer, which looks whether it has ended.
+    apart = {} if module.over_loop else {"pull_group": None, "depth": 4}
+    plan = prefetch_plan(NAMES[:1], NAMES[1:], **apart)  # type: ignore[arg-type]
     module.pipe = SWPipeline(plan, module.tasks(), device="cpu")
     return swpipe.loops.ResumableLoop(module.pipe, loader)
 

@@ -90,6 +90,7 @@ def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         for number in range(5):
             assert pipe.progress(batches).iter_idx == number
+            pipe.settle()
             assert len(pulled) == number + 1 + maxsize + 1
 
 

@@ -52,7 +52,7 @@ def test_a_wait_that_nothing_explains_is_told_too() -> None:
 
 
 def test_the_caller_waits_for_a_slow_loader(tmp_path: Path) -> None:
-    """Where another thread pulls, ``<retire>`` waits for the batch of the same period."""
+    """Where another thread pulls, for the first task of the batch, which waits for the pull."""
 
     def loader() -> Iterator[int]:
         for batch in range(20):
@@ -67,7 +67,7 @@ def test_the_caller_waits_for_a_slow_loader(tmp_path: Path) -> None:
     trace.save(tmp_path / "trace.json")
     for found in (trace, Trace.load(tmp_path / "trace.json")):
         (caller,) = (lane for lane in found.lanes() if lane.row == DEFAULT)
-        assert caller.waiting_ns["<pull>"] > 0.5 * sum(caller.waiting_ns.values())
+        assert caller.waiting_ns["read"] > 0.5 * sum(caller.waiting_ns.values())
         path = {link.span.task for link in found.critical_path().links}
         assert "<pull>" in path
 
