@@ -179,9 +179,7 @@ def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
     """Its flags would be those of a later batch. Accelerate forgets it; what to give is said."""
     loop = OfAccelerate()
     with swpipe.overlap(wrap(loop.loader), loop.tasks, pull_ahead=True, device="cpu") as contexts:
-        with pytest.raises(
-            RuntimeError, match="Accelerate prepared.*or ahead the loader itself"
-        ):
+        with pytest.raises(RuntimeError, match="Accelerate prepared.*or ahead the loader itself"):
             list(contexts)
     assert not GradientState().in_dataloader
 
