@@ -27,6 +27,7 @@ Assumptions
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ class DrawViews(TorchDispatchMode):
         self._turns, self._kept = turns, kept
         self._generator = torch.default_generator
         self._view = torch.Generator()
+        self._lock = threading.Lock()  # of the state, and what it was set to
         self.begin()
 
     @classmethod
@@ -110,11 +112,17 @@ class DrawViews(TorchDispatchMode):
         while self._left and self._left[0][0] <= number:
             _, state = self._left.popleft()
             self._check_set()
-            self._generator.set_state(state)
-            self._set = state
+            with self._lock:
+                self._generator.set_state(state)
+                self._set = state
+
+    def _is_set(self) -> bool:
+        """Whether nobody else has drawn since the generator was set."""
+        with self._lock:
+            return self._set is None or torch.equal(self._generator.get_state(), self._set)
 
     def _check_set(self) -> None:
-        if self._set is not None and not torch.equal(self._generator.get_state(), self._set):
+        if not self._is_set():
             self._left.clear()
             raise both_draw([told("torch")])
 
@@ -144,7 +152,9 @@ class DrawViews(TorchDispatchMode):
         self._draws = True
         if not self._turns.is_in_turn:
             if may_be_ahead and self.known.torch_ahead and self._after is not None:
-                return self._view_from(self._after)
+                if self._is_set():
+                    return self._view_from(self._after)
+                self.known.torch_shared = True
             self.known.waits += 1
             if self._is_out_of_turn():
                 return self._view_from(self._after if self._left else None)
