@@ -385,7 +385,7 @@ def test_a_lie_stops_within_two_iterations(
 
     What others change shows only after they have changed it, when the task is some ahead.
     """
-    if name == "a module that is switched by another task" and run is under_overlap:
+    if name == "a module that is switched by another task":
         why = "not seen in a process that has run nothing else before"
         request.applymarker(pytest.mark.xfail(strict=False, reason=why))
     make, names = LIES[name]
