@@ -272,13 +272,15 @@ class SWPipeline(ShortcutControl[C]):
 
         Nothing else of the loop runs then, neither a task nor its body: all earlier iterations have
         been handed out. So a loader that draws, or reads what the loop changes, finds what it would
-        find in a plain loop. Where the caller's thread pulls, it returns at once.
+        find in a plain loop. Where the caller's thread pulls, it returns at once. It also returns
+        out of turn, and ``is_in_turn`` is False then, for ``settle``, ``fill_pipeline``,
+        ``state_dict`` and a call with another iterator, which wait for the loader.
         """
         self._driver.await_turn()
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether ``await_turn`` would return at once."""
+        """For the iterator: whether the caller has asked for this batch's iteration."""
         return self._driver.is_in_turn
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:

@@ -35,7 +35,7 @@ class WatchedModes:
     def __enter__(self) -> None:
         self._hook, self._ran = None, dict[int, Module]()
         self._modes = {number: module.training for number, module in self._alive()}
-        if not _something_is_compiled():
+        if not something_is_compiled():
             thread = get_ident()
 
             def running(module: Module, inputs: Any) -> None:
@@ -74,6 +74,8 @@ class WatchedModes:
                 yield number, module
 
 
-def _something_is_compiled() -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # many programs load it, and no more
-    return bool(getattr(compiler, "cached_backends", compiler))
+def something_is_compiled() -> bool:
+    """Whether torch compiles functions in this process, as far as it has begun to."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # any optimizer loads it, and no more
+    backends = getattr(compiler, "cached_backends", {0: compiler})
+    return any(one is not None for one in backends.values())  # None: what is not to be compiled

@@ -1,11 +1,15 @@
-"""One line for a plain loop: its batches made ahead, while its body runs.
+"""One line for a plain loop: its batches are made ahead, while its body runs.
 
-for x, y in swpipe.ahead(loader, decode, device="cuda"):
-...                                              # the body as it is
+The line, and who does what at the same time::
 
-loader's thread    pull 2       pull 3       pull 4
-io                 decode 1     decode 2     decode 3     and the copy to the device
-caller             body 0       body 1       body 2
+    for x, y in swpipe.ahead(loader, decode, device="cuda"):
+        ...                                              # the body as it is
+
+    loader's thread    pull 2       pull 3       pull 4
+    io                 decode 1     decode 2     decode 3     and the copy to the device
+    caller             body 0       body 1       body 2
+
+What is said of it is said of ``overlap``, whose plan and loop it is.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, copy_task, on_cpu, resolve
+from swpipe.loops.accelerate import is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER
 from swpipe.loops.overlapping import OverlappedLoop, loop_over
 
@@ -134,7 +139,7 @@ def ahead(
         device: Where the batches are copied after the functions, from pinned memory and on a
             stream of its own. None, or a CPU: nowhere.
         prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
-            or more with functions or a device.
+            or more with functions, a device or a prepared loader.
         check_effects: As for ``SWPipeline``: whether the functions do what they should.
 
     Returns:
@@ -156,9 +161,9 @@ def ahead(
     tasks = _tasks(functions)
     if device is not None and not on_cpu(torch.device(where.name)):
         tasks.append(copy_task(where, buffers=prefetch + 1))
-    least = 2 if tasks else 1
+    least = 2 if tasks or is_prepared(loader) else 1
     if type(prefetch) is not int or prefetch < least:
-        beside = " with functions or a device" if tasks else ""
+        beside = " with functions, a device or a prepared loader" if least > 1 else ""
         raise ValueError(f"prefetch is {shown(prefetch)}: give {least} or more{beside}")
     kind = AheadDataLoader if isinstance(loader, DataLoader) else AheadLoop
     loop = loop_over(

@@ -7,8 +7,8 @@ This is for generators that all threads share and that cannot be replaced: Pytho
 that a sampler was given, and torch's where a loader seeds them. What a pull draws by torch's
 operators, ``DrawViews`` sees.
 
-Some pulls are made in turn, once for each loader: the 2nd, 16th, 128th and so on of a pass. A state
-that such a pull changes is one that the loader draws from. Then
+Some pulls are made in turn: the 2nd of each pass, and once for each loader the 16th, 128th and so
+on. A state that such a pull changes is one that the loader draws from. Then
 
 - from a default generator it draws in turn, from then on: who drew while a batch was pulled, nobody
   could tell;
@@ -39,6 +39,9 @@ from swpipe.loops.pass_generators import (
     told,
 )
 
+_EACH_PASS = 2
+"""The pull that is measured in each pass: between two the loop may switch augmentation on."""
+
 _MEASURED = 4
 
 _QUIET = 4
@@ -50,7 +53,7 @@ class KnownDraws:
 
     Attributes:
         names: The generators that it draws from in mid-pass.
-        looked: Pulls of a pass that were measured.
+        looked: Pulls of a pass that were measured, by their numbers.
         measured: How many pulls were, since one was known to draw.
         shared: Whether others draw from them, too, or may.
         quiet: How often it drew by torch's operators, in turn, and nobody else since the time
@@ -124,7 +127,6 @@ class LoaderDraws:
         self.after: States = {}
         self._generators = generators
         self._measures = measured
-        self._looks = 0  # the pull that is measured, by its number
         self._devices: set[str] = set()  # of torch's default generators; all, where none is known
 
     @property
@@ -143,8 +145,7 @@ class LoaderDraws:
             return True
         bits = number.bit_length()
         looks = self._measures and number == 1 << (bits - 1) and bits % 3 == 2
-        self._looks = number if looks and number not in known.looked else 0
-        return self._looks > 0
+        return looks and (number == _EACH_PASS or number not in known.looked)
 
     def before_pull(self, *, alone: bool, ahead: bool) -> States:
         """What the states are before a pull.
@@ -166,14 +167,16 @@ class LoaderDraws:
             self.known.shared = True
         return before
 
-    def after_pull(self, before: States, *, alone: bool, first: bool, seen: bool = False) -> None:
+    def after_pull(
+        self, number: int, before: States, *, alone: bool, first: bool, seen: bool = False
+    ) -> None:
         """Note what a pull has drawn; ``seen``: torch's draws in it were seen as they came."""
         if not before:
             return
         self.after = self._generators.read(before)
         if alone:
             self.known.measured += bool(self.names)
-            self.known.looked.add(self._looks)
+            self.known.looked.add(number)
             if not first:
                 self.known.names |= changed(before, self.after) - ({"torch"} if seen else set())
                 self.known.shared |= not self.names.isdisjoint(DEFAULTS)

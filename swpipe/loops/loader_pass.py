@@ -3,8 +3,7 @@
 An error of the loader, and the end of its batches, come when the caller has got the batches before.
 An iterator has no other pass: batches that were pulled and not handed out are given again.
 
-A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's, is asked for its state
-after each pull. ``place_in_pass`` leads it back.
+Where it is, what it gave last and how it is led there again, ``place_in_pass`` knows.
 
     loader's thread    pull 3 ....   pull 4 ....
     caller             hand out 2    body of 2: saves, or leaves     hand out 3
@@ -148,9 +147,10 @@ class LoaderPass:
         """Where the pass is: after the last batch handed out."""
         of = self._of
         with self._lock:
-            places = self._places.up_to(self.handed_out)
+            handed_out = self.handed_out
             ahead = max(0, self.pulled - self.handed_out)
             draws = ahead or self._pulling or self._end_is_known
+        places = self._places.up_to(handed_out)
         after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
         if places and draws:
             after_pull = of.draws.drawn(places[-1].after)
@@ -273,10 +273,10 @@ class LoaderPass:
         """Pull the next batch; whether there is one."""
         of = self._of
         number = self.pulled + 1
-        if of.turns is not None and of.draws.wants_turn(number):
-            of.turns.await_turn()
+        if (of.turns is not None or not of.ahead) and of.draws.wants_turn(number):
             alone = True
-        alone = alone or (not of.ahead and of.draws.wants_turn(number))
+            if of.turns is not None:
+                of.turns.await_turn()
         with self._lock:
             if self._left:
                 raise Cancelled
@@ -310,6 +310,9 @@ class LoaderPass:
             self._refuse_changed(of.watch.changed)
         looks = of.turns is not None and not ended
         pulled = self._ahead.as_pulled(batch) if looks else None
+        if not ended:  # it may take a while, and the caller must not wait for it
+            after = of.draws.after if before else {}
+            self._places.note(number, self.handed_out, batch, known, after)
         with self._lock:
             if ended and not self._left:
                 self.failure, self._at_end, self._end_is_known = failure, True, failure is None
@@ -317,8 +320,6 @@ class LoaderPass:
             if ended or self._left:
                 return False
             self._ahead.add(pulled)
-            after = of.draws.after if before else {}
-            self._places.note(number, self.handed_out, batch, known, after)
             self.pulled = number
             self._again.append(batch)
             return True
@@ -328,7 +329,7 @@ class LoaderPass:
         of, found = self._of, States()
         if of.views is not None and of.views.found is not None:
             found = {"torch": {"cpu": of.views.found}}
-        of.draws.after_pull(before, alone=alone, first=not self._asked, seen=bool(found))
+        of.draws.after_pull(number, before, alone=alone, first=not self._asked, seen=bool(found))
         if of.views is not None:
             of.views.pulled(number)
         if self._prepared is not None and not self._asked:

@@ -122,10 +122,10 @@ class OverlappedLoop(ResumableLoop[C]):
         apart = is_apart(torchs(loader), draws_watched=True)
         given = generators_in_pass(torchs(loader))
         names = [name for name, one in generators.own.items() if any(one is g for g in given)]
-        known = known_draws(torchs(loader))
         if not ahead:
             draws = LoaderDraws(generators, measured=not apart)
             return PulledLoader(loader, generators, draws, ahead)
+        known = known_draws(torchs(loader))
         views = None if apart else DrawViews(self.pipe, known, kept=goes_on(loader))
         return PulledLoader(
             loader,
@@ -246,9 +246,10 @@ def overlap(
         pull_ahead: Whether batches are pulled ahead. None: if the loader is a list, tuple or range,
             or torch's own ``DataLoader`` with workers and torch's samplers; the workers are taken
             to read no file and no shared memory that the loop writes. True, for any other,
-            says that it does not read what the loop changes, that nobody asks it for more than its
-            batches, such as its state in mid-pass, and that the loop draws from no random generator
-            from which it draws; and that it begins each pass anew, or is an iterator. False: never.
+            says that it does not read what the loop changes, and that nobody asks it for more than
+            its batches, such as its state in mid-pass; and that it begins each pass anew, or is an
+            iterator. What it draws it draws as in a plain loop, and waits for that where the loop
+            draws, too. False: never.
         device: As for ``SWPipeline``; one that is given and no CPU gets the batches: a task "copy"
             before the others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from pinned
             memory, and where the loader is ahead, ahead of the loop on a stream of its own.
@@ -272,7 +273,7 @@ def overlap(
 
     Warns:
         RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
-            a default generator, from which the loop then must not draw.
+            a default generator: ahead, so that the loop must not begin to, or in turn.
     """
     for name in gone:
         raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
@@ -400,8 +401,8 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str
     what, mend = why_not_apart(loader)
     text = (
         f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
-        "pull_ahead=True, if it does not read what the loop changes, nobody asks it for more than "
-        "its batches, and the loop draws from no random generator from which it draws."
+        "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for more "
+        "than its batches."
     )
     return (text,)
 

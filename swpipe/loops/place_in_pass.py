@@ -15,6 +15,7 @@ does, too, resuming is refused. What differs only later is not seen.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ class PlaceInPass:
 class PlacesPulled:
     """Of the batches of a pass that were pulled last, as far as a state may need them.
 
+    The thread that pulls notes them, and the caller's asks.
+
     Args:
         loader: The loader.
     """
@@ -64,6 +67,7 @@ class PlacesPulled:
     def __init__(self, loader: Any) -> None:
         self._loader, self._has_state = loader, has_own_state(loader)
         self._known: dict[int, PlaceInPass] = {}  # by batches pulled
+        self._lock = threading.Lock()  # of these
         torch_s = torchs(loader)
         workers = torch_s.num_workers if isinstance(torch_s, DataLoader) else 0
         self._compared = max(_COMPARED, workers)  # of each worker at least one
@@ -95,22 +99,24 @@ class PlacesPulled:
         elif number % _ASKED == 0:
             self._state = self.ask()
         checksum = None if self._is_data or before is None else checksum_of(batch)
-        self._known[number] = PlaceInPass(state, before, after, checksum)
-        if number % _ASKED == 0:
-            first = self._first(handed_out)
-            self._known = {place: one for place, one in self._known.items() if place >= first}
+        with self._lock:
+            self._known[number] = PlaceInPass(state, before, after, checksum)
+            if number % _ASKED == 0:
+                first = self._first(handed_out)
+                self._known = {place: one for place, one in self._known.items() if place >= first}
 
     def up_to(self, handed_out: int) -> list[PlaceInPass]:
         """Those from which a state leads to the batch handed out last, and are compared."""
-        first = self._first(handed_out)
-        return [one for place, one in list(self._known.items()) if first <= place <= handed_out]
+        with self._lock:
+            first = self._first(handed_out)
+            return [one for place, one in self._known.items() if first <= place <= handed_out]
 
     def _first(self, handed_out: int) -> int:
         """The latest that leaves enough to compare, with the loader's state if it has one."""
         first = handed_out - self._compared + 1
         if not self._has_state:
             return first
-        known = [place for place, one in list(self._known.items()) if one.loader is not None]
+        known = [place for place, one in self._known.items() if one.loader is not None]
         return max((place for place in known if place <= first), default=min(known, default=0))
 
 

@@ -170,14 +170,16 @@ class PullWatch(TorchFunctionMode):
         before = [one._version for one in read.values()]
         if _may_draw(func):  # and wait until the loop goes on, which must not wait for it
             self._writes = True
-            result = self._called(func, args, kwargs)
-            with self._lock:
+            try:
+                return self._called(func, args, kwargs)
+            finally:
+                with self._lock:
+                    self._count_written(read, before)
+        with self._lock:
+            try:
+                return func(*args, **kwargs)
+            finally:
                 self._count_written(read, before)
-        else:
-            with self._lock:
-                result = func(*args, **kwargs)
-                self._count_written(read, before)
-        return result
 
     def _count_written(self, read: dict[int, Tensor], before: list[int]) -> None:
         for one, version in zip(read.values(), before, strict=True):

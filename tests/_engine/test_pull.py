@@ -61,6 +61,14 @@ class Loader:
         return self.pulled - 1
 
 
+def meeting(meet: threading.Barrier) -> Iterator[int]:
+    """Six batches, of which each from the third on waits for somebody at an earlier one."""
+    for i in range(6):
+        if i >= 2:
+            meet.wait()
+        yield i
+
+
 @pytest.fixture
 def pipe() -> Iterator[SWPipeline]:
     with SWPipeline(PLAN, TASKS, device="cpu") as made:
@@ -88,19 +96,13 @@ def test_the_next_batch_is_pulled_while_the_tasks_run(pipe: SWPipeline) -> None:
     """Task and pull wait for each other: they can only go on side by side."""
     meet = threading.Barrier(2, timeout=30)
 
-    def batches() -> Iterator[int]:
-        for i in range(6):
-            if i >= 2:
-                meet.wait()
-            yield i
-
     def add(ctx: IterContext) -> None:
         if ctx.iter_idx < 4:
             meet.wait()
         ctx.z = ctx.y + 1
 
     with SWPipeline(PLAN, [TASKS[0], PipelineTask("add", add)], device="cpu") as side_by_side:
-        assert [ctx.z for ctx in side_by_side.iterate(batches())] == [1, 3, 5, 7, 9, 11]
+        assert [ctx.z for ctx in side_by_side.iterate(meeting(meet))] == [1, 3, 5, 7, 9, 11]
 
 
 @pytest.mark.parametrize("depth", [3, 4, 6])
@@ -132,17 +134,11 @@ def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
     """They can only go on side by side."""
     meet = threading.Barrier(2, timeout=30)
 
-    def batches() -> Iterator[int]:
-        for i in range(6):
-            if i >= 2:
-                meet.wait()
-            yield i
-
     tasks = [PipelineTask("double", double, pure=True), TASKS[1]]
     schedule = {"double": TaskSchedule(thread_group="io"), "add": TaskSchedule(1)}
     plan = replace(PLAN, schedule=schedule, pull_group=pull)
     with SWPipeline(plan, tasks, device="cpu") as pipe:
-        for ctx in pipe.iterate(batches()):
+        for ctx in pipe.iterate(meeting(meet)):
             if ctx.iter_idx < 4:
                 meet.wait()
 

@@ -7,6 +7,7 @@ task, what it touched, the rule, and what to do. Honest tasks run as if nobody l
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import sys
@@ -24,6 +25,7 @@ import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.inference import state_items
+from swpipe.inference.watched_modes import something_is_compiled
 from tests.support.plans_for_tests import NOBODY_ELSE
 
 BATCHES = 12
@@ -378,16 +380,11 @@ CHANGED_IN_TRAINING = ("the optimizer's state", "a gradient")
 
 @pytest.mark.parametrize("run", [under_a_plan, under_overlap])
 @pytest.mark.parametrize("name", LIES)
-def test_a_lie_stops_within_two_iterations(
-    name: str, run: Run, request: pytest.FixtureRequest
-) -> None:
+def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     """The error names the task and what it touched, and says what pure means.
 
     What others change shows only after they have changed it, when the task is some ahead.
     """
-    if name == "a module that is switched by another task":
-        why = "not seen in a process that has run nothing else before"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=why))
     make, names = LIES[name]
     job = Job()
     tasks = job.tasks(make(job))
@@ -778,3 +775,14 @@ def test_a_pure_task_without_the_order_of_what_an_undeclared_one_made(how: str) 
     said = r"touched ctx\.batch.*'finish' on iteration i must come after 'make' on iteration i"
     with SWPipeline(plan, tasks, device="cpu") as pipe, pytest.raises(PlanError, match=said):
         list(pipe.iterate(batches))
+
+
+def test_modes_are_watched_where_nothing_is_compiled_and_only_there() -> None:
+    """An optimizer marks functions as not to be compiled, in any process that trains."""
+    compiler = importlib.import_module("torch._dynamo")
+    compiler.reset()
+    compiler.disable(lambda: None)
+    assert not something_is_compiled()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert something_is_compiled()
+    compiler.reset()

@@ -293,7 +293,7 @@ AHEAD: Any = swpipe.ahead
         (
             lambda: swpipe.ahead([1], torch.neg, prefetch=1),
             ValueError,
-            "prefetch is 1: give 2 or more with functions or a device",
+            "prefetch is 1: give 2 or more with functions, a device or a",
         ),
         (lambda: swpipe.ahead([1], prefetch=True), ValueError, "prefetch is True"),
         (lambda: AHEAD(3), TypeError, "the loader is 3: give an iterable"),

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops import OverlappedLoop
-from tests.loops.ordinary_loops import Fn, NoisyRows, Rows, Training, batches
+from tests.loops.ordinary_loops import ROWS, Fn, NoisyRows, Rows, Training, batches
 
 # Told of any loader that draws in this process; test_overlapping looks at it.
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -99,6 +99,18 @@ def workers_that_shuffle_by_a_given_generator(over: Over) -> Any:
 
 
 @ahead
+def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
+    """Augmentation that the loop switches on between two passes, beside a body that draws."""
+    rows = LateRows(random.random, after=ROWS)
+    parts, losses = Training(), []
+    with over(batches(rows), parts.tasks()) as loop:
+        for _ in range(3):
+            losses += [(ctx.loss.item(), random.random()) for ctx in loop]
+            rows.after = 0
+    return [losses, parts.state()]
+
+
+@ahead
 def a_loader_that_draws_by_numpy(over: Over) -> Any:
     def noisy(row: list[Tensor]) -> Tensor:
         return torch.stack(row) * float(np.random.rand())
@@ -117,14 +129,14 @@ def a_body_that_draws_beside_a_loader_that_does_not(over: Over) -> Any:
 
 
 class LateRows(Rows):
-    """Rows that draw from the 17th on."""
+    """Rows that draw after so many."""
 
-    def __init__(self, draw: Callable[[], Any]) -> None:
+    def __init__(self, draw: Callable[[], Any], after: int = 16) -> None:
         super().__init__()
-        self.draw = draw
+        self.draw, self.after = draw, after
 
     def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) * (1.0 if index < 16 else float(self.draw()))
+        return super().__getitem__(index) * (1.0 if index < self.after else float(self.draw()))
 
 
 BOTH = "the loader and the loop.* both draw from"
