@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -77,15 +78,8 @@ class AheadDataLoader(AheadLoop[Batch], DataLoader[Batch]):  # type: ignore[misc
     """The same, for whoever asks whether it is a ``DataLoader``."""
 
 
-def _batches(contexts: Any) -> Iterator[Any]:
-    try:
-        while (ctx := next(contexts, None)) is not None:
-            batch = ctx.batch
-            del ctx  # neither this frame must keep what the body drops
-            yield batch
-            del batch
-    finally:
-        contexts.close()
+def _batches(contexts: Iterator[IterContext]) -> Iterator[Any]:
+    yield from map(attrgetter("batch"), contexts)  # which keeps nothing that the body drops
 
 
 @overload

@@ -196,6 +196,7 @@ class LoaderPass:
         if not self.ended:
             if self._of.turns is not None:
                 self._of.turns.settle()
+                self.begin_batch()
             if self.is_ahead or any(True for _ in self._pull()):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True

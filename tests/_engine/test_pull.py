@@ -143,6 +143,40 @@ def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
                 meet.wait()
 
 
+def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller() -> None:
+    """What the pull has done is known before that task has run."""
+    tasks = [PipelineTask("double", double), PipelineTask("add", add)]
+    plan = PipelinePlan(
+        {"double": TaskSchedule(thread_group="io"), "add": TaskSchedule()},
+        deps=[("add", "double")],
+        cross_iter_deps=[("double", "add")],
+        pull_group="io",
+        pipeline_depth=3,
+    )
+    loader = Loader(5)
+    with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=5) as pipe:
+        pipe.progress(loader)
+        pipe.settle()
+        assert loader.pulled >= 2
+        assert [ctx.z for ctx in pipe.iterate(loader)] == [3, 5, 7, 9]
+
+
+def test_another_iterator_may_follow_at_once() -> None:
+    """Whether the end of the last one has been found or not."""
+    goes_on = threading.Event()
+
+    def batches() -> Iterator[int]:
+        yield from range(3)
+        assert goes_on.wait(30)
+
+    first = batches()
+    with SWPipeline(LAST, TASKS, device="cpu") as pipe:
+        for _ in range(3):
+            pipe.progress(first)
+        threading.Timer(0.2, goes_on.set).start()
+        assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]
+
+
 def test_a_pull_may_wait_for_its_turn() -> None:
     """When it goes on, all earlier iterations have been handed out, and no task runs."""
     events: list[str] = []

@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
+from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import NoisyRows, Rows, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -134,7 +135,7 @@ def test_no_thread_is_left_when_the_body_leaves(leaves: Callable[[int], bool]) -
     def loader() -> Iterator[int]:
         yield from range(3)
         pulling.set()
-        time.sleep(0.05)
+        time.sleep(0.4)  # a disk, a network
         yield 3
 
     found = []
@@ -168,7 +169,7 @@ def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was
                 assert pulling.wait(30)
                 break
         assert loop.pipe.in_flight == 0
-        goes_on.set()
+        threading.Timer(0.2, goes_on.set).start()
         found.extend(loop)
     assert found == [*range(8)]
 
@@ -610,6 +611,134 @@ def test_a_loader_that_draws_beside_a_body_that_does_not_is_ahead_after_four_pul
     assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.parametrize("kind", TORCHS)
+def test_a_pull_that_goes_on_out_of_turn_leaves_the_generator_as_it_was(kind: str) -> None:
+    """Whoever lets it go on, as ``settle`` does, may look at the state, and save it."""
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(8):
+            yield getattr(Views, kind)()
+
+    def run(over: Callable[[Any], Iterable[Any]]) -> list[Any]:
+        seed()
+        found: list[Any] = []
+        loop = over(loader())
+        for batch in loop:
+            if isinstance(loop, AheadLoop):
+                loop.pipe.settle()
+            found += [batch, torch.get_rng_state()]
+        return [*found, *states()]
+
+    same(run(partial(swpipe.ahead, device="cpu")), run(lambda rows: rows))
+
+
+def test_a_pull_that_has_drawn_ahead_may_wait_for_an_operator_without_a_generator() -> None:
+    """It goes on in turn where the view was."""
+    begun = [threading.Event() for _ in range(13)]
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(12):
+            noise = torch.rand(2)
+            begun[number].set()
+            yield noise + torch.native_dropout(torch.ones(2), 0.5, True)[0] + torch.rand(2)
+
+    def run(over: Callable[[Any], Iterable[Any]], *, waits: bool) -> list[Any]:
+        seed()
+        found: list[Any] = []
+        for number, batch in enumerate(over(loader())):
+            assert not waits or not 6 <= number < 11 or begun[number + 1].wait(30)
+            found += [batch, torch.get_rng_state()]
+        return [*found, *states()]
+
+    expected = run(lambda rows: rows, waits=False)
+    for one in begun:
+        one.clear()
+    same(run(partial(swpipe.ahead, device="cpu"), waits=True), expected)
+
+
+def test_a_pull_that_is_cut_short_has_drawn_nothing() -> None:
+    """From the generator that its sampler was given, before it waited at a draw from torch's."""
+    waiting = threading.Event()
+
+    class Noisy(Rows):
+        armed = False
+
+        def __getitem__(self, index: int) -> Tensor:
+            if self.armed:
+                waiting.set()
+            return super().__getitem__(index) + torch.rand(4)
+
+    def run(over: Callable[[Any], Iterable[Any]], *, waits: bool) -> Tensor:
+        seed()
+        draws = torch.Generator().manual_seed(3)
+        rows = Noisy()
+        rows.armed = False
+        sampler = RandomSampler(rows, replacement=True, num_samples=320, generator=draws)
+        for number, _ in enumerate(over(batches(rows, batch_size=32, sampler=sampler))):
+            torch.rand(1)
+            rows.armed = number == 7
+            if number == 7:
+                assert not waits or waiting.wait(30)
+                break
+        return torch.cat([draws.get_state(), torch.get_rng_state()])
+
+    expected = run(lambda rows: rows, waits=False)
+    same(run(partial(swpipe.ahead, device="cpu"), waits=True), expected)
+
+
+def test_a_random_task_finds_its_own_seed_after_draws_ahead() -> None:
+    """The state that the loader left is set beneath it."""
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(12):
+            yield torch.rand(2)
+
+    def noise(ctx: Any) -> None:
+        ctx.x = ctx.batch + torch.rand(2)
+
+    def run(*, pull_ahead: bool) -> list[Any]:
+        seed()
+        found = []
+        tasks = [swpipe.PipelineTask("noise", noise, random=True)]
+        with swpipe.overlap(loader(), tasks, pull_ahead=pull_ahead, seed=1, device="cpu") as loop:
+            for ctx in loop:
+                if pull_ahead and ctx.iter_idx > 6:
+                    loop.pipe.settle()
+                found += [ctx.x, torch.get_rng_state()]
+        return found
+
+    same(run(pull_ahead=True), run(pull_ahead=False))
+
+
+def test_a_counted_loop_asks_for_an_end_that_draws() -> None:
+    """As a for does, after the last body."""
+
+    class Draws:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(3)
+            torch.rand(1)
+
+    def run(over: Callable[[Any], Any]) -> list[Any]:
+        seed()
+        loop = over(Draws())
+        if isinstance(loop, AheadLoop):
+            loop.counted = True
+            contexts = iter(loop)
+            for _ in range(3):
+                next(contexts)
+                torch.rand(1)
+            contexts.close()  # type: ignore[attr-defined]
+        else:
+            for _ in loop:
+                torch.rand(1)
+        return states()
+
+    same(run(partial(swpipe.ahead, device="cpu")), run(lambda rows: rows))
+
+
 def test_what_is_known_of_a_loader_is_kept_with_it() -> None:
     """The second loop over it draws ahead from the second pull on."""
     meet, again = threading.Barrier(2, timeout=30), False
@@ -730,6 +859,58 @@ def test_what_the_loader_itself_changes_is_none() -> None:
 
     found = [batch.tolist() for batch in swpipe.ahead(loader(), device="cpu")]
     assert found == [[2.0 * n, 1.0 * n] for n in range(1, 21)]
+
+
+def test_it_is_seen_after_a_write_that_failed() -> None:
+    """The loader handles the error, and goes on."""
+    weight = torch.ones(2)
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(30):
+            with suppress(RuntimeError):
+                torch.ones(2).normal_(0.0, -1.0)
+            yield weight * number
+
+    def body(number: int) -> None:
+        if number == 8:
+            loop.pipe.settle()
+            weight.mul_(2)
+
+    loop = swpipe.ahead(loader(), device="cpu")
+    with pytest.raises(RuntimeError, match="changed a tensor that the loader reads"):
+        sum(body(number) is None for number, _ in enumerate(loop))
+
+
+def test_a_write_of_the_loader_that_is_not_counted_yet_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop comes to a batch when the pull of the next one is about to note what it wrote."""
+    inside, goes_on, armed = threading.Event(), threading.Event(), threading.Event()
+    called = PullWatch._called
+
+    def slowly(watch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        result = called(watch, func, args, kwargs)
+        if armed.is_set() and getattr(func, "__name__", "") == "normal_":
+            inside.set()
+            assert goes_on.wait(30)
+        return result
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(12):
+            if number == 9:
+                armed.set()
+            yield noise.normal_().clone()
+
+    noise = torch.zeros(2)
+    monkeypatch.setattr(PullWatch, "_called", slowly)
+    found = []
+    for number, batch in enumerate(swpipe.ahead(loader(), device="cpu")):
+        found.append(batch)
+        if number == 7:
+            assert inside.wait(30)  # in the pull of the 9th
+        if number == 8:
+            goes_on.set()
+    assert len(found) == 12
 
 
 def test_a_function_that_draws_is_refused() -> None:
