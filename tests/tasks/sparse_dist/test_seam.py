@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
 from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
 from swpipe.tasks.sparse_dist.forwards import Kind
 from swpipe.tasks.sparse_dist.seam import Seam, run_embedding_backward
-from tests.bench.emulated_link import EmulatedLink
 from tests.support.ranks import Ranks
 from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
 
