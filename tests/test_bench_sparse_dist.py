@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("swpipe.tasks.sparse_dist", exc_type=ImportError)  # without torchrec
+pytest.importorskip("swpipe.tasks.torchrec.drop_in", exc_type=ImportError)  # without torchrec
 
-from swpipe.plans.sparse_dist import EMBED
+from swpipe.plans.torchrec.sparse_dist import EMBED
 from tests.bench import soak, sparse_dist, torchrec_classes
 from tests.bench.contest import Contest, contest
 from tests.bench.dlrm import TINY

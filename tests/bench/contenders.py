@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from swpipe.tasks.sparse_dist import PipelineFactory
+from swpipe.tasks.torchrec import PipelineFactory
 from tests.bench.dlrm import CPU, Batch
 
 with warnings.catch_warnings():

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
-from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from swpipe.plans.torchrec.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from tests.bench.contenders import CONTENDERS, Contender, streams_on_a_cpu
 from tests.bench.dlrm import CPU, Batch, Size, dense_optimizer, endless, everything, sharded_dlrm
 from tests.bench.emulated_link import EmulatedLink, Exchange, reduce_by_link

@@ -19,8 +19,8 @@ LATENCIES = (0.0, 5.0)
 
 def on_rank(rounds: int, periods: int) -> list[Row]:
     """A row for each plan and link; on each rank."""
-    from swpipe.plans import sparse_dist as plans
-    from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+    from swpipe.plans.torchrec import sparse_dist as plans
+    from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
     from tests.bench.dlrm import CPU, Size, batches, dense_optimizer, sharded_dlrm
     from tests.bench.emulated_link import EmulatedLink
     from tests.bench.measure import sharpen_timers

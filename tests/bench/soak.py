@@ -57,7 +57,7 @@ class Held(NamedTuple):
 
 def soak(steps: int, warm_up: int, name: str = "jagged_split_sparse_dist") -> Soaked:
     """Run the steps, on each rank."""
-    from swpipe.tasks.sparse_dist import PipelineFactory
+    from swpipe.tasks.torchrec import PipelineFactory
     from tests.bench.dlrm import CPU, TINY, batches, dense_optimizer, sharded_dlrm
 
     model = sharded_dlrm(TINY)

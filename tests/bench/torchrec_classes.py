@@ -67,14 +67,14 @@ def duel(name: str, size: Size, trials: int, steps: int) -> tuple[Sequence[float
     """Milliseconds per step in each trial, of ours and of TorchRec's."""
     from torchrec.distributed.train_pipeline import train_pipelines
 
-    from swpipe.tasks import torchrec_pipelines
+    from swpipe.tasks import torchrec
     from tests.bench.contenders import HostStream, streams_on_a_cpu
     from tests.bench.dlrm import CPU, dense_optimizer, endless, sharded_dlrm
 
     sharpen_timers()
     ours, theirs = (
         getattr(module, name)(model, dense_optimizer(model), CPU, **CLASSES[name])
-        for module in (torchrec_pipelines, train_pipelines)
+        for module in (torchrec, train_pipelines)
         for model in [sharded_dlrm(size)]
     )
     if name.startswith("Prefetch"):
