@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bench.dlrm import CPU, Batch
-from swpipe.tasks.sparse_dist import PipelineFactory
+from swpipe.tasks.torchrec import PipelineFactory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -18,8 +18,8 @@ from bench.emulated_link import EmulatedLink, Exchange, reduce_by_link
 from bench.measure import sharpen_timers
 from bench.towers import sharded_towers
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
-from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+from swpipe.plans.torchrec.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 
 MODELS: Mapping[str, Callable[[Size], nn.Module]] = {
     "DLRM": sharded_dlrm,

@@ -31,7 +31,7 @@ from swpipe.device import copy_task
 from swpipe.planning import auto_plan, recsys14
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.plans import prefetch_plan
-from swpipe.plans.hstu_schedule import hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule
 from swpipe.profiler import measure_costs
 from tests import backend
 from tests.support.device_work import device, spin

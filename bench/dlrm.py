@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.tasks.sparse_dist import _torchrec  # noqa: F401 - quiets what follows
+from swpipe.tasks.torchrec import _torchrec  # noqa: F401 - quiets what follows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -22,8 +22,8 @@ def on_rank(rounds: int, periods: int) -> list[Row]:
     from bench.dlrm import CPU, Size, batches, dense_optimizer, sharded_dlrm
     from bench.emulated_link import EmulatedLink
     from bench.measure import sharpen_timers
-    from swpipe.plans import sparse_dist as plans
-    from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
+    from swpipe.plans.torchrec import sparse_dist as plans
+    from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 
     sharpen_timers()
     found = []

@@ -58,7 +58,7 @@ class Held(NamedTuple):
 def soak(steps: int, warm_up: int, name: str = "jagged_split_sparse_dist") -> Soaked:
     """Run the steps, on each rank."""
     from bench.dlrm import CPU, TINY, batches, dense_optimizer, sharded_dlrm
-    from swpipe.tasks.sparse_dist import PipelineFactory
+    from swpipe.tasks.torchrec import PipelineFactory
 
     model = sharded_dlrm(TINY)
     stock = batches(TINY, 16)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import Bounds, lower_bounds
-from swpipe.plans.sparse_dist import (
+from swpipe.plans.torchrec.sparse_dist import (
     COPY,
     DENSE,
     DENSE_BACK,

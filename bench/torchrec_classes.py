@@ -69,12 +69,12 @@ def duel(name: str, size: Size, trials: int, steps: int) -> tuple[Sequence[float
 
     from bench.contenders import HostStream, streams_on_a_cpu
     from bench.dlrm import CPU, dense_optimizer, endless, sharded_dlrm
-    from swpipe.tasks import torchrec_pipelines
+    from swpipe.tasks import torchrec
 
     sharpen_timers()
     ours, theirs = (
         getattr(module, name)(model, dense_optimizer(model), CPU, **CLASSES[name])
-        for module in (torchrec_pipelines, train_pipelines)
+        for module in (torchrec, train_pipelines)
         for model in [sharded_dlrm(size)]
     )
     if name.startswith("Prefetch"):

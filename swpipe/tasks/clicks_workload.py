@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans import clicks, sharded_clicks
+from swpipe.plans import clicks
+from swpipe.plans.torchrec import sharded_clicks
 from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
 
 if TYPE_CHECKING:

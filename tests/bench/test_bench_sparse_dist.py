@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("swpipe.tasks.sparse_dist", exc_type=ImportError)  # without torchrec
+pytest.importorskip("swpipe.tasks.torchrec.drop_in", exc_type=ImportError)  # without torchrec
 
 from bench import soak, sparse_dist, torchrec_classes
 from bench.contest import Contest, contest
 from bench.dlrm import TINY
 from bench.sparse_bound import WORK, bounds
-from swpipe.plans.sparse_dist import EMBED
+from swpipe.plans.torchrec.sparse_dist import EMBED
 from tests.support.ranks import Ranks
 
 MS = dict.fromkeys(WORK, 1.0)

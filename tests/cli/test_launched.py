@@ -22,8 +22,8 @@ from swpipe.cli.app import main
 from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
 from swpipe.inference import Recording
-from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
+from swpipe.plans.torchrec import sharded_clicks
 from swpipe.tasks.clicks_workload import open_sharded_job
 from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace

@@ -23,7 +23,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning import assign_lookaheads, auto_plan, joint_search, recsys14
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
-from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.trace.span import Row, Span
 from tests.support.strategies import random_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
