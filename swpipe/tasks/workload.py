@@ -1,16 +1,16 @@
 """Workloads: loops that the command line can train, profile and plan, by name.
 
-A module ``swpipe/tasks/NAME_workload.py`` calls ``register`` when it is imported; ``workloads``
-imports all of these modules. So that this costs nothing and always succeeds, such a module imports
-the libraries of its tasks inside functions.
+A module ``NAME_workload`` in ``swpipe/tasks`` or in a folder of it calls ``register`` when it is
+imported; ``workloads`` imports all of these modules. So that this costs nothing and always
+succeeds, such a module imports the libraries of its tasks inside functions.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -168,9 +168,10 @@ def register(workload: Workload) -> None:
 
 def workloads() -> Mapping[str, Workload]:
     """All workloads by name."""
-    for module in pkgutil.iter_modules(swpipe.tasks.__path__, "swpipe.tasks."):
-        if module.name.endswith("_workload"):
-            importlib.import_module(module.name)
+    for folder in map(Path, swpipe.tasks.__path__):
+        for file in sorted(folder.rglob("*_workload.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            importlib.import_module(".".join(("swpipe.tasks", *parts)))
     return MappingProxyType(_registered)
 
 

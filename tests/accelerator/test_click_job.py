@@ -21,7 +21,7 @@ from swpipe.tasks.clicks.compare import compare
 from swpipe.tasks.clicks.train import TrainRun
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 STEPS = 12

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from swpipe.core.messages import MOST_CHARACTERS, one_line, plain
+from swpipe.tasks.clicks._polars import pl
 from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, LABEL, ClickDataError, RowRange
 
 _TYPED = (

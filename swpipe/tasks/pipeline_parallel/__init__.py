@@ -1,9 +1,25 @@
-"""Pipeline-parallel training: a schedule over the ranks' chunks of a model, on torch's runtime."""
+"""Pipeline-parallel training: a schedule over the ranks' chunks of a model, on torch's runtime.
 
-from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs, measure_hop
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, StepResult
-from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
-from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
+The command line imports this package in any case, so names are loaded when asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs, measure_hop
+    from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, StepResult
+    from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
+    from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
+
+_WHERE = {
+    "PipelineRuntime": "pipeline_runtime",
+    "PipelineTrainTasks": "train_tasks",
+    "SerialRuntime": "serial_runtime",
+    "StepResult": "pipeline_runtime",
+    "measure_costs": "measured_costs",
+    "measure_hop": "measured_costs",
+}
 
 __all__ = [
     "PipelineRuntime",
@@ -13,3 +29,9 @@ __all__ = [
     "measure_costs",
     "measure_hop",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch
 
 from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans import pipeline_training
+from swpipe.plans.pipeline_parallel import pipeline_training
 from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.tasks.images import ImageConfig, ImageJob
+from swpipe.tasks.images.image_job import ImageConfig, ImageJob
 from swpipe.tasks.job_run import training_of
 from swpipe.tasks.workload import SEED, Workload, register
 

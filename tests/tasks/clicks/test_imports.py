@@ -8,7 +8,8 @@ from tests.support.scripts import Script, Scripts
 
 CODE = """
 import torch
-from swpipe.tasks.clicks import _torchrec
+from swpipe.tasks.clicks import ClickJob, _torchrec
+ClickJob
 import polars
 one = torch.tensor([1])
 _torchrec.KeyedJaggedTensor(keys=["id"], values=one, lengths=one).to_dict()

@@ -17,7 +17,7 @@ from swpipe.tasks.clicks.compare import compare
 from swpipe.tasks.clicks.sharded import ShardedClickJob
 from swpipe.tasks.clicks.train import TrainRun
 from tests.support.ranks import Ranks
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 

@@ -24,7 +24,7 @@ from swpipe.tasks.clicks import (
 from swpipe.tasks.clicks.compare import Comparison, Speed, compare, speed
 from swpipe.tasks.clicks.train import Chunk, Range, TrainRun
 from swpipe.tasks.workload import alternate
-from tests.tasks.rows import lines, row
+from tests.tasks.clicks.rows import lines, row
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 

@@ -8,7 +8,7 @@ import pytest
 
 from swpipe.tasks.clicks.decode import Decoded, MalformedRowError, decode
 from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, ClickLog, RowRange
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 FILE = Path("log.tsv")
 

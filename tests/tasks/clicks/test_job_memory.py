@@ -12,7 +12,7 @@ from swpipe.tasks.clicks.job import ClickJob
 from swpipe.tasks.workload import Workload, workloads
 from tests.support.memory_work import Peaks, peaks_of_job
 from tests.support.ranks import Ranks
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 SMALL = ModelConfig(buckets=512)
 

@@ -20,7 +20,7 @@ from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig, TrainingDive
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import encode
 from swpipe.tasks.clicks.log import ClickDataError
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 

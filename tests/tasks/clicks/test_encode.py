@@ -12,7 +12,7 @@ import torch
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.log import IDS, ClickLog, RowRange
-from tests.tasks.rows import lines, row
+from tests.tasks.clicks.rows import lines, row
 
 BUCKETS = 97
 

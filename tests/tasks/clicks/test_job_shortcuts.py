@@ -14,7 +14,7 @@ from swpipe import SWPipeline
 from swpipe.plans.clicks import TASKS
 from swpipe.profiler.trial_state import trial_state
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 
