@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import swpipe
 from swpipe import IterContext
-from swpipe.tasks.images.image_job import BATCH, CLASSES, SIDE, compressed
+from swpipe.tasks.images.images_workload import BATCH, CLASSES, SIDE, compressed
 from tests import backend
 from tests.bench.measure import Row, Spread, compared, interleaved
 

@@ -21,7 +21,7 @@ SMALL = (
 )  # fmt: skip
 
 QUICKLY = (
-    "import swpipe.tasks.pipeline_parallel.chosen_schedule as chosen; chosen.SEARCH_S = 0.1; "
+    "import swpipe.tasks.pipeline_parallel.gpt_job as job; job.SEARCH_S = 0.1; "
     "from swpipe.cli import main; main()"
 )
 

@@ -10,23 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swpipe.tasks.clicks.config import ClickConfig, ModelConfig
     from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
-    from swpipe.tasks.clicks.feed import Evaluation
-    from swpipe.tasks.clicks.job import ClickJob
+    from swpipe.tasks.clicks.job import ClickJob, Evaluation
     from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
     from swpipe.tasks.clicks.metrics import TrainingDivergedError
-
-_WHERE = {
-    "BatchSpec": "log",
-    "ClickConfig": "config",
-    "ClickDataError": "log",
-    "ClickJob": "job",
-    "ClickLog": "log",
-    "Evaluation": "feed",
-    "MalformedRowError": "decode",
-    "ModelConfig": "config",
-    "RejectedRow": "decode",
-    "TrainingDivergedError": "metrics",
-}
 
 __all__ = [
     "BatchSpec",
@@ -41,8 +27,12 @@ __all__ = [
     "TrainingDivergedError",
 ]
 
+_MODULES = ("config", "log", "decode", "metrics", "job")
+
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,15 +12,6 @@ if TYPE_CHECKING:
     from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
     from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
 
-_WHERE = {
-    "PipelineRuntime": "pipeline_runtime",
-    "PipelineTrainTasks": "train_tasks",
-    "SerialRuntime": "serial_runtime",
-    "StepResult": "pipeline_runtime",
-    "measure_costs": "measured_costs",
-    "measure_hop": "measured_costs",
-}
-
 __all__ = [
     "PipelineRuntime",
     "PipelineTrainTasks",
@@ -30,8 +21,12 @@ __all__ = [
     "measure_hop",
 ]
 
+_MODULES = ("measured_costs", "pipeline_runtime", "serial_runtime", "train_tasks")
+
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
