@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import swpipe
 from bench.measure import Row, Spread, compared, interleaved
 from swpipe import IterContext
-from swpipe.tasks.images import BATCH, CLASSES, SIDE, compressed
+from swpipe.tasks.images.images_workload import BATCH, CLASSES, SIDE, compressed
 from tests import backend
 
 WARM_UP = 20  # the first 16 iterations are watched

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from bench.measure import Row, compared, interleaved
-from swpipe.tasks.workload import alternate, workloads
+from swpipe.tasks.job_run import JobRun, alternate
+from swpipe.tasks.workload import workloads
 
 MODELS = {
     "images": "image model: decode and augment ahead",
@@ -47,9 +48,8 @@ def one_model(name: str, steps: int, turn: int, cache: Path) -> Row:
     work = workloads()[name]
     given = {option.name: option.default for option in work.options}
     config = work.configure({**given, "device": "cpu", "cache_dir": cache})
-    assert work.training is not None
-    runs: list[Any] = [
-        work.training.open_run(plan, config, work.plans[plan](), steps)
+    runs = [
+        JobRun(plan, work.open_job(config), work.plans[plan](), steps, config.device)
         for plan in ("serial", work.usual_plan)
     ]
     with runs[0], runs[1]:

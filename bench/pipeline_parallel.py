@@ -177,7 +177,7 @@ def rows(rounds: int = 7, scale: float = 1.0, seconds: float = 5.0) -> list[Row]
     from tests.support.ranks import Ranks
 
     try:
-        import swpipe.tasks.pipeline_parallel  # noqa: F401
+        import swpipe.tasks.pipeline_parallel.torch_pipelining  # noqa: F401
     except ImportError as error:  # another torch
         return [Row("planned schedule", f"skipped: {error}")]
     with Ranks(RANKS, deadline_s=200.0) as ranks:

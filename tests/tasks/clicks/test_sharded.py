@@ -12,14 +12,11 @@ import torch
 
 from swpipe import SWPipeline, TaskProfiler
 from swpipe.plans.torchrec.sharded_clicks import FEED, PLANS, TASKS
-from swpipe.tasks.clicks import ClickConfig, ClickDataError, ClickJob, Evaluation, ModelConfig
-from swpipe.tasks.clicks.compare import compare
+from swpipe.tasks.clicks import ClickConfig, ClickDataError, ClickJob, Evaluation
 from swpipe.tasks.clicks.sharded import ShardedClickJob
-from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.job_run import JobRun, compare
 from tests.support.ranks import Ranks
-from tests.tasks.rows import lines, row, write_log
-
-SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+from tests.tasks.clicks.rows import SMALL, lines, row, write_log
 
 
 @pytest.fixture
@@ -30,8 +27,8 @@ def config(tmp_path: Path) -> ClickConfig:
     return ClickConfig([log], [held_out], batch_size=12, model=SMALL)
 
 
-def _run(name: str, config: ClickConfig, steps: int | None = None) -> TrainRun:
-    run = TrainRun(name, config, PLANS[name](), steps, ShardedClickJob)
+def _run(name: str, config: ClickConfig, steps: int | None = None) -> JobRun:
+    run = JobRun(name, ShardedClickJob(config), PLANS[name](), steps, config.device)
     run.advance(100)
     return run
 
@@ -40,7 +37,7 @@ def _plans_differ(config: ClickConfig) -> list[str]:
     """Plans under which once through the data does not end as it does serially."""
     with _run("serial", config) as serial:
         assert len(serial.losses) == 3
-        assert serial.rows_per_s == pytest.approx(serial.all_rows().lines / 3 * serial.steps_per_s)
+        assert serial.job.all_rows().lines == 60
         different = []
         for name in PLANS:
             with _run(name, config) as run:
@@ -59,30 +56,27 @@ def _addresses(config: ClickConfig, steps: int | None) -> list[tuple[int, int, i
     job = ShardedClickJob(config)
     assert len(job.log) == 5
     return [
-        (spec.step, spec.epoch, spec.ranges[0].first_line if spec.ranges else 0)
-        for spec in job.batches(steps)
+        (spec.step, spec.epoch, spec.first_line if spec.rows else 0) for spec in job.batches(steps)
     ]
 
 
-def test_once_through_the_data_reads_each_row_once(two_ranks: Ranks, config: ClickConfig) -> None:
-    """Both ranks have three batches; one of the six is without rows."""
+def test_each_row_is_read_once_by_one_rank(two_ranks: Ranks, config: ClickConfig) -> None:
+    """Once through the data both have three batches, one of them without rows; steps go on."""
     zero, one = two_ranks.run(_addresses, config, None)
     assert zero == [(0, 0, 1), (1, 0, 25), (2, 0, 49)]
     assert one == [(0, 0, 13), (1, 0, 37), (0, 0, 0)]
-
-
-def test_steps_go_through_the_data_again(two_ranks: Ranks, config: ClickConfig) -> None:
-    """Where an epoch does not divide by the ranks, a step has rows of two."""
     zero, one = two_ranks.run(_addresses, config, 4)
     assert zero == [(0, 0, 1), (1, 0, 25), (2, 0, 49), (3, 1, 13)]
     assert one == [(0, 0, 13), (1, 0, 37), (2, 1, 1), (3, 1, 25)]
 
 
 def _trained(config: ClickConfig, steps: int) -> tuple[Evaluation, Evaluation, float, float]:
-    with TrainRun("run", config, PLANS["sparse_dist"](), steps, ShardedClickJob) as run:
-        before = run.job.evaluate()
+    job = ShardedClickJob(config)
+    with JobRun("run", job, PLANS["sparse_dist"](), steps, config.device) as run:
+        before = job.evaluate()
         run.advance(steps)
-        return before, run.job.evaluate(), run.recent_loss(), run.auc()
+        losses = torch.stack(job.over_ranks(torch.tensor(run.losses)))
+        return before, job.evaluate(), float(losses.mean()), job.auc_of_all()
 
 
 def test_two_ranks_train_as_one_process_with_batches_twice_as_large(
@@ -106,7 +100,7 @@ def test_two_ranks_train_as_one_process_with_batches_twice_as_large(
 def _with_bad_rows(config: ClickConfig) -> tuple[float, int, int, list[int]]:
     with _run("sparse_dist", config) as run:
         assert all(math.isfinite(loss) for loss in run.losses)
-        rows = run.all_rows()
+        rows = run.job.all_rows()
         return float(run.losses[1]), rows.lines, rows.malformed, [r.line for r in rows.examples]
 
 
@@ -133,16 +127,12 @@ def test_without_one_good_row_all_ranks_say_so(
         two_ranks.run(_with_bad_rows, replace(config, data=[bad], batch_size=2))
 
 
-def _profiled_tasks(pipelined: bool) -> tuple[str, ...]:
-    return TASKS[::4] if pipelined else TASKS
-
-
-def _profiled(config: ClickConfig, pipelined: bool) -> tuple[list[str], float, list[bool]]:
+def _profiled(config: ClickConfig) -> tuple[list[str], float, list[bool]]:
     job = ShardedClickJob(config)
     before = {name: value.clone() for name, value in job.model.named_parameters()}
     with SWPipeline(PLANS["sparse_dist"](), job.tasks(), device="cpu") as pipe:
         (result,) = TaskProfiler(pipe).profile_many(
-            list(job.batches(1)), 1, 1, 2, pipelined, tasks=_profiled_tasks(pipelined)
+            list(job.batches(1)), 1, 1, 2, True, tasks=TASKS[::3]
         )
     after: dict[str, Any] = dict(job.model.named_parameters())
     return (
@@ -152,14 +142,10 @@ def _profiled(config: ClickConfig, pipelined: bool) -> tuple[list[str], float, l
     )
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serial", "pipelined"])
-def test_every_task_can_be_profiled(two_ranks: Ranks, config: ClickConfig, pipelined: bool) -> None:
-    """Each is shortcut alone, on both ranks, and some under the plan.
-
-    What was trained meanwhile is put back.
-    """
-    for names, baseline_s, put_back in two_ranks.run(_profiled, config, pipelined):
-        assert set(names) == set(_profiled_tasks(pipelined))
+def test_tasks_can_be_profiled(two_ranks: Ranks, config: ClickConfig) -> None:
+    """Each is shortcut alone, on both ranks; what was trained meanwhile is put back."""
+    for names, baseline_s, put_back in two_ranks.run(_profiled, config):
+        assert set(names) == set(TASKS[::3])
         assert baseline_s > 0
         assert all(put_back)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swpipe.analysis.validation import validate
 from swpipe.planning import Limits, auto_plan, simulate
-from swpipe.plans.layer_overlap import (
+from swpipe.plans.transformer import (
     LayerKind,
     LayerStep,
     backward_steps,

@@ -6,7 +6,10 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-FIELDS = 40
+from swpipe.tasks.clicks.config import ModelConfig
+
+SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+"""A model of few parameters."""
 
 
 def row(fields: Mapping[int, str] | None = None) -> str:

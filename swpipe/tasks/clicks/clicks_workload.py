@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from swpipe.core.plan import PipelinePlan
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sharded_clicks
-from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
-
-if TYPE_CHECKING:
-    from swpipe.tasks.clicks.feed import AnyClickJob
-    from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.workload import SEED, InputError, Job, Option, Workload, register
 
 
 def cache_home() -> Path:
@@ -77,14 +72,14 @@ def configure(options: Mapping[str, Any]) -> Any:
     )
 
 
-def open_job(config: Any) -> AnyClickJob[Any]:
+def open_job(config: Any) -> Job:
     """The job in one process."""
     from swpipe.tasks.clicks import ClickJob
 
     return ClickJob(config)
 
 
-def open_sharded_job(config: Any) -> AnyClickJob[Any]:
+def open_sharded_job(config: Any) -> Job:
     """The job on all ranks of the process group.
 
     Raises:
@@ -97,29 +92,6 @@ def open_sharded_job(config: Any) -> AnyClickJob[Any]:
     return ShardedClickJob(config)
 
 
-def _training(open_one: Callable[[Any], AnyClickJob[Any]]) -> Training:
-    """Training of the job in one form."""
-
-    def open_run(
-        name: str, config: Any, plan: PipelinePlan, steps: int | None
-    ) -> TrainRun[AnyClickJob[Any]]:
-        from swpipe.tasks.clicks.train import TrainRun
-
-        return TrainRun(name, config, plan, steps, open_one)
-
-    return Training(open_run, report)
-
-
-def report(runs: Sequence[TrainRun[AnyClickJob[Any]]]) -> str:
-    """What ``training_tables.format_training`` has, and an evaluation."""
-    from swpipe.tasks.clicks import training_tables as tables
-
-    first = runs[0]
-    evaluated = first.job.held_out is not None
-    more = [tables.format_evaluation(first.job.evaluate())] if evaluated else []
-    return tables.format_training(runs, more)
-
-
 _ONE = Workload(
     name="clicks",
     plans=clicks.PLANS,
@@ -127,13 +99,8 @@ _ONE = Workload(
     configure=configure,
     open_job=open_job,
     options=OPTIONS,
-    training=_training(open_job),
 )
 _SHARDED = replace(
-    _ONE,
-    plans=sharded_clicks.PLANS,
-    usual_plan="sparse_dist",
-    open_job=open_sharded_job,
-    training=_training(open_sharded_job),
+    _ONE, plans=sharded_clicks.PLANS, usual_plan="sparse_dist", open_job=open_sharded_job
 )
 register(replace(_ONE, on_ranks=_SHARDED))

@@ -1,4 +1,4 @@
-"""A small image model on generated, compressed images: a loop for a first look, with torch alone.
+"""A small image model on generated, compressed images, as a workload of the command line.
 
 Decoding takes about as long as training does, as with pictures from a disk, so that a plan that
 decodes ahead shows what overlap can do.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -17,13 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
+from swpipe.plans.prefetch import prefetch_plan
+from swpipe.tasks.workload import SEED, Job, Workload, register
 
 CLASSES = 8
 SIDE = 112
 BATCH = 32
 EPOCH = 300
 _DIFFERENT = 16  # batches that are generated; an epoch goes through them again and again
+
+AHEAD, LAST = ("decode", "augment"), ("forward", "backward", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +39,11 @@ class ImageConfig:
     device: str = "cpu"
 
 
-class ImageJob:
+class ImageJob(Job):
     """Decode, augment, forward, backward, step.
 
     Attributes:
         model: A small convolutional network.
-        epoch_steps: Steps once through the data.
     """
 
     epoch_steps = EPOCH
@@ -53,21 +57,17 @@ class ImageJob:
                 *(nn.Conv2d(24, 32, 3, padding=1), nn.ReLU()),
                 *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES)),
             ).to(config.device)
+        self.modules = [self.model]
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         draws = torch.Generator().manual_seed(config.seed)
         self._batches = [compressed(draws) for _ in range(_DIFFERENT)]
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """In serial order; the first two run ahead."""
-        return (
-            PipelineTask("decode", self.decode, pure=True),
-            PipelineTask("augment", self.augment, pure=True),
-            PipelineTask("forward", self.forward),
-            PipelineTask("backward", self.backward),
-            PipelineTask("step", self.step),
-        )
+        ahead = (PipelineTask(name, getattr(self, name), pure=True) for name in AHEAD)
+        return (*ahead, *(PipelineTask(name, getattr(self, name)) for name in LAST))
 
-    def batches(self, steps: int | None = None) -> Iterator[Any]:
+    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
         """Compressed images, and their classes."""
         return islice(cycle(self._batches), EPOCH if steps is None else steps)
 
@@ -97,13 +97,6 @@ class ImageJob:
         """New parameters."""
         self._optimizer.step()
 
-    def over_ranks(self, value: Any) -> list[Any]:
-        """There is one rank."""
-        return [value]
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def compressed(draws: torch.Generator) -> tuple[bytes, Tensor]:
     """A batch of noisy gratings, whose frequency is their class: (BATCH, 3, SIDE, SIDE), zlib."""
@@ -113,3 +106,25 @@ def compressed(draws: torch.Generator) -> tuple[bytes, Tensor]:
     noise = torch.randint(-20, 20, (BATCH, 3, SIDE, SIDE), generator=draws)
     pixels = (waves * 100 + 128 + noise).clamp(0, 255).to(torch.uint8)
     return zlib.compress(pixels.numpy().tobytes(), 1), classes
+
+
+def configure(options: Mapping[str, Any]) -> ImageConfig:
+    """The job's configuration."""
+    # The plan uses the other cores; and a sum that is split among more threads rounds otherwise.
+    torch.set_num_threads(1)
+    return ImageConfig(seed=options["seed"], device=options["device"] or "cpu")
+
+
+register(
+    Workload(
+        name="images",
+        plans={
+            "serial": lambda: PipelinePlan.serial([*AHEAD, *LAST]),
+            "pipelined": lambda: prefetch_plan(AHEAD, LAST, carried=[("forward", "step")]),
+        },
+        usual_plan="pipelined",
+        configure=configure,
+        open_job=ImageJob,
+        options=(SEED,),
+    )
+)
