@@ -19,12 +19,13 @@ from torch import Tensor
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device import copy_task
-from swpipe.planning import auto_plan, recsys14
+from swpipe.planning import auto_plan
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.plans import prefetch_plan
 from swpipe.plans.hstu_schedule import hstu_plan, hstu_schedule
 from swpipe.profiler import measure_costs
 from tests import backend
+from tests.bench import recsys14
 from tests.bench.device_shapes import (
     SKIPPED,
     TIMED,
