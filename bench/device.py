@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import swpipe
+from bench import recsys14
 from bench.device_shapes import (
     SKIPPED,
     TIMED,
@@ -28,7 +29,7 @@ from bench.device_shapes import (
 from bench.measure import Row, Spread, compared, interleaved, off_by
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device import copy_task
-from swpipe.planning import auto_plan, recsys14
+from swpipe.planning import auto_plan
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.plans import prefetch_plan
 from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule

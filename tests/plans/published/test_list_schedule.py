@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
-from swpipe.planning import list_schedule, recsys14, simulate
-from tests.planning.papers import paper
+from swpipe.planning import simulate
+from swpipe.plans.published import list_schedule
+from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 
 
@@ -35,7 +37,6 @@ def test_the_longest_path_goes_first() -> None:
     costs = device(quick=50, key=10, long=100, end=1)
     found = list_schedule(plan, costs)
     assert found.plan.order.index("key") < found.plan.order.index("quick")
-    assert found.path_us == {"quick": 51, "key": 111, "long": 101, "end": 1}
     assert (found.given_ii_us, found.ii_us) == (161, 111)
     assert "161 us becomes 111 us" in found.why
 
@@ -57,7 +58,6 @@ def test_a_task_that_can_start_goes_before_a_longer_one() -> None:
         }
     )
     found = list_schedule(plan, costs)
-    assert found.path_us["second"] > found.path_us["other"]
     assert list(found.plan.order) == ["first", "other", "second", "end"]
     assert (found.given_ii_us, found.ii_us) == (211, 161)
 
@@ -128,14 +128,6 @@ def test_on_a_cpu_device_time_is_time_on_the_thread() -> None:
     assert list_schedule(plan, costs, streams=False).listed == ("first", "other", "second")
 
 
-def test_only_the_order_changes() -> None:
-    """Stages, streams, groups, dependences and depth stay."""
-    for seed in range(60):
-        given = paper(seed)
-        found = list_schedule(given.plan, given.costs)
-        assert replace(found.plan, order=given.plan.order) == given.plan
-
-
 def test_communicator_order_is_kept() -> None:
     """A collective with a longer path does not overtake the one before it."""
     schedule = {
@@ -167,11 +159,12 @@ def test_communicator_order_is_kept() -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_no_plan_becomes_worse_or_wrong(streams: bool) -> None:
-    """Random plans: each result verifies, has the reported interval, and is no slower."""
+    """Each result verifies, has the reported interval, is no slower; only the order changes."""
     better = 0
     for seed in range(40):
         given = paper(seed)
         found = list_schedule(given.plan, given.costs, streams=streams)
+        assert replace(found.plan, order=given.plan.order) == given.plan
         verify_tasks(found.plan, effects=given.effects, streams=streams)
         before = simulate(given.plan, given.costs, streams=streams).ii_us
         after = simulate(found.plan, given.costs, streams=streams).ii_us

@@ -1,4 +1,4 @@
-"""What planners must not change: the caller's tasks, and the order of each communicator's tasks.
+"""What the planners must not change: the caller's tasks, and the order of a communicator's tasks.
 
 **The caller's tasks** have no stream and run on the caller's thread. They train the model; planners
 leave them there and let the others run ahead of them.
@@ -11,7 +11,7 @@ cost model; globally ordered tasks without a resource share an unnamed one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -24,12 +24,11 @@ from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 
-_UNNAMED = ""
+Queues = tuple[tuple[str, ...], ...]
+"""Each communicator's tasks in period order, for communicators of two or more tasks."""
 
 
-def check_inputs(
-    plan: PipelinePlan, costs: CostModel, limits: Limits | None = None
-) -> ResolvedPlan:
+def check_inputs(plan: PipelinePlan, costs: CostModel, limits: Limits) -> ResolvedPlan:
     """Refuse a plan, costs or limits that a planner cannot use; resolve the plan.
 
     Raises:
@@ -42,8 +41,7 @@ def check_inputs(
         raise PlanError([Problem(f"task {n!r}: {rule}: {mend}", (n,)) for n in objects])
     resolved = validate(plan)
     costs.of(plan.schedule)
-    if limits is not None:
-        limits.check(plan)
+    limits.check(plan)
     return resolved
 
 
@@ -62,20 +60,20 @@ def caller_tasks(plan: PipelinePlan) -> frozenset[str]:
     )
 
 
-def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> tuple[tuple[str, ...], ...]:
-    """Each communicator's tasks in period order, for communicators of two or more tasks."""
+def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> Queues:
+    """The queues of a plan."""
     queues: dict[str, list[str]] = defaultdict(list)
     for name in resolved.period_order:
         if resolved.plan.schedule[name].globally_ordered:
-            for communicator in costs.tasks[name].resources or (_UNNAMED,):
+            for communicator in costs.tasks[name].resources or ("",):
                 queues[communicator].append(name)
     return tuple(tuple(queue) for queue in queues.values() if len(queue) > 1)
 
 
-def queue_edges(queues: Sequence[Sequence[str]]) -> Iterator[Pair]:
-    """Each pair of neighbours in a queue, as (later, earlier)."""
-    for queue in queues:
-        yield from ((later, sooner) for sooner, later in pairwise(queue))
+def period_edges(plan: PipelinePlan, queues: Queues) -> list[Pair]:
+    """(consumer, producer) within a period: the plan's edges of lag 0, and the queues'."""
+    edges = [dep[:2] for dep in dependences_of(plan) if dep.lag == 0]
+    return edges + [(later, sooner) for queue in queues for sooner, later in pairwise(queue)]
 
 
 def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) -> dict[str, float]:
@@ -93,19 +91,13 @@ def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) 
     return path
 
 
-def closest_order(
-    plan: PipelinePlan, priority: Sequence[str], queues: Sequence[Sequence[str]]
-) -> tuple[str, ...]:
-    """The valid order of a period that is closest to ``priority``.
+def closest_order(plan: PipelinePlan, priority: Sequence[str], queues: Queues) -> tuple[str, ...]:
+    """The valid order of a period that is closest to ``priority``, in which the first go first.
 
-    Args:
-        plan: The plan; its own order is ignored.
-        priority: All its tasks; of those that can be next, the first in this list is.
-        queues: From ``communicator_queues``.
+    The plan's own order is ignored.
 
     Raises:
         CycleError: The plan's edges of lag 0 and the queues contradict each other.
     """
-    edges = [dep[:2] for dep in dependences_of(plan) if dep.lag == 0]
     rank = {name: (place,) for place, name in enumerate(priority)}
-    return tuple(topological(rank, [*edges, *queue_edges(queues)]))
+    return tuple(topological(rank, period_edges(plan, queues)))

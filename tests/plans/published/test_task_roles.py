@@ -6,24 +6,35 @@ from dataclasses import replace
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import recsys14
-from swpipe.planning.published.presets import PRESETS, Roles, thread_map
-from swpipe.planning.published.queue_rules import stream_of
+from swpipe.plans.published.queue_rules import stream_of
+from swpipe.plans.published.task_roles import PRESETS, TaskRoles
 
 STEP = recsys14.plan()
-ROLES = Roles.of(resolve_plan(STEP), recsys14.FROZEN)
+ROLES = TaskRoles.of(resolve_plan(STEP), recsys14.FROZEN)
 
 
-def threads(preset: str, plan: PipelinePlan = STEP, roles: Roles = ROLES) -> dict[str, set[str]]:
+def threads(
+    preset: str, plan: PipelinePlan = STEP, roles: TaskRoles = ROLES
+) -> dict[str, set[str]]:
     """Thread to its tasks, the caller's left out."""
     groups: dict[str, set[str]] = {}
     streams = {name: stream_of(plan, name) for name in plan.schedule}
-    for name, group in thread_map(preset, roles, streams).items():
+    for name, group in roles.groups(preset, streams).items():
         groups.setdefault(group, set()).add(name)
     groups.pop("default")
     return groups
+
+
+def in_a_chain(*streams: str) -> TaskRoles:
+    """Of tasks named like their streams, one after the other, and one of the caller's."""
+    plan = PipelinePlan(
+        {**{n: TaskSchedule(stream=n) for n in streams}, "f": TaskSchedule()},
+        deps=list(zip([*streams[1:], "f"], streams, strict=True)),
+    )
+    return TaskRoles.of(resolve_plan(plan))
 
 
 COPY = {"h2d", "start_shuffle", "finish_shuffle"}
@@ -59,28 +70,17 @@ def test_by_stream_follows_the_current_streams() -> None:
     }
 
 
-def test_two_bundles_are_io_and_data_dist() -> None:
-    """A step without an embedding cache has no prefetch."""
-    plan = PipelinePlan(
-        {"copy": TaskSchedule(stream="a"), "dist": TaskSchedule(stream="b"), "f": TaskSchedule()},
-        deps=[("dist", "copy"), ("f", "dist")],
-    )
-    assert dict(Roles.of(resolve_plan(plan)).role) == {"copy": "io", "dist": "data_dist"}
-
-
-def test_bundles_between_first_and_last_are_data_dist() -> None:
-    """More than three bundles: those between share a thread."""
-    names = ["a", "b", "c", "d"]
-    plan = PipelinePlan(
-        {**{n: TaskSchedule(stream=n) for n in names}, "f": TaskSchedule()},
-        deps=list(zip([*names[1:], "f"], names, strict=True)),
-    )
-    assert list(Roles.of(resolve_plan(plan)).role.values()) == [
-        "io",
-        "data_dist",
-        "data_dist",
-        "prefetch",
-    ]
+@pytest.mark.parametrize(
+    ("streams", "roles"),
+    [
+        ("ab", "io data_dist"),
+        ("abc", "io data_dist prefetch"),
+        ("abcd", "io data_dist data_dist prefetch"),
+    ],
+)
+def test_a_bundle_has_its_role_by_its_place(streams: str, roles: str) -> None:
+    """A step without an embedding cache has no prefetch; those between share a thread."""
+    assert in_a_chain(*streams).role == dict(zip(streams, roles.split(), strict=True))
 
 
 def test_a_thread_group_without_streams_is_a_bundle() -> None:
@@ -93,7 +93,7 @@ def test_a_thread_group_without_streams_is_a_bundle() -> None:
         },
         deps=[("copy", "read"), ("train", "copy")],
     )
-    roles = Roles.of(resolve_plan(plan))
+    roles = TaskRoles.of(resolve_plan(plan))
     assert dict(roles.bundles) == {"reader": ("read",), "memcpy": ("copy",)}
     assert dict(roles.role) == {"read": "io", "copy": "data_dist"}
     assert threads("by_stream", plan, roles) == {"reader": {"read"}, "memcpy": {"copy"}}
@@ -110,7 +110,7 @@ def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
         },
         deps=[("train", "copy"), ("loss", "train"), ("log", "loss")],
     )
-    roles = Roles.of(resolve_plan(plan))
+    roles = TaskRoles.of(resolve_plan(plan))
     assert dict(roles.role) == {"copy": "io"}
     assert threads("io_data_dist_prefetch_compute", plan, roles) == {"io": {"copy"}}
     assert threads("by_stream", plan, roles) == {"in": {"copy"}, "out": {"loss", "log"}}
@@ -118,7 +118,7 @@ def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
 
 def test_frozen_tasks_are_on_the_callers_thread_in_every_preset() -> None:
     """Also one with a stream; tasks after it in the same iteration do not prepare."""
-    roles = Roles.of(resolve_plan(STEP), ["start_input_dist"])
+    roles = TaskRoles.of(resolve_plan(STEP), ["start_input_dist"])
     for preset in PRESETS:
         assert not any(
             "start_input_dist" in tasks for tasks in threads(preset, STEP, roles).values()
