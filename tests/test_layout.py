@@ -55,7 +55,7 @@ SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "torchrec", "transfo
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
-LATE = ("jinja2", "matplotlib", "nvtx", "plotly", "tabulate", "tomli_w", "tqdm")
+LATE = ("jinja2", "matplotlib", "nvtx", "tabulate", "tomli_w", "tqdm")
 """What is imported inside the functions that need it."""
 
 MAX_MODULE_LINES = 450
