@@ -15,7 +15,7 @@ from swpipe._engine.program import OWN
 from swpipe.core.pictures import COLORS
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.plot import Bars, bar_chart_svg
-from swpipe.reporting.loop_figures import interval
+from swpipe.profiler.spread import Estimate
 from swpipe.trace import Trace, format_stacked, svg_stacked
 from swpipe.trace.chart import label
 from swpipe.trace.span import Panel, Span, extent_ns
@@ -70,7 +70,7 @@ def exposed_chart(profile: ProfileResult) -> str:
         Bar(
             x=[value for value, _ in values],
             y=[
-                f"{html.escape(n)}  {interval(profile.raw_s[n], s)}"
+                f"{html.escape(n)}  {Estimate(profile.raw_s[n], s).text}"
                 for n, s in profile.spread_s.items()
             ],
             orientation="h",

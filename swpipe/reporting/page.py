@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import base64
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL
-from swpipe.profiler.rank_times import RankTimes
+from swpipe.profiler.rank_times import Ends, host_ends
+from swpipe.profiler.spread import in_ms
+from swpipe.reporting.account import BETWEEN, LOADER, capitalised
 from swpipe.reporting.charts import SHOWN, exposed_chart, script, timeline_chart
-from swpipe.reporting.loop_figures import LoopFigures, PromisedChange, capitalised, in_ms, interval
-from swpipe.reporting.step_parts import BETWEEN, LOADER
+
+if TYPE_CHECKING:
+    from swpipe.reporting.step_report import PromisedChange, StepReport
 
 _APART = 0.05  # of a step: smaller differences are not told
 
 
-def page_of(report: LoopFigures) -> str:
+def page_of(report: StepReport) -> str:
     """The page."""
     from jinja2 import Environment, StrictUndefined
 
@@ -28,6 +30,7 @@ def page_of(report: LoopFigures) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
+    iterations = len({span.iteration for span in report.measured.spans})
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
@@ -43,9 +46,8 @@ def page_of(report: LoopFigures) -> str:
         reconciled=_reconciled(report),
         exposed=exposed_chart(report.profile),
         timeline=timeline_chart(_timelines(report)),
-        shown=_shown(report),
-        measured=_measured(report),
-        ranks=list(_ranks(report.profile.ranks)),
+        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.",
+        ranks=_ranks(report),
         memory="" if report.memory is None else capitalised(report.memory.format()),
     )
 
@@ -54,7 +56,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def _under(report: LoopFigures) -> str:
+def _under(report: StepReport) -> str:
     groups = len(report.plan.thread_groups)
     if report.profile.mode == "serial":
         return "plain loop"
@@ -63,11 +65,10 @@ def _under(report: LoopFigures) -> str:
 
 def _change(number: int, one: PromisedChange) -> dict[str, str]:
     advice, data = one.advice, base64.b64encode(one.advice.plan.encode()).decode()
-    tried = "" if one.tried is None else "{} ± {} ms".format(*map(in_ms, one.tried))
     return {
         "change": capitalised(advice.change),
-        "promised": f"{in_ms(advice.saved_s)} ± {in_ms(advice.spread_s)} ms",
-        "tried": tried + ("" if one.kept is not False else ", not as promised"),
+        "promised": one.promised,
+        "tried": one.gave,
         "limit": advice.limit,
         "not_moved": advice.not_moved,
         "file": f"plan-{number}.json",
@@ -75,42 +76,37 @@ def _change(number: int, one: PromisedChange) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------------------ parts and removal
-
-
-def _rows(report: LoopFigures) -> Iterator[dict[str, str]]:
+def _rows(report: StepReport) -> Iterator[dict[str, str]]:
     """A row per task: its part of the step, beside what its removal saves."""
     profile = report.profile
     parts: dict[str, float] = defaultdict(float)
     causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, as parts are
     for part in report.parts:
-        parts[part.task] += part.seconds
-        causes[part.task].append(part.cause)
-    tasks = [LOADER if name == PULL else name for name in profile.host_s]
-    for task in dict.fromkeys([*tasks, *parts]):
-        name = PULL if task == LOADER else task
-        exposed = profile.raw_s.get(name)
-        seconds = parts.get(task, 0.0)
+        name = PULL if part.task == LOADER else part.task
+        parts[name] += part.seconds
+        causes[name].append(part.cause)
+    for name in dict.fromkeys([*profile.host_s, *parts]):
+        exposed, seconds = profile.exposed(name), parts[name]
         takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
-        known = name in profile.host_s
         yield {
-            "task": task,
+            "task": LOADER if name == PULL else name,
             "part": in_ms(seconds),
             "share": _percent(seconds / profile.baseline_s),
-            "cause": " and ".join(causes[task]) or "hidden",
-            "removed": "" if exposed is None else interval(exposed, profile.spread_s[name]),
-            "takes": in_ms(takes_s) if known else "",
+            "cause": " and ".join(causes[name]) or "hidden",
+            "removed": "" if exposed is None else exposed.text,
+            "takes": in_ms(takes_s) if name in profile.host_s else "",
             "note": _note(report, name, seconds),
         }
 
 
-def _note(report: LoopFigures, name: str, part_s: float) -> str:
+def _note(report: StepReport, name: str, part_s: float) -> str:
     """Why a part of the step and what its removal saves differ; "" where they do not."""
     profile = report.profile
-    if name not in profile.raw_s:
+    exposed = profile.exposed(name)
+    if exposed is None:
         return profile.not_measured.get(name, "")
-    apart_s = profile.raw_s[name] - part_s
-    if abs(apart_s) <= profile.spread_s[name] + _APART * profile.baseline_s:
+    apart_s = exposed.value_s - part_s
+    if abs(apart_s) <= exposed.spread_s + _APART * profile.baseline_s:
         return ""
     if apart_s < 0:
         return "removed, it saves less than its part: something else takes as long"
@@ -119,58 +115,37 @@ def _note(report: LoopFigures, name: str, part_s: float) -> str:
     return f"removed, it saves more than its part: others{which} take less without it"
 
 
-def _reconciled(report: LoopFigures) -> str:
+def _reconciled(report: StepReport) -> str:
     """How far the parts agree with what removing tasks saves."""
-    tasks = list(report.profile.raw_s)
+    tasks = report.profile.tasks
     noted = [row["task"] for row in _rows(report) if row["note"]]
     agree = len(tasks) - len([name for name in noted if name != BETWEEN])
     words = f"What removing a task saves agrees with its part for {agree} of {len(tasks)} tasks"
     return f"{words}; the table says why not for {listed(noted)}." if noted else f"{words}."
 
 
-# ------------------------------------------------------------------------------------------ ranks
-
-
-def _ranks(ranks: Sequence[RankTimes]) -> Iterator[dict[str, str]]:
+def _ranks(report: StepReport) -> list[dict[str, str]]:
     """A row for the step and one per task: the median, and the worst rank."""
+    ranks = report.profile.ranks
     if len(ranks) < 2:
-        return
-    times = {"step": [of.baseline_s for of in ranks]}
-    times |= {name: [of.host_s[name] for of in ranks] for name in ranks[0].host_s}
-    for name, seconds in times.items():
-        middle_s, worst_s = median(seconds), max(seconds)
-        yield {
+        return []
+    ends = {"step": Ends.of(ranks, [of.baseline_s for of in ranks]), **host_ends(ranks)}
+    return [
+        {
             "task": LOADER if name == PULL else name,
-            "median": in_ms(middle_s),
-            "worst": in_ms(worst_s),
-            "rank": str(ranks[seconds.index(worst_s)].rank),
-            "share": _percent(worst_s / middle_s) if middle_s else "",
+            "median": in_ms(one.median_s),
+            "worst": in_ms(one.worst_s),
+            "rank": str(one.rank),
+            "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }
+        for name, one in ends.items()
+    ]
 
 
-# -------------------------------------------------------------------------------------- timelines
-
-
-def _timelines(report: LoopFigures) -> dict[str, Any]:
+def _timelines(report: StepReport) -> dict[str, Any]:
     measured_s = report.measured.initiation_interval_s
-    measured = (
-        "measured" if measured_s is None else f"measured: {in_ms(measured_s)} ms per iteration"
-    )
-    found = {measured: report.measured}
+    took = "" if measured_s is None else f": {in_ms(measured_s)} ms per iteration"
+    found = {f"measured{took}": report.measured}
     if report.predicted is not None and report.predicted_s is not None:
         found[f"predicted: {in_ms(report.predicted_s)} ms per iteration"] = report.predicted
     return found
-
-
-def _shown(report: LoopFigures) -> str:
-    iterations = len({span.iteration for span in report.measured.spans})
-    return f"{min(SHOWN, iterations)} steady iterations of {iterations}."
-
-
-def _measured(report: LoopFigures) -> str:
-    profile = report.profile
-    return (
-        f"Measured in {profile.num_rounds} rounds of {profile.num_measure} iterations per visit. "
-        "A value with ± is a 95% interval. The ceiling is a lower bound of every plan's step, from "
-        "what the tasks take, the dependences between them and the cores there are."
-    )
