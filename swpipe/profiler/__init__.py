@@ -6,9 +6,10 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.diff import ProfileDiff, TimeChange
+from swpipe.profiler.figures import Advice, Joint
 from swpipe.profiler.memory_use import measure_memory
 from swpipe.profiler.profiler import TaskProfiler, pipeline_breakdown
-from swpipe.profiler.result import Advice, Joint, ProfileResult, ProfileResults
+from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.trial import try_plans
 
 __all__ = [

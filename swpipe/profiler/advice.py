@@ -30,7 +30,7 @@ from swpipe.core.messages import counted, listed
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
-from swpipe.profiler.result import Advice, ProfileResult
+from swpipe.profiler.figures import Advice, Figures
 from swpipe.profiler.spread import Estimate, ms
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _Planned(NamedTuple):
     why_not: Mapping[str, str]
 
 
-def advise(result: ProfileResult, loop: LoopFacts) -> tuple[Advice, ...]:
+def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
     """The changes that promise most: another plan comes first, since that needs no other program.
 
     None if the plan is too large to be simulated.
@@ -106,7 +106,7 @@ def advise(result: ProfileResult, loop: LoopFacts) -> tuple[Advice, ...]:
     return tuple(found[:MOST])
 
 
-def _planned(result: ProfileResult, loop: LoopFacts) -> _Planned:
+def _planned(result: Figures, loop: LoopFacts) -> _Planned:
     """Compare other plans with the one that was measured.
 
     Raises:
@@ -166,7 +166,7 @@ def _others(
             why_not |= dict.fromkeys(plan.schedule, error.problems[0].text)
 
 
-def _promise(result: ProfileResult, moved: Sequence[str], then_s: float) -> Estimate:
+def _promise(result: Figures, moved: Sequence[str], then_s: float) -> Estimate:
     """How much shorter an iteration gets under a plan that is predicted to take so long."""
     each = [one for name in moved if (one := result.exposed(name)) is not None]
     # Together they save the sum at most, which is right if none hides another.

@@ -16,9 +16,10 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
+from swpipe.profiler.figures import Joint, busy_s, costs_of, limiting
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
-from swpipe.profiler.result import Joint, ProfileResult, ProfileResults, busy_s, costs_of, limiting
+from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
 from swpipe.profiler.trial_state import trial_state
 

@@ -6,84 +6,24 @@ import json
 import math
 import sys
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO, overload
+from typing import Any, Self, TextIO, overload
 
-from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
-from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.records import Rows
-from swpipe.core.task import ByTask
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
+from swpipe.profiler.figures import Advice, Figures, Joint
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
-from swpipe.profiler.rank_times import RankTimes, RankWait, rank_waits
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.rank_times import RankTimes
 
-LIMITING = 0.9
-"""A thread group that is busy for so much of an iteration may set its pace."""
-
-MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
-
-_BY_TASK = (
-    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "not_measured",
-)  # fmt: skip
 _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
 _OF_EARLIER_VERSIONS = {"disturbed"}
-
-
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """Several tasks that were shortcut together. All times are seconds per iteration.
-
-    Attributes:
-        what: What they have in common, in words.
-        tasks: Their names.
-        raw_s: How much shorter an iteration is if all of them cost nothing.
-        spread_s: Half-width of the 95% interval of ``raw_s``.
-    """
-
-    what: str
-    tasks: tuple[str, ...]
-    raw_s: float
-    spread_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A change, and what it promises.
-
-    Attributes:
-        change: What to change, in words.
-        task: The task that it is about; "" for a plan that moves several.
-        saved_s: How much shorter an iteration is predicted to be, in seconds.
-        spread_s: Half-width of the interval of ``saved_s``.
-        limit: What limits iterations then; "" where that is not predicted.
-        not_moved: Why the task is not moved instead; "" if it is.
-        plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
-    """
-
-    change: str
-    task: str
-    saved_s: float
-    spread_s: float
-    limit: str = ""
-    not_moved: str = ""
-    plan: str = ""
-
-    @property
-    def text(self) -> str:
-        """One sentence or two."""
-        then = f"; then limited by {self.limit}" if self.limit else ""
-        why = f" Not moved: {self.not_moved}." if self.not_moved else ""
-        return f"{self.change}: saves {ms(self.saved_s)} ± {ms(self.spread_s)} ms{then}.{why}"
 
 
 class Report(Rows):
@@ -147,7 +87,7 @@ class Report(Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileResult(Report):
+class ProfileResult(Figures, Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
     Attributes:
@@ -188,108 +128,6 @@ class ProfileResult(Report):
         collectives: The tasks in which ranks meet: the globally ordered ones.
     """
 
-    batch: str
-    mode: Literal["serial", "pipelined"]
-    baseline_s: float
-    baseline_median_s: float
-    baseline_spread_s: float
-    exposed_s: Mapping[str, float]
-    raw_s: Mapping[str, float]
-    spread_s: Mapping[str, float]
-    replay_s: Mapping[str, float]
-    in_others_s: Mapping[str, Mapping[str, float]]
-    host_s: Mapping[str, float]
-    blocked_s: Mapping[str, float]
-    device_s: Mapping[str, float]
-    busy_s: Mapping[str, float]
-    joint: tuple[Joint, ...]
-    advice: tuple[Advice, ...]
-    num_warmup: int
-    num_measure: int
-    num_rounds: int
-    put_back: tuple[str, ...] = ()
-    already_shortcut: tuple[str, ...] = ()
-    not_measured: Mapping[str, str] = field(default_factory=dict)
-    interrupted: bool = False
-    no_work: tuple[str, ...] = ()
-    other_load: OtherLoad | None = None
-    ranks: tuple[RankTimes, ...] = ()
-    collectives: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in _BY_TASK:
-            object.__setattr__(self, name, ByTask(getattr(self, name)))
-
-    # ------------------------------------------------------------------ what follows from it
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The measured tasks, in serial order."""
-        return tuple(self.exposed_s)
-
-    @property
-    def step(self) -> Estimate:
-        """An iteration, with its interval."""
-        return Estimate(self.baseline_s, self.baseline_spread_s)
-
-    def exposed(self, name: str) -> Estimate | None:
-        """The exposed time of a task as it was measured; None where it was not."""
-        return Estimate(self.raw_s[name], self.spread_s[name]) if name in self.raw_s else None
-
-    @property
-    def own_s(self) -> Mapping[str, float]:
-        """Task to the part of ``exposed_s`` that it takes itself, on its thread and its stream.
-
-        The rest is what others take less without it (``in_others_s``), or do faster.
-        """
-        return {
-            name: min(exposed_s, self.host_s[name] + self.device_s.get(name, 0.0))
-            for name, exposed_s in self.exposed_s.items()
-        }
-
-    @property
-    def rank_waits(self) -> tuple[RankWait, ...]:
-        """Which ranks wait for another one, and how long; the longest comes first."""
-        return rank_waits(self.ranks, self.collectives)
-
-    @property
-    def blocking(self) -> tuple[str, ...]:
-        """Tasks that block the host: off the CPU for 25% of their time and at least 0.1 ms.
-
-        The longest come first.
-        """
-        found = [
-            name
-            for name, blocked_s in self.blocked_s.items()
-            if blocked_s >= max(MIN_BLOCKED_S, MIN_BLOCKED_SHARE * self.host_s[name])
-        ]
-        return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
-
-    @property
-    def limiting(self) -> tuple[str, ...]:
-        """Thread groups that are busy for 90% of an iteration; the busiest come first.
-
-        If there are several, none of them alone makes iterations much shorter: the tasks of each
-        have little exposed time, whatever they take.
-        """
-        return limiting(self.busy_s, self.baseline_s)
-
-    @property
-    def costs(self) -> CostModel:
-        """What the tasks cost, for a planner or the simulator."""
-        return costs_of(self.host_s, self.device_s)
-
-    def diff(self, after: ProfileResult) -> ProfileDiff:
-        """What changed from this profile to ``after``, with 95% intervals."""
-        names = dict.fromkeys((*self.host_s, *after.host_s))
-        return ProfileDiff(
-            TimeChange.of("iteration", self.step, after.step),
-            tuple(TimeChange.of(name, self.exposed(name), after.exposed(name)) for name in names),
-            self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
-        )
-
-    # --------------------------------------------------------------------------- as other things
-
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
         return result_text.one(self)
@@ -321,6 +159,15 @@ class ProfileResult(Report):
     def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
         return [Bars(label, self.exposed_s, self.spread_s)]
+
+    def diff(self, after: ProfileResult) -> ProfileDiff:
+        """What changed from this profile to ``after``, with 95% intervals."""
+        names = dict.fromkeys((*self.host_s, *after.host_s))
+        return ProfileDiff(
+            TimeChange.of("iteration", self.step, after.step),
+            tuple(TimeChange.of(name, self.exposed(name), after.exposed(name)) for name in names),
+            self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -357,32 +204,6 @@ class ProfileResult(Report):
         except (KeyError, TypeError) as error:
             raise ValueError(f"a part of a profile result is damaged: {error}") from error
         return cls(**{**data, **lists, **parts})
-
-
-def costs_of(host_s: Mapping[str, float], device_s: Mapping[str, float]) -> CostModel:
-    """What tasks cost that take so many seconds."""
-    return CostModel(
-        {
-            name: TaskCost(1e6 * seconds, device_us=1e6 * device_s.get(name, 0.0))
-            for name, seconds in host_s.items()
-        }
-    )
-
-
-def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
-    """Thread group to the seconds per iteration in which it runs tasks, or calls the loader."""
-    busy: dict[str, float] = defaultdict(float)
-    if PULL in host_s:
-        busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
-    for name, schedule in plan.schedule.items():
-        busy[schedule.thread_group] += host_s[name]
-    return dict(busy)
-
-
-def limiting(busy: Mapping[str, float], step_s: float) -> tuple[str, ...]:
-    """Thread groups that may set the pace; the busiest come first."""
-    found = [group for group, seconds in busy.items() if seconds >= LIMITING * step_s]
-    return tuple(sorted(found, key=lambda group: -busy[group]))
 
 
 def _check_figures(data: Mapping[str, Any]) -> None:

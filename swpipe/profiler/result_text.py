@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table
+from swpipe.profiler.figures import Figures
 from swpipe.profiler.rank_times import over_ranks
 from swpipe.profiler.spread import ms
-
-if TYPE_CHECKING:
-    from swpipe.profiler.result import ProfileResult
 
 _READ = (
     "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
@@ -28,7 +25,7 @@ _SLOW = 0.05
 _MOST_PUT_BACK = 12
 
 
-def one(result: ProfileResult) -> str:
+def one(result: Figures) -> str:
     """A table with one row per task."""
     times = {"host ms": result.host_s, "blocked ms": result.blocked_s}
     if result.device_s:
@@ -45,7 +42,7 @@ def one(result: ProfileResult) -> str:
     return _with_notes([result], table(titles, rows))
 
 
-def several(results: Sequence[ProfileResult]) -> str:
+def several(results: Sequence[Figures]) -> str:
     """A table with one row per task, and columns per batch."""
     if not results:
         return "no batches were profiled"
@@ -61,7 +58,7 @@ def several(results: Sequence[ProfileResult]) -> str:
     return _with_notes(results, table(titles, rows))
 
 
-def _with_notes(results: Sequence[ProfileResult], rows: str) -> str:
+def _with_notes(results: Sequence[Figures], rows: str) -> str:
     loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
     busy = [max(loads, key=lambda load: load.used).text] if loads else []
     on = [f" on {result.batch}" if len(results) > 1 else "" for result in results]
@@ -73,7 +70,7 @@ def _with_notes(results: Sequence[ProfileResult], rows: str) -> str:
     return "\n".join([*busy, *map(_summary, results), rows, *said, _READ])
 
 
-def _summary(result: ProfileResult) -> str:
+def _summary(result: Figures) -> str:
     slow = 1 - result.baseline_median_s / result.baseline_s if result.baseline_s else 0.0
     tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
     return (
@@ -87,7 +84,7 @@ def _summary(result: ProfileResult) -> str:
 # --------------------------------------------------------------------------------------- cells
 
 
-def _exposed(result: ProfileResult, name: str) -> tuple[str, str, str, str]:
+def _exposed(result: Figures, name: str) -> tuple[str, str, str, str]:
     """Exposed time, its spread, its share, and the task's own; "<": not told apart from 0."""
     exposed = result.exposed(name)
     if exposed is None:
@@ -98,7 +95,7 @@ def _exposed(result: ProfileResult, name: str) -> tuple[str, str, str, str]:
     return value, spread, share, "" if value.startswith("<") else ms(result.own_s[name])
 
 
-def _value(result: ProfileResult, value_s: float, spread_s: float) -> tuple[str, str, str]:
+def _value(result: Figures, value_s: float, spread_s: float) -> tuple[str, str, str]:
     """A time that is saved, its spread, and its share of an iteration, all of which is the most."""
     below = 0 < spread_s >= abs(value_s)
     shown_s = max(0.0, value_s) + spread_s if below else value_s
@@ -111,7 +108,7 @@ def _value(result: ProfileResult, value_s: float, spread_s: float) -> tuple[str,
 # --------------------------------------------------------------------------------------- notes
 
 
-def _notes(result: ProfileResult, on_batch: str) -> Iterator[str]:
+def _notes(result: Figures, on_batch: str) -> Iterator[str]:
     if result.busy_s:
         yield f"limits iterations{on_batch}: {_limits(result)}"
     blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
@@ -136,7 +133,7 @@ def _notes(result: ProfileResult, on_batch: str) -> Iterator[str]:
         yield f"shortcut already, so not measured: {', '.join(result.already_shortcut)}"
 
 
-def _limits(result: ProfileResult) -> str:
+def _limits(result: Figures) -> str:
     step = f"nearly all of {ms(result.baseline_s)} ms"
     busy = [f"{group} ({ms(result.busy_s[group])} ms)" for group in result.limiting]
     if len(busy) > 1:

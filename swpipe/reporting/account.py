@@ -291,8 +291,3 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     floor_s = min(floor_s, step_s)
     saved_s = step_s - floor_s
     return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s)
-
-
-def capitalised(text: str) -> str:
-    """The text, with a capital at the beginning."""
-    return text[:1].upper() + text[1:]
