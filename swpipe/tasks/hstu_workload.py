@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import hstu_schedule
-from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
+from swpipe.tasks.workload import SEED, InputError, Option, Workload, register
 
 if TYPE_CHECKING:
-    from swpipe.tasks.clicks.train import TrainRun
     from swpipe.tasks.torchrec.hstu.hstu_job import HSTUJob
 
 OPTIONS = (
@@ -52,18 +50,6 @@ def open_job(config: Any) -> HSTUJob:
     return HSTUJob(config)
 
 
-def _open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> TrainRun[HSTUJob]:
-    from swpipe.tasks.clicks.train import TrainRun
-
-    return TrainRun(name, config, plan, steps, open_job)
-
-
-def _report(runs: Sequence[TrainRun[HSTUJob]]) -> str:
-    from swpipe.tasks.clicks.training_tables import format_training
-
-    return format_training(runs)
-
-
 _ONE = Workload(
     name="hstu",
     plans=hstu_schedule.PLANS,
@@ -71,6 +57,5 @@ _ONE = Workload(
     configure=configure,
     open_job=open_job,
     options=OPTIONS,
-    training=Training(_open_run, _report),
 )
 register(replace(_ONE, on_ranks=_ONE))

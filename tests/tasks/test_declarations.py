@@ -16,7 +16,7 @@ from swpipe.analysis.verification import is_proved_by_declarations
 from swpipe.errors import PlanError
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sharded_clicks, sparse_dist
-from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+from swpipe.tasks.clicks import ClickConfig, ClickJob
 from swpipe.tasks.clicks.sharded import ShardedClickJob
 from swpipe.tasks.torchrec import (
     IdentityShuffler,
@@ -27,9 +27,8 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from tests.support.ranks import Ranks
+from tests.tasks.clicks.rows import SMALL
 from tests.tasks.torchrec.models import CPU, Batch, Job, dense_optimizer, sharded
-
-SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 
 
 def _unproved(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
 from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
-from tests.bench.emulated_link import EmulatedLink
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
 

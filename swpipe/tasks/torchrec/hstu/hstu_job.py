@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
-from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.tasks.clicks._torchrec import in_backward_optimizer_filter
-from swpipe.tasks.clicks.metrics import LossGuard, RunningAUC
+from swpipe.tasks.clicks.metrics import RankingJob
 from swpipe.tasks.clicks.model import make_optimizer
 from swpipe.tasks.clicks.sharded import shard_tables
 from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
@@ -65,7 +65,7 @@ class Read(NamedTuple):
     rows: int
 
 
-class HSTUJob:
+class HSTUJob(RankingJob):
     """A ranking model in training, on one rank or on all of the process group.
 
     Args:
@@ -75,9 +75,6 @@ class HSTUJob:
         config: As given.
         model: What is trained.
         optimizer: Of all parameters that backward does not update.
-        auc: Of the first task, over all events trained on, each predicted before the model was
-            updated with it.
-        guard: Stops training when the loss is not finite.
         step_tasks: The fourteen tasks.
 
     Raises:
@@ -89,7 +86,7 @@ class HSTUJob:
         alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self._histories = _histories(config)
-        self.device = torch.device(config.device)
+        super().__init__(config.device)
         whole = HSTURanking(config.model, config.seed)
         rate = config.model.learning_rate
         if alone:
@@ -109,8 +106,7 @@ class HSTUJob:
             forward="own" if alone else "prefetch",
             find="direct",
         )
-        self.auc = RunningAUC(self.device)
-        self.guard = LossGuard(self.device)
+        self.modules = (self.model,)
         self._pins_memory = resolve(self.device).pins_memory
 
     def update_auc(self, ctx: IterContext) -> None:
@@ -121,12 +117,8 @@ class HSTUJob:
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """The fourteen, and the running AUC, in serial order."""
-        histogram = DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
-        states = [histogram, DeclaredIO(state="loss guard")]
+        states = [self._histogram(), self._guarded()]
         return (*self.step_tasks.tasks(), PipelineTask("auc", self.update_auc, io=states))
-
-    def _set_histogram(self, counts: torch.Tensor) -> None:
-        self.auc.counts = counts
 
     # -------------------------------------------------------------------- data
 
@@ -135,7 +127,7 @@ class HSTUJob:
         """How many steps once through the data takes."""
         return math.ceil(len(self._histories) / (self.config.sequences * self.size))
 
-    def batches(self, steps: int | None = None) -> Iterator[SequenceBatch]:
+    def batches(self, steps: int | None = None, /) -> Iterator[SequenceBatch]:
         """This rank's batches: one epoch, or ``steps`` of them, over as many epochs as it takes."""
         size = self.config.sequences
         for step in range(self.epoch_steps if steps is None else steps):
@@ -143,7 +135,7 @@ class HSTUJob:
             batch = SequenceBatch.of([*own, *[()] * (size - len(own))])
             yield batch.pin_memory() if self._pins_memory else batch
 
-    def spec(self, ctx: IterContext) -> Read:
+    def spec(self, ctx: Any) -> Read:
         """What a trained batch has read."""
         return Read(ctx.iter_idx // self.epoch_steps, len(self._own(ctx.iter_idx)))
 
@@ -154,7 +146,7 @@ class HSTUJob:
 
     # ------------------------------------------------------------------- ranks
 
-    def over_ranks(self, value: T) -> list[T]:
+    def over_ranks(self, value: T, /) -> list[T]:
         """The values of all ranks. A collective, with no iteration in flight."""
         return gather(value) if dist.is_initialized() else [value]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from swpipe.plans.torchrec import hstu_schedule
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS
-from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.job_run import JobRun
 from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
@@ -76,9 +75,10 @@ STEPS = 40
 def _trained(plan: str) -> tuple[float, list[Any]]:
     """The AUC, and losses and this rank's parameters under one of the workload's plans."""
     made = hstu_schedule.PLANS[plan]()
-    with closing(TrainRun(plan, HSTUConfig(), made, STEPS, HSTUJob)) as run:
+    with JobRun(plan, HSTUJob(HSTUConfig()), made, STEPS, "cpu") as run:
         run.advance(STEPS)
-        return run.auc(), [*run.losses, *(p.detach() for p in run.job.model.parameters())]
+        trained = [p.detach() for p in run.job.model.parameters()]
+        return run.job.auc_of_all(), [*run.losses, *trained]
 
 
 def _workload() -> tuple[float, bool]:
