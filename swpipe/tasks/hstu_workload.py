@@ -1,4 +1,4 @@
-"""HSTU (``swpipe.tasks.hstu``) as a workload of the command line."""
+"""HSTU (``swpipe.tasks.torchrec.hstu``) as a workload of the command line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swpipe.plans import hstu_schedule
+from swpipe.plans.torchrec import hstu_schedule
 from swpipe.tasks.workload import SEED, InputError, Option, Workload, register
 
 if TYPE_CHECKING:
-    from swpipe.tasks.hstu.hstu_job import HSTUJob
+    from swpipe.tasks.torchrec.hstu.hstu_job import HSTUJob
 
 OPTIONS = (
     Option(
@@ -30,7 +30,7 @@ def configure(options: Mapping[str, Any]) -> Any:
     """The job's configuration."""
     torch.set_num_threads(1)  # a sum that is split among more threads rounds otherwise
     try:
-        from swpipe.tasks.hstu.hstu_job import HSTUConfig
+        from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig
     except ImportError as error:
         raise InputError(
             f"the workload hstu needs swpipe[clicks] and TorchRec, see README.md: {error}"
@@ -45,7 +45,7 @@ def configure(options: Mapping[str, Any]) -> Any:
 
 def open_job(config: Any) -> HSTUJob:
     """The job, on one rank or on all of the process group."""
-    from swpipe.tasks.hstu.hstu_job import HSTUJob
+    from swpipe.tasks.torchrec.hstu.hstu_job import HSTUJob
 
     return HSTUJob(config)
 

@@ -257,12 +257,6 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swpipe.tuning.autotuning._ROUNDS", 2)
 
 
-def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fourteen tasks for a machine that is elsewhere: the default stream is the bound, and met."""
-    assert run("plan", "auto", "recsys14", "--frozen", "forward,optimizer_step") == 0
-    assert capsys.readouterr().out.startswith("108.380 ms per iteration, ")
-
-
 def test_a_plan_is_chosen_from_costs_and_written(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

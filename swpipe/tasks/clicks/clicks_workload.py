@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from swpipe.plans import clicks, sharded_clicks
+from swpipe.plans import clicks
+from swpipe.plans.torchrec import sharded_clicks
 from swpipe.tasks.workload import SEED, InputError, Job, Option, Workload, register
 
 

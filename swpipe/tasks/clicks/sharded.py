@@ -3,7 +3,7 @@
 What goes through the context, attribute by attribute::
 
     ctx.batch -- read --> raw -- decode --> frame, rejected -- hash --> spec, batch (tensors)
-    batch -- the eleven of swpipe.tasks.sparse_dist --> losses, loss, output (logits)
+    batch -- the eleven of swpipe.tasks.torchrec --> losses, loss, output (logits)
     output, batch -- auc --> (histogram)
 
 Reading, decoding and hashing are tasks before the eleven rather than the iterator's work: so they
@@ -47,7 +47,7 @@ from swpipe.tasks.clicks.encode import ClickBatch
 from swpipe.tasks.clicks.job import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
-from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import EvenData, SparseDistTasks, TrainStep
 
 T = TypeVar("T")
 

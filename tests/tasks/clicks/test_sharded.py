@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swpipe import SWPipeline, TaskProfiler
-from swpipe.plans.sharded_clicks import FEED, PLANS, TASKS
+from swpipe.plans.torchrec.sharded_clicks import FEED, PLANS, TASKS
 from swpipe.tasks.clicks import ClickConfig, ClickDataError, ClickJob, Evaluation
 from swpipe.tasks.clicks.sharded import ShardedClickJob
 from swpipe.tasks.job_run import JobRun, compare
