@@ -49,13 +49,13 @@ MAY_USE = {
 EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
-SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "sparse_dist"}
+SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "torchrec", "transformer"}
 """A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
-LATE = ("jinja2", "matplotlib", "nvtx", "plotly", "tabulate", "tomli_w", "tqdm")
+LATE = ("jinja2", "matplotlib", "nvtx", "tabulate", "tomli_w", "tqdm")
 """What is imported inside the functions that need it."""
 
 MAX_MODULE_LINES = 450

@@ -1,4 +1,4 @@
-"""The page of a report: HTML, with its style, its script and its plans within."""
+"""The page of a report: HTML, with its style, its charts and its plans within."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL
 from swpipe.profiler.rank_times import RankTimes
-from swpipe.reporting.charts import SHOWN, exposed_chart, script, timeline_chart
+from swpipe.reporting.charts import SHOWN, exposed_chart, timeline_chart
 from swpipe.reporting.loop_figures import LoopFigures, PromisedChange, capitalised, in_ms, interval
 from swpipe.reporting.step_parts import BETWEEN, LOADER
 
@@ -31,7 +31,6 @@ def page_of(report: LoopFigures) -> str:
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
-        script=script(),
         ms=in_ms,
         percent=_percent,
         under=_under(report),

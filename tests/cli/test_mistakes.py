@@ -14,7 +14,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import launched
 from tests.cli.test_cli import log, needs_clicks, needs_matplotlib, refused, run
 from tests.support.scripts import Script, Scripts
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 __all__ = ["log"]  # the fixture
 

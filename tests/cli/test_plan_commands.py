@@ -17,7 +17,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.trace import Row, Span, Trace
 from tests.cli.test_cli import needs_clicks, needs_matplotlib, refused, run
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 LOOP = """
 import time

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._distributed.agreement import differences, plan_facts
 from swpipe.errors import PlanError
@@ -16,7 +17,6 @@ from swpipe.inference.recording import Recording
 from swpipe.planning import Limits
 from swpipe.planning.modulo.auto import auto_plan
 from swpipe.plans.published import assign_lookaheads, joint_search, list_schedule
-from tests.bench import recsys14
 
 
 @dataclass(frozen=True, slots=True)

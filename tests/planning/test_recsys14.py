@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench import recsys14
 from swpipe.planning import Limits
 from swpipe.planning.modulo.auto import auto_plan
 from swpipe.planning.simulation.simulator import simulate
-from tests.bench import recsys14
 
 BOUND_US = 108_380
 """What the tasks of the caller's stream take together."""

@@ -127,7 +127,7 @@ def test_gil_time_is_measured_on_request_and_in_serial_runs_only(host: TimedHost
 
 
 def test_gil_time_is_at_most_the_host_time() -> None:
-    """With a real contender; ``tests.bench.profiler`` checks the accuracy."""
+    """With a real contender; ``bench.profiler`` checks the accuracy."""
     tasks = [PipelineTask("python", lambda ctx: sum(range(20_000)))]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         cost = measure_costs(pipe, [None], **COUNTS).tasks["python"]

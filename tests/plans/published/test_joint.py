@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
@@ -15,7 +16,6 @@ from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
 from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, prune, swaps
 from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
 from swpipe.plans.published.task_roles import GIVEN, PRESETS, TaskRoles
-from tests.bench import recsys14
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import simulate
 from swpipe.plans.published import list_schedule
-from tests.bench import recsys14
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
@@ -17,7 +18,6 @@ from swpipe.planning import Limits, simulate
 from swpipe.plans.published import assign_lookaheads
 from swpipe.plans.published.lookahead import lookaheads
 from swpipe.plans.published.queue_rules import caller_tasks, communicator_queues
-from tests.bench import recsys14
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 

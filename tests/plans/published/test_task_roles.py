@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans.published.queue_rules import stream_of
 from swpipe.plans.published.task_roles import PRESETS, TaskRoles
-from tests.bench import recsys14
 
 STEP = recsys14.plan()
 ROLES = TaskRoles.of(resolve_plan(STEP), recsys14.FROZEN)
