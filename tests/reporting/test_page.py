@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import report
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport
-from tests.reporting.loops import image_loop
 from tests.support.browser import DARK, LIGHT, browse, needs_chromium, seen
-from tests.support.virtual_clock import TimedHost, tell_time
 
 needs_plotly = pytest.mark.skipif(find_spec("plotly") is None, reason="needs swpipe[report]")
 
@@ -49,13 +46,9 @@ PROBE = """
 
 
 @pytest.fixture(scope="module")
-def found() -> StepReport:
+def found(waiting: StepReport) -> StepReport:
     """The report on a loop that waits for its input, as if there were ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        host = TimedHost()
-        tell_time(patch, host)
-        made = report(image_loop(host, decode=12, train=7), range(8), name="images")
-    return replace(made, profile=replace(made.profile, ranks=tuple(map(_on, (0, 1)))))
+    return replace(waiting, profile=replace(waiting.profile, ranks=tuple(map(_on, (0, 1)))))
 
 
 def _on(rank: int) -> RankTimes:
