@@ -184,24 +184,21 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     assert torch.equal(replayed.loss, cached.loss)
 
 
-def test_several_batches_come_out_in_order(job: Job, pipe: SWPipeline) -> None:
-    """One result each, with its label, each from the same state."""
+def test_several_batches_come_out_in_order(
+    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One result each, with its label; of some tasks, or their names, in serial order."""
     profiler = TaskProfiler(pipe)
-    results = profiler.profile_many([BATCH, 2 * BATCH], labels=["one", "two"], **QUICK)
+    results = profiler.profile_many(
+        iter([BATCH, 2 * BATCH]), tasks=["step", pipe.tasks[1]], verbose=True, **QUICK
+    )
     assert isinstance(results, ProfileResults)
-    assert [result.batch for result in results] == ["one", "two"]
-    assert [r.batch for r in profiler.profile_many(iter([BATCH] * 2), **QUICK)] == [
-        "batch 0",
-        "batch 1",
-    ]
-
-
-def test_some_tasks_only(pipe: SWPipeline) -> None:
-    """Tasks or names, one or several, in serial order."""
-    profiler = TaskProfiler(pipe)
-    assert profiler.profile(BATCH, tasks=["step", "forward"], **QUICK).tasks == ("forward", "step")
-    assert profiler.profile(BATCH, tasks=pipe.tasks[2], **QUICK).tasks == ("backward",)
-    assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
+    assert [result.batch for result in results] == ["batch 0", "batch 1"]
+    assert {result.tasks for result in results} == {("forward", "step")}
+    assert "8/8" in capsys.readouterr().err  # one tick per visit to a task
+    (only,) = profiler.profile_many([BATCH], labels=["one"], tasks="step", **QUICK)
+    assert (only.batch, only.tasks) == ("one", ("step",))
+    assert capsys.readouterr().err == ""
 
 
 def test_ranks_shortcut_the_same_tasks_together(
@@ -234,16 +231,6 @@ def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     assert put_back(()) == ()
     assert not torch.equal(weights["0.weight"], model[0].weight)
-
-
-def test_progress_is_shown_where_asked_for(
-    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One tick per visit to a task; silence otherwise."""
-    TaskProfiler(pipe).profile(BATCH, **QUICK)
-    assert capsys.readouterr().err == ""
-    TaskProfiler(pipe).profile(BATCH, verbose=True, **QUICK)
-    assert "8/8" in capsys.readouterr().err
 
 
 def test_copies_for_tasks_that_modify_the_batch() -> None:

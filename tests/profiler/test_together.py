@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from swpipe.profiler.figures import busy_s, limiting
 from swpipe.profiler.profiler import joint_kinds
 from tests.profiler.sleepers import overlapped
@@ -40,19 +38,9 @@ def test_all_groups_that_are_equally_busy() -> None:
     }
 
 
-def test_a_single_task_is_measured_anyway() -> None:
-    """A group of one task is no joint shortcut."""
+def test_what_is_not_worth_a_joint_shortcut() -> None:
+    """A single task is measured anyway; some are not measured; one thread has no pace to share."""
     assert kinds(1.0, 1.0, 10.0, 1.0, 1.0) == {}
-
-
-@pytest.mark.parametrize("names", [("read", "copy"), ()])
-def test_only_tasks_that_are_measured_are_shortcut(names: tuple[str, ...]) -> None:
-    """The user has said which."""
-    host_s = dict.fromkeys(NAMES, 5.0)
-    assert joint_kinds(PLAN, names, host_s, 10.0) == {}
-
-
-def test_one_thread_has_no_pace_to_share() -> None:
-    """All of its tasks together take all of the iteration."""
+    assert joint_kinds(PLAN, ("read", "copy"), dict.fromkeys(NAMES, 5.0), 10.0) == {}
     plan = overlapped({"default": ["read", "train"]})
     assert joint_kinds(plan, ("read", "train"), {"read": 1.0, "train": 1.0}, 2.0) == {}

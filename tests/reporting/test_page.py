@@ -75,7 +75,7 @@ def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
     assert {name[:5] for name in value["names"]} >= {"train", "decod"}
     assert value["zoomed"] == [0, 5]
     assert (value["bars"], value["intervals"]) == (3, 3)
-    assert value["plan"]["schedule"]["decode"] == {"thread_group": "decode"}
+    assert value["plan"]["schedule"]["decode"] == {"thread_group": "worker 1"}
     assert "20.0" in value["total"]
     assert "100%" in value["total"]
     assert value["paper"] == "rgb(255, 255, 255)"
