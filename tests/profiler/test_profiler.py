@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
-from swpipe.profiler import ProfileResults, profiler
+from swpipe.profiler import ProfileResults
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.notes import Notes
 from tests.support.virtual_clock import TimedHost
@@ -199,21 +198,6 @@ def test_several_batches_come_out_in_order(
     (only,) = profiler.profile_many([BATCH], labels=["one"], tasks="step", **QUICK)
     assert (only.batch, only.tasks) == ("one", ("step",))
     assert capsys.readouterr().err == ""
-
-
-def test_ranks_shortcut_the_same_tasks_together(
-    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank finds another thread group the busiest; all take what the first one found."""
-    first = {("forward", "step"): "what rank 0 found"}
-    monkeypatch.setattr(profiler, "is_alone", lambda: False)
-    gathered = lambda mine: [first if isinstance(mine, dict) else mine]  # noqa: E731
-    monkeypatch.setattr(profiler, "gather", gathered)
-    monkeypatch.setattr(profiler, "dist", SimpleNamespace(get_rank=lambda: 0))
-    result = TaskProfiler(pipe).profile(BATCH, pipelined=True, **QUICK)
-    assert [(each.what, each.tasks) for each in result.joint] == [
-        ("what rank 0 found", ("forward", "step"))
-    ]
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swpipe.profiler import Advice, Joint, ProfileResult, ProfileResults
+from swpipe.profiler import Advice, ProfileResult, ProfileResults
 from swpipe.profiler.other_load import OtherLoad
 
 RESULT = ProfileResult(
@@ -32,7 +32,6 @@ RESULT = ProfileResult(
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
     device_s={},
     busy_s={},
-    joint=(Joint("the busiest thread group, io", ("read", "log"), 0.0041, 0.0002),),
     advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'", "", ""),),
     num_warmup=2,
     num_measure=3,
@@ -51,7 +50,6 @@ OTHER = replace(
     in_others_s={"read": {}, "step": {}},
     host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
     blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
-    joint=(),
     advice=(),
     device_s={"read": 0.001},
     already_shortcut=("forward",),
@@ -67,7 +65,6 @@ read            4.000   0.100             32.0     4.000      4.100         4.00
 forward         8.000   0.200             64.0     4.500      4.500         0.500        0.020  backward 3.000, step 0.500
 log           < 0.100   0.100            < 0.8                0.020         0.010        0.010
 blocks the host: read (4.000 ms)
-together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
@@ -88,7 +85,6 @@ log           < 0.100   0.100
 step                                           -1.000   0.200     0.000
 scale                                    not measured
 blocks the host on batch 0: read (4.000 ms)
-together on batch 0: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
@@ -131,13 +127,11 @@ def test_no_share_is_above_100_percent() -> None:
         RESULT,
         raw_s={"read": 0.016, "forward": 0.008, "log": 0.003},
         spread_s={"read": 0.005, "forward": 0.011, "log": 0.0001},
-        joint=(Joint("all", ("read", "log"), 0.013, 0.0002),),
     )
     text = wide.format_report()
     shares = [float(line.split()[3]) for line in text.splitlines() if line.startswith("read ")]
     assert shares == [100.0]
     assert "< 12.500  11.000          < 100.0" in text
-    assert "together: 12.500 ± 0.200 ms (100.0%)" in text
 
 
 def without(data: dict[str, object], *keys: str) -> dict[str, object]:
@@ -151,7 +145,11 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert ProfileResults.from_json(several.to_json()) == several
     RESULT.save(tmp_path / "one.json")
     several.save(tmp_path / "several.json")
-    earlier = {**json.loads(RESULT.to_json()), "disturbed": 2}  # what is missing has its default
+    earlier = {
+        **json.loads(RESULT.to_json()),
+        "disturbed": 2,
+        "joint": [],
+    }  # what is missing has its default
     assert ProfileResult.from_dict(without(earlier, "no_work", "other_load")) == RESULT
     assert ProfileResult.load(tmp_path / "one.json") == RESULT
     assert ProfileResults.load(tmp_path / "several.json") == several
@@ -204,7 +202,6 @@ def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
         {"spread_s": 3},
         {"host_s": {}},
         {"in_others_s": {"read": {"step": None}}},
-        {"joint": [{}]},
         {"advice": [{"gone": 1}]},
         {"other_load": {"cores": 2}},
         {"batch": 3},

@@ -16,6 +16,7 @@ from swpipe import (
     TaskProfiler,
 )
 from swpipe.profiler import ProfileResult
+from swpipe.profiler.figures import busy_s, limiting
 from tests.profiler.sleepers import overlapped, sleeper, sleepers
 from tests.support.virtual_clock import TimedHost
 
@@ -131,13 +132,19 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
 
 
 def test_three_groups_that_are_equally_busy_are_told(host: TimedHost) -> None:
-    """Each of their tasks alone saves nothing; together they take all of the step."""
+    """Each of their tasks alone saves nothing: the busiest come first."""
     tasks = sleepers(host, read=10, copy=10, train=10)
     plan = overlapped({"io": ["read"], "copies": ["copy"], "default": ["train"]})
     result = profiled(plan, tasks, pipelined=True)
     assert result.exposed_s == exactly(read=0, copy=0, train=0)
     assert set(result.limiting) == {"io", "copies", "default"}
     assert "so all have to do less" in result.format_report()
-    (together,) = result.joint
-    assert together.tasks == ("read", "copy", "train")
-    assert together.raw_s == pytest.approx(10e-3)
+
+
+def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
+    """The busiest come first among those that set the pace."""
+    plan = overlapped({"io": ["read", "decode"], "copies": ["copy"], "default": ["train", "step"]})
+    names = ("read", "decode", "copy", "train", "step")
+    busy = busy_s(plan, dict(zip(names, (1.0, 2.0, 9.5, 8.0, 2.0), strict=True)))
+    assert busy == {"io": 3.0, "copies": 9.5, "default": 10.0}
+    assert limiting(busy, 10.0) == ("default", "copies")

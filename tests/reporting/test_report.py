@@ -220,7 +220,7 @@ def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
     none = dict.fromkeys(host_s, 0.0)
     return ProfileResult(
         *("batch 0", "serial", step_s, step_s, 0.0, host_s, host_s, none, none, {}, host_s, none),
-        *({}, {}, (), (), 2, 3, 4),
+        *({}, {}, (), 2, 3, 4),
     )
 
 
