@@ -77,9 +77,9 @@ def report(
         context: As for ``SWPipeline``.
         loader: What training takes its batches from, such as a ``DataLoader``: its calls are
             measured, too. With None a batch costs nothing.
-        ready_made: Name to plan, such as those of ``swpipe.plans.sparse_dist``. They are tried
-            where nothing else is advised but to make tasks faster; not those for other tasks, and
-            those that could give other numbers than the serial loop.
+        ready_made: Name to plan, such as those of ``swpipe.plans.torchrec.sparse_dist``. They are
+            tried where nothing else is advised but to make tasks faster; not those for other tasks,
+            and those that could give other numbers than the serial loop.
         rounds: Visits to each task, and trials of each plan; 2 or more. More make intervals
             narrower.
         progress: Called with one line before each step.

@@ -26,7 +26,7 @@ from swpipe.reporting.account import (
     StepPart,
     StepVerdict,
 )
-from swpipe.reporting.charts import SHOWN, exposed_chart, script, timeline_chart
+from swpipe.reporting.charts import SHOWN, exposed_chart, timeline_chart
 from swpipe.trace import PeakMemory, Trace
 
 _APART = 0.05  # of a step: smaller differences are not told
@@ -214,7 +214,6 @@ def page_of(report: StepReport) -> str:
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
-        script=script(),
         ms=in_ms,
         percent=_percent,
         under=_under(report),
