@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from swpipe._tensors.pytree import record_stream
+from swpipe._values.walk import record_stream
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.core.task import DeclaredIO, PipelineTask

@@ -90,7 +90,7 @@ def test_moving_a_batch_moves_all_of_it() -> None:
 
 def test_tensors_of_a_batch_are_seen_by_the_engine() -> None:
     """The engine holds a context's tensors by looking into it: none may hide."""
-    from swpipe._tensors.pytree import tensors_in
+    from swpipe._values.walk import tensors_in
 
     batch: ClickBatch = encode(frame_of(row(), row({20: ""})), BUCKETS)
     seen = {id(tensor) for tensor in tensors_in(batch)}

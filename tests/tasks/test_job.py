@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.plans.clicks import TASKS
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig, TrainingDivergedError
 from swpipe.tasks.clicks.decode import decode

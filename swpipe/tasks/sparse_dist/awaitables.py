@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.device import Device, Stream
 from swpipe.tasks.sparse_dist._torchrec import Awaitable
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from swpipe._tensors.containers import kind_of
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.containers import kind_of
+from swpipe._values.walk import tensors_in
 from swpipe.tasks.sparse_dist.inputs import Found, RewriteError, Source
 
 _NOTHING = -1

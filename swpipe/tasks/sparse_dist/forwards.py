@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.sparse_dist._torchrec import (
     LazyAwaitable,

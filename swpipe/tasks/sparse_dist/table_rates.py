@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 
 
 def rates_of(modules: Iterable[nn.Module]) -> list[float]:

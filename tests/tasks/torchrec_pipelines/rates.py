@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from swpipe._tensors.pytree import tensors_in
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import tensors_in
 from swpipe.tasks import torchrec_pipelines as ours
 from tests.tasks.sparse_dist.models import CPU, Job, batches, everything, put_back, sharded
 from tests.tasks.torchrec_pipelines.loops import streams_on_a_cpu, theirs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.inference import record
 from swpipe.profiler import TaskProfiler, measure_memory
 from swpipe.tasks import torchrec_pipelines as ours
