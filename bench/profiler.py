@@ -2,7 +2,8 @@
 
 Exposed times must be within 5% of the times in a bare loop in the same round. The ratio is the
 greater over the smaller of the two. The profiler must find that Python code needs the interpreter
-lock all the time and a kernel only part of it; this takes an idle core (``swpipe.profiler.gil``).
+lock all the time and a kernel only part of it; this takes an idle core
+(``swpipe.profiler.thread_costs``).
 """
 
 from __future__ import annotations

@@ -50,14 +50,12 @@ def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
 
 
 def test_a_training_step_is_inferred_without_declarations(tmp_path: Path) -> None:
-    """Accesses to model, gradients, optimizer, loss guard and running metrics."""
+    """Accesses to model, gradients, optimizer and running metrics."""
     job = job_on(tmp_path)
     tasks = [replace(task, io=[WORD], pure=False) for task in job.tasks()]
     state = {"model": job.model, "optimizer": job.optimizer, "auc": job.auc}
-    state["guard.first_bad"] = job.guard.first_bad
     found = record(tasks, next(job.batches()), device="cpu", state=state)
     assert reads(found, "embed") == {"ctx.inputs", "model parameters"}
-    assert "guard.first_bad" in writes(found, "forward")
     assert writes(found, "backward") == {"model gradients"}
     assert writes(found, "step") >= {"model parameters", "optimizer state"}
     assert writes(found, "auc") == {"auc.counts"}
@@ -106,7 +104,7 @@ def test_recording_trains_nothing(tmp_path: Path) -> None:
     """After a recording a job continues as if it had not been recorded."""
     recorded = job_on(tmp_path)
     recording_of(recorded)
-    assert torch.equal(recorded.guard.first_bad, job_on(tmp_path).guard.first_bad)
+    assert torch.equal(recorded.auc.counts, job_on(tmp_path).auc.counts)
     plan = recorded.plan("serial")
     assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
 
@@ -140,8 +138,8 @@ def _edge(one: Any) -> Any:
 
 
 def test_a_recording_leaves_nothing_changed(tmp_path: Path) -> None:
-    """Also the tensor that the loss guard, a plain object, replaces in each iteration."""
+    """Also the tensor that the running AUC replaces in each iteration."""
     job = job_on(tmp_path)
-    before = job.guard.first_bad
+    before = job.auc.counts
     recording_of(job)
-    assert job.guard.first_bad is before
+    assert torch.equal(job.auc.counts, before)

@@ -11,9 +11,8 @@ from swpipe import PipelinePlan, ProfileResult, TaskSchedule
 from swpipe.planning import simulate
 from swpipe.profiler import Advice
 from swpipe.profiler.spread import Estimate
-from swpipe.reporting import PromisedChange
-from swpipe.reporting.step_parts import Roles, StepPart, step_parts
-from swpipe.reporting.verdict import Verdict, ceiling_of, costs_of, verdict_on_step
+from swpipe.reporting import PromisedChange, StepVerdict
+from swpipe.reporting.account import StepAccount, account_of
 from tests.reporting.test_report import profile_of
 
 NAMES = ("read", "exchange", "train")
@@ -28,19 +27,20 @@ PLAN = PipelinePlan(
 )
 
 
-def split(profile: ProfileResult) -> tuple[StepPart, ...]:
-    """The parts of a plain loop that takes what the profile says."""
-    run = simulate(PLAN, costs_of(profile), streams=bool(profile.device_s), iterations=12)
-    return step_parts(run.trace().critical_path(), profile, Roles.of(PLAN))
+def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0) -> StepAccount:
+    """Of a plain loop that takes what the profile says."""
+    run = simulate(PLAN, profile.costs, streams=bool(profile.device_s), iterations=12)
+    path = run.trace().critical_path()
+    return account_of(profile, path, PLAN, streams=streams, cpu_s=cpu_s)
 
 
 def verdict(
     *, read: float, exchange: float, train: float, blocked_s: dict[str, float] | None = None
-) -> Verdict:
+) -> StepVerdict:
     """On tasks that take so many seconds."""
     profile = profile_of({"read": read, "exchange": exchange, "train": train})
     profile = replace(profile, blocked_s={**profile.blocked_s, **(blocked_s or {})})
-    return verdict_on_step(split(profile), profile)
+    return account(profile).verdict
 
 
 def test_waiting_for_ranks_is_not_input() -> None:
@@ -63,8 +63,8 @@ def test_a_device_that_waits_for_its_host_makes_a_loop_host_bound() -> None:
     """Time on a thread computes where there are no streams, and holds up the device elsewhere."""
     profile = profile_of({"read": 0.1, "exchange": 0.1, "train": 0.8})
     on_device = replace(profile, device_s={"train": 0.1})
-    assert verdict_on_step(split(profile), profile).bound == "compute-bound"
-    assert verdict_on_step(split(on_device), on_device).bound == "host-bound"
+    assert account(profile).verdict.bound == "compute-bound"
+    assert account(on_device).verdict.bound == "host-bound"
 
 
 def test_the_ceiling_is_what_the_longest_chain_or_the_cores_leave(
@@ -75,7 +75,7 @@ def test_the_ceiling_is_what_the_longest_chain_or_the_cores_leave(
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
 
     def ceiling(profile: ProfileResult) -> tuple[float, str]:
-        found = ceiling_of(PLAN, Roles.of(PLAN), profile, streams=False)
+        found = account(profile).ceiling
         return round(found.saved_s, 9), found.limit
 
     assert ceiling(profile) == (0.5, "2 cores for all tasks")
@@ -92,7 +92,7 @@ def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
     waits = replace(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
-    found = ceiling_of(PLAN, Roles.of(PLAN), waits, streams=False, cpu_s=0.9)
+    found = account(waits, cpu_s=0.9).ceiling
     assert (round(found.saved_s, 9), found.limit) == (0.1, "1 core for all tasks")
     assert found.needs == "To reach it, all cores have to be busy all the time."
 
@@ -101,7 +101,7 @@ def test_a_ceiling_says_what_it_takes() -> None:
     """The tasks that have to run beside those that limit it, the longest first."""
     profile = profile_of({"read": 0.2, "exchange": 0.3, "train": 0.5})
     waits = replace(profile, blocked_s=profile.host_s)
-    needs = ceiling_of(PLAN, Roles.of(PLAN), waits, streams=False).needs
+    needs = account(waits).ceiling.needs
     assert needs == "To reach it, exchange, read must run beside that, on other threads."
 
 

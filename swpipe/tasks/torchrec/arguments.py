@@ -1,16 +1,20 @@
-"""Arguments of TorchRec's pipelines: bound as TorchRec's class binds them, or refused.
+"""What TorchRec's pipelines take and have no counterpart here: refused, with what to do instead.
 
-Those without a counterpart here are refused unless at their default. Each entry says why, and what
-to do instead.
+Arguments are bound as TorchRec's class binds them, and refused unless at their default. Classes
+without a counterpart say so at their construction.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from swpipe.tasks.torchrec._torchrec import TrainPipelineContext
+from swpipe.tasks.torchrec._torchrec import (
+    TrainPipelineContext,
+    torchrec_class,
+    torchrec_pipelines,
+)
 
 
 class Refusal(NamedTuple):
@@ -105,12 +109,12 @@ def refuse(owner: object, **given: Any) -> None:
         raise NotImplementedError("\n".join(lines))
 
 
-def no_internal(owner: object, name: str, underneath: str) -> AttributeError:
+def no_internal(owner: object, name: str) -> AttributeError:
     """The error for an attribute that only TorchRec's class has."""
     return AttributeError(
         f"{type(owner).__name__} has no {name!r}: swpipe's pipelines have the constructors and "
         "methods of TorchRec's, and not their queues, contexts and streams. The pipeline "
-        f"underneath is {underneath}"
+        "underneath is .pipe, its plan .pipe.plan"
     )
 
 
@@ -137,3 +141,54 @@ def refuse_overrides(kind: type, original: type) -> None:
             "which are not called here: put what they do into a task or a TrainStep "
             "(swpipe.tasks.torchrec), or keep TorchRec's class"
         )
+
+
+_SAME = "has the same numbers; keep TorchRec's class where memory does not suffice"
+
+INSTEAD = {
+    "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
+    "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
+    "TrainPipelinePEC": "it looks up ahead those rows that the batch before does not update, and "
+    "needs collections of its own: TrainPipelineFusedSparseDist is exact with any collection",
+    "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
+    "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
+    "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
+    f"PrefetchTrainPipelineSparseDist {_SAME}",
+    "TrainPipelineSparseDistBwdOpt": "it steps the optimizer within backward, with the gradients "
+    "that are there by then: TrainPipelineFusedSparseDist steps with all of them, while the next "
+    "batch's embeddings are exchanged, where the optimizer has no tables",
+    "TrainPipelineSparseDistCompAutograd": "it compiles backward: call progress() of "
+    "TrainPipelineSparseDist under torch._dynamo.compiled_autograd, or keep TorchRec's class",
+    "TrainPipelineSparseDistEmbStash": "it moves tables to the host during the dense part: "
+    f"TrainPipelineSparseDist {_SAME}",
+    "TrainPipelineSparseDistOptStash": "it moves the optimizer's state to the host between steps: "
+    f"TrainPipelineSparseDist {_SAME}",
+}
+"""Class to what it does, and what to use."""
+
+
+class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
+    """Base of the classes in ``INSTEAD``.
+
+    Raises:
+        NotImplementedError: Always, when it is constructed.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} has no counterpart in swpipe: {INSTEAD[name]}")
+
+    def progress(self, dataloader_iter: Any) -> NoReturn:
+        """There is no instance to call this of."""
+        raise NotImplementedError
+
+
+def _made(name: str, instead: str) -> type[Elsewhere]:
+    said = f"Raises NotImplementedError when it is constructed: {instead}."
+    kind = type(name, (Elsewhere,), {"__doc__": said, "__module__": __name__})
+    if (original := torchrec_class(name)) is not None:
+        original.register(kind)
+    return kind
+
+
+ELSEWHERE = {name: _made(name, instead) for name, instead in INSTEAD.items()}
