@@ -114,11 +114,6 @@ def test_as_many_batches_are_pulled_as_by_torchrec(one_rank: Ranks, two_ranks: R
     assert two_ranks.run(_pulled) == [[PULLED, more]] * 2
 
 
-def test_semi_sync_trains_so_on_one_rank(one_rank: Ranks) -> None:
-    """The next batch is looked up before the one backward, which updates the tables."""
-    assert one_rank.run(_stale) == [[]]
-
-
 def _collectives_in_a_step() -> dict[str, int]:
     counts = {}
     for name in (*EXACT, "TrainPipelineSemiSync"):

@@ -228,14 +228,13 @@ def test_the_option_is_named_where_it_would_help(two_ranks: Ranks) -> None:
         assert "pipeline_postproc=True" in said
 
 
-@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("name", "kind", "says"),
     [
-        (Flagged, "module 'move': its result for batch.ids was computed ahead"),
-        (Skips, "module 'tables.0': its input move(...) was exchanged"),
-        (ReplacesPart, "module 'augment': its result for batch was computed ahead"),
-        (Autocasts, "the forward calls it in another autocast mode"),
+        (EXACT[0], Flagged, "module 'move': its result for batch.ids was computed ahead"),
+        (EXACT[1], Skips, "module 'tables.0': its input move(...) was exchanged"),
+        (EXACT[2], ReplacesPart, "module 'augment': its result for batch was computed ahead"),
+        (EXACT[3], Autocasts, "the forward calls it in another autocast mode"),
     ],
 )
 def test_a_forward_that_does_otherwise_later_is_refused(
