@@ -133,24 +133,6 @@ def test_one_rank_agrees_with_nobody(one_rank: Ranks) -> None:
     assert set(one_rank.run(_collectives_in_a_step)[0].values()) == {0}
 
 
-def _drained(pipeline: Any) -> list[torch.Tensor]:
-    data = batches(7)
-    outputs = [pipeline.progress(data), *pipeline.drain()]
-    return outputs + to_the_end(pipeline, data)
-
-
-def _drained_differences() -> list[list[str]]:
-    kind = ours.TrainPipelineSemiSync
-    starts = (3, 5)  # before and at the first batch after those that are drained
-    pairs = [(start, trained(kind, 7, start_batch=start)) for start in starts]
-    return [trained(kind, _drained, start_batch=k).differences(one) for k, one in pairs]
-
-
-def test_batches_that_are_drained_count_towards_the_start_batch(two_ranks: Ranks) -> None:
-    """Stale reads begin at the same batch as without drain()."""
-    assert two_ranks.run(_drained_differences) == [[[], []], [[], []]]
-
-
 def _cut() -> list[Any]:
     found = []
     for count in (0, 1, 2, 3, 6):
