@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.profiler import TaskProfiler
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.inputs import RewriteError

@@ -1,4 +1,4 @@
-"""A decoder layer: attention and a feed-forward network, each with a norm before it.
+"""The layers of a small GPT: attention and a feed-forward network, each with a norm before it.
 
 The steps of a layer are methods, which ``forward`` calls one after the other; a schedule calls them
 at other times. The feed-forward network is one MLP or a mixture of experts.
@@ -6,14 +6,46 @@ at other times. The feed-forward network is one MLP or a mixture of experts.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swpipe.core.messages import shown
-from swpipe.tasks.transformer.attention import SelfAttention
 from swpipe.tasks.transformer.experts import MixtureOfExperts, Mlp, Routing
-from swpipe.tasks.transformer.token_exchange import exchange
 from swpipe.tasks.transformer.transformer_config import LAYER_TYPES, TransformerConfig
+from swpipe.tasks.transformer.weight_gradients import Linear
+
+
+class SelfAttention(nn.Module):
+    """Scaled dot-product attention of several heads (Vaswani et al., 2017)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden: (batch, sequence, hidden).
+            mask: Boolean, True where a query attends to a key; it broadcasts to (batch, heads,
+                queries, keys). None for causal attention.
+
+        Returns:
+            (batch, sequence, hidden).
+        """
+        batch, length, size = hidden.shape
+        # (batch, sequence, 3 x hidden) to three of (batch, heads, sequence, hidden / heads)
+        split = self.qkv(hidden).view(batch, length, 3, self.heads, size // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None
+        )
+        out: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, length, size))
+        return out
 
 
 class TransformerLayer(nn.Module):
@@ -56,14 +88,14 @@ class TransformerLayer(nn.Module):
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """The second half: norm, feed-forward network, residual."""
-        if isinstance(self.mlp, Mlp):
-            fed: Tensor = self.mlp(self.mlp_norm(hidden))
-            return hidden + fed
         normed = self.mlp_norm(hidden)
+        if isinstance(self.mlp, Mlp):
+            fed: Tensor = self.mlp(normed)
+            return hidden + fed
         rows, weights, routing = self.mlp.route(normed)
-        rows = exchange(rows, routing.receive, routing.send, routing.group)
+        rows = routing.exchange(rows, to_experts=True)
         rows, shared = self.through_experts(rows, normed, routing)
-        rows = exchange(rows, routing.send, routing.receive, routing.group)
+        rows = routing.exchange(rows, to_experts=False)
         return self.merge(rows, weights, shared, hidden, routing)
 
     def through_experts(
@@ -100,3 +132,41 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Both halves, of (batch, sequence, hidden); ``mask`` as of ``SelfAttention``."""
         return self.feed_forward(self.attend(hidden, mask))
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """A further layer that predicts the token after the next.
+
+    Layer k (from 0) sees the hidden state of the layer before it, and the embedding of the token
+    that is k + 1 further on (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", section 2.2).
+
+    Args:
+        config: The model's.
+        number: From 0.
+        group: The ranks that share the experts; None for this process alone.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, number: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.enorm = nn.LayerNorm(config.hidden_size)
+        self.hnorm = nn.LayerNorm(config.hidden_size)
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.transformer_layer = TransformerLayer(config, config.mtp_layer_type, group)
+        self.final_norm = nn.LayerNorm(config.hidden_size)
+
+    def attend(self, hidden: Tensor, embedded: Tensor, mask: Tensor | None) -> Tensor:
+        """Join hidden state and embedding, (batch, sequence, hidden) each, and attend."""
+        joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+        return self.transformer_layer.attend(self.eh_proj(joined), mask)
+
+    def moved(self, values: Tensor) -> Tensor:
+        """Of (batch, sequence), what is ``number + 1`` further on; zeros at the end."""
+        steps = self.number + 1
+        return functional.pad(values[:, steps:], (0, min(steps, values.shape[1])))
+
+    def forward(self, hidden: Tensor, embedded: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The next layer's hidden state, (batch, sequence, hidden)."""
+        return self.transformer_layer.feed_forward(self.attend(hidden, embedded, mask))

@@ -1,7 +1,6 @@
-"""Open containers, and make new ones like them with other children.
+"""Open containers, and make new ones like them: each type is a tensor, a leaf, or of a kind below.
 
-Every type has a kind: a tensor, a leaf, or one of the kinds of container below.
-``swpipe._tensors.pytree`` lists the types that are opened, and walks over values.
+``swpipe._values.walk`` lists the types that are opened, and walks over values.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ class Kind(NamedTuple):
         fill: ``fill(new, value, children)`` makes ``new`` like ``value``, with these children.
         make: ``make(value, old, children)`` returns a container like ``value``, with ``children``
             in place of the ``old`` ones.
+        attributes: The keys are attributes.
     """
 
     children: Items = _none
@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     empty: Callable[[Any], Any] = copy.copy
     fill: Callable[[Any, Any, Sequence[Any]], None] | None = None
     make: Callable[[Any, Sequence[Any], Sequence[Any]], Any] | None = None
+    attributes: bool = False
 
 
 def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
@@ -103,7 +104,7 @@ def by_attributes(cls: Any) -> Kind:
             else:
                 vars(new)[name] = child
 
-    return Kind(lambda value: named(value).values(), named, empty, fill)
+    return Kind(lambda value: named(value).values(), named, empty, fill, attributes=True)
 
 
 def _slots_of(cls: type) -> Iterator[str]:

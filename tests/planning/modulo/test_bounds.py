@@ -35,9 +35,9 @@ def costs(**host_us: float) -> CostModel:
 
 
 def test_no_plan_is_faster_than_its_bounds() -> None:
-    """On 400 random plans; with threads to choose freely the bound is no higher."""
+    """On 160 random plans; with threads to choose freely the bound is no higher."""
     reached = 0
-    for seed in range(200):
+    for seed in range(80):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         model = contended_costs(rng, plan)
@@ -51,25 +51,19 @@ def test_no_plan_is_faster_than_its_bounds() -> None:
             assert ii_us >= bounds.ii_us - 1e-6, seed
             assert free.ii_us <= bounds.ii_us + 1e-6, seed
             reached += ii_us <= bounds.ii_us + 1e-6
-    assert reached > 100
-
-
-def test_the_busiest_thread_of_the_plan_bounds_it() -> None:
-    """Sum of its tasks; the plan reaches it."""
-    bounds = lower_bounds(feeding(), costs(read=30, train=20))
-    assert (bounds.ii_us, bounds.res_mii_us, bounds.rec_mii_us) == (30.0, 30.0, 0.0)
-    assert bounds.limiting == "thread 'io': read"
-    assert simulate(feeding(), costs(read=30, train=20)).ii_us == bounds.ii_us
+    assert reached > 30
 
 
 def test_threads_may_be_chosen_freely() -> None:
-    """Then all tasks share them, and a task is not split."""
+    """Then all tasks share them as well as can be, and a task is not split."""
+    own = lower_bounds(feeding(), costs(read=30, train=20))
+    assert (own.ii_us, own.rec_mii_us, own.limiting) == (30.0, 0.0, "thread 'io': read")
     one = lower_bounds(feeding(), costs(read=30, train=20), threads=1)
     two = lower_bounds(feeding(), costs(read=30, train=20), threads=2)
     assert (one.ii_us, one.limiting) == (50.0, "the one thread: all tasks")
     assert (two.ii_us, two.limiting) == (30.0, "one thread: read alone")
     even = lower_bounds(loop(), costs(prefetch=10, forward=9, step=8), threads=2)
-    assert (even.res_mii_us, even.busiest) == (13.5, "2 threads: all tasks")
+    assert (even.res_mii_us, even.busiest) == (17.0, "2 threads: all tasks")
 
 
 def test_the_heaviest_cycle_bounds_it() -> None:
