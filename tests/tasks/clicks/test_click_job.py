@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.plans.clicks import TASKS
 from swpipe.profiler.trial_state import trial_state
 from swpipe.tasks.clicks import (

@@ -24,7 +24,7 @@ from swpipe.tasks.clicks._torchrec import in_backward_optimizer_filter
 from swpipe.tasks.clicks.metrics import RankingJob
 from swpipe.tasks.clicks.model import make_optimizer
 from swpipe.tasks.clicks.sharded import shard_tables
-from swpipe.tasks.torchrec.hstu._torchrec import EmbeddingCollectionSharder
+from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
 from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
 from swpipe.tasks.torchrec.hstu.ranking_model import HSTURanking, RankingConfig
 from swpipe.tasks.torchrec.hstu.ratings import USERS, generate_ratings, read_ratings
