@@ -19,8 +19,7 @@ from torch import Tensor
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.pipeline_parallel.pipeline_training import LOAD, STEP, UPDATE
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime
-from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
+from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, SerialRuntime
 from swpipe.tasks.workload import gradients_of
 
 Runtime: TypeAlias = PipelineRuntime | SerialRuntime
