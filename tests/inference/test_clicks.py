@@ -18,7 +18,7 @@ from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.inference.helpers import WORD, orders, reads, writes
 from tests.support.plans_for_tests import scattered
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 pytest.importorskip("torchrec")
 pytest.importorskip("polars")
@@ -56,14 +56,12 @@ def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
 
 
 def test_a_training_step_is_inferred_without_declarations(tmp_path: Path) -> None:
-    """Accesses to model, gradients, optimizer, loss guard and running metrics."""
+    """Accesses to model, gradients, optimizer and running metrics."""
     job = job_on(tmp_path)
     tasks = [replace(task, io=[WORD], pure=False) for task in job.tasks()]
     state = {"model": job.model, "optimizer": job.optimizer, "auc": job.auc}
-    state["guard.first_bad"] = job.guard.first_bad
     found = record(tasks, next(job.batches()), device="cpu", state=state)
     assert reads(found, "embed") == {"ctx.inputs", "model parameters"}
-    assert "guard.first_bad" in writes(found, "forward")
     assert writes(found, "backward") == {"model gradients"}
     assert writes(found, "step") >= {"model parameters", "optimizer state"}
     assert writes(found, "auc") == {"auc.counts"}
