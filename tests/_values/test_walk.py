@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
