@@ -30,7 +30,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partial
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+import typer
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
@@ -48,7 +49,7 @@ from swpipe.cli.user_errors import REPORTED, UserError, Verdict, echo, verdict_o
 from swpipe.core.messages import one_line, plain, shorten
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import on_cpu
-from swpipe.tasks.workload import MOST_COUNT, all_options
+from swpipe.tasks.workload import MOST_COUNT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -69,11 +70,6 @@ _FIRST_S = 600.0  # within which a node's first rank must have done what it does
 _VERDICT, _PRINTED = "swpipe/verdict", "swpipe/printed"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
 _COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
-
-_SAME = (
-    *("steps", "serially", "batches", "rounds", "device", "seed"),
-    *("workload", "in_flight", "threads", "frozen", "max_bytes"),
-)
 
 
 def launched() -> bool:
@@ -267,29 +263,35 @@ class Rank:
                 self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 
+def agree(context: typer.Context, plans: Sequence[PipelinePlan | None]) -> None:
+    """Make sure that all ranks were given the same command, if there are several.
+
+    Args:
+        context: The command's.
+        plans: Those that it runs under; None for one that is yet to be made.
+
+    Raises:
+        UserError: They were not; raised on all of them.
+    """
+    rank: Rank | None = context.obj
+    if rank is not None:
+        rank.agree(command_facts(context.command_path, context.params, plans))
+
+
 def command_facts(
-    command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan | None]
+    command: str, options: Mapping[str, Any], plans: Sequence[PipelinePlan | None]
 ) -> dict[str, str]:
     """The parts of a command that have to be the same on all ranks.
 
-    Nodes may have files in different places: of several paths the number is compared, of a
-    workload's single path nothing.
-
-    Args:
-        command: Its name.
-        options: Parameter to value.
-        plans: Those that it runs under; files of different names may hold the same plan. None for
-            one that is yet to be made.
+    Nodes may have files in different places: their number is compared. Files of different names may
+    hold the same plan: plans are compared.
     """
-    declared = all_options()
-    same = [*_SAME, *(option.name for option in declared if option.kind not in (list, Path))]
     facts = {"command": command}
-    facts |= {flag(name): str(options[name]) for name in same if name in options}
-    for option in declared:
-        if option.kind is list:
-            facts[flag(option.name)] = f"{len(options.get(option.name) or ())} files"
-    facts["--costs"] = "a file" if options.get("costs") else "none"
-    facts["plans"] = str(len(plans))
+    for name, value in options.items():
+        if name not in ("plan", "compare"):
+            some = value if isinstance(value, list | tuple) else [value]
+            files = sum(isinstance(one, Path) for one in some)
+            facts[flag(name)] = f"{files} files" if files else str(value or "none")
     for number, plan in enumerate(plans, start=1):
         found = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
         facts |= {f"plan {number}, {fact}": what for fact, what in found.items()}
