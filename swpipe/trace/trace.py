@@ -90,8 +90,7 @@ class Trace(Rows):
         begin_ns, end_ns = extent_ns(wanted)
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
-        return Trace(wanted, beside=beside, arrows=self.arrows, **times)
+        return Trace(wanted, beside=beside, **self._about)
 
     def steady(self, count: int = 4) -> Trace:
         """The trace of a few successive iterations that take as long as most do.
@@ -251,7 +250,7 @@ class Trace(Rows):
 
         A file whose name ends in ``.gz`` is compressed, to a tenth or so; Perfetto reads it.
         """
-        perfetto.save(Path(path), self._document)
+        perfetto.save(Path(path), self.spans, self._about)
 
     def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         """Write what ``torch.profiler`` has exported, and this trace beside it, on one clock.
@@ -266,11 +265,12 @@ class Trace(Rows):
         """
         if not self.origin_ns:
             raise ValueError("it is not known when this trace was recorded: record it again")
-        perfetto.add_to(Path(path), Path(profiled), self._document)
+        perfetto.add_to(Path(path), Path(profiled), self.spans, self._about)
 
     @property
-    def _document(self) -> perfetto.Document:
-        return perfetto.Document(self.spans, self.arrows, self.origin_ns, self.clock_error_ns)
+    def _about(self) -> dict[str, Any]:
+        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
+        return {"arrows": self.arrows, **times}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -279,8 +279,7 @@ class Trace(Rows):
         Raises:
             ValueError: The file has another format.
         """
-        spans, arrows, origin_ns, clock_error_ns = perfetto.load(Path(path))
-        return cls(spans, arrows=arrows, origin_ns=origin_ns, clock_error_ns=clock_error_ns)
+        return cls(**perfetto.load(Path(path)))
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
@@ -322,14 +321,11 @@ def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
     Args:
         traces: The name of each rank to its trace.
     """
-    by_task: dict[tuple[str, Row], dict[str, float]] = defaultdict(dict)
+    by_task: dict[tuple[str, Row], list[tuple[float, str]]] = defaultdict(list)
     for rank, trace in traces.items():
         for times in trace.task_times():
-            by_task[times.task, times.row][rank] = times.mean_s
-    found = []
-    for (task, row), of in by_task.items():
-        fastest, slowest = (end(of, key=lambda rank: of[rank]) for end in (min, max))
-        found.append(OverRanks(task, row, of[fastest], fastest, of[slowest], slowest))
+            by_task[times.task, times.row].append((times.mean_s, rank))
+    found = [OverRanks(*key, *min(of), *max(of)) for key, of in by_task.items()]
     return tuple(sorted(found, key=lambda each: each.least_s - each.most_s))
 
 
