@@ -34,9 +34,11 @@ from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.simulator import peak_of
-from swpipe.plans import sparse_dist
+from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
-from swpipe.tasks.workload import DEFAULT, MOST_SEED, Run, Training, Workload, alternate
+from swpipe.tasks import job_run
+from swpipe.tasks.job_run import JobRun, alternate
+from swpipe.tasks.workload import DEFAULT, MOST_SEED, Workload
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
@@ -121,14 +123,13 @@ def train(
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
-    training = _training(find_workload(workload, context.obj))
     # The job that a plan is made with is closed before others train.
     with Opened(context, workload, given, (compare or plan).split(","), auto=True) as opened:
         plans = [opened.plan(name) for name in opened.plans]
     labelled = list(zip(numbered(opened.plans), plans, strict=True))
-    with open_runs(training, opened.config, labelled, steps) as runs:
+    with open_runs(opened.workload, opened.config, labelled, steps) as runs:
         recorded = train_runs(runs)
-        echo(training.report(runs))
+        echo(job_run.report(runs))
         if opened.tuned is not None:
             echo(format_outcome(opened.tuned, runs[opened.plans.index("auto")]))
         what = f"timeline of the last steps under {runs[-1].name}:"
@@ -239,7 +240,7 @@ def doctor(
             opened.take(MEASURED) if loader is None else loader,
             plan=opened.plan() if plan else None,
             device=opened.config.device,
-            context=opened.context,
+            context=opened.job.context,
             rounds=rounds,
         )
     echo(str(found))
@@ -339,13 +340,12 @@ def demo(
     check_outputs(context, *files, pictures=pictures)
     workload = workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images")
     work = find_workload(workload)
-    training = _training(work)
     given = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
     opening = partial(Opened, context, workload, given, [""])
     opened = opening()
     echo(f"Training the same model ({workload}) under both plans, in turns.")
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
-    with open_runs(training, opened.config, list(plans.items()), steps) as runs:
+    with open_runs(opened.workload, opened.config, list(plans.items()), steps) as runs:
         recorded = train_runs(runs)
         echo("\nWhat each task costs, in the plain loop and under the plan.")
         breakdown = []
@@ -355,7 +355,7 @@ def demo(
                 breakdown.append(profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label]))
         for results in breakdown:
             echo(f"\n{format_breakdown(results)}")
-        echo(f"\n{training.report(runs)}\nfiles:")
+        echo(f"\n{job_run.report(runs)}\nfiles:")
         both = ProfileResults(results[0] for results in breakdown)
         drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
         writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
@@ -374,29 +374,21 @@ def _profiles(path: Path) -> ProfileResults:
     return ProfileResults([ProfileResult.from_json(text)])
 
 
-def _training(work: Workload) -> Training:
-    if work.training is None:
-        raise UserError(
-            f"workload {work.name}: train cannot train it; use profile or plan, or give it a "
-            "Training (swpipe.tasks.workload)"
-        )
-    return work.training
-
-
 @contextmanager
 def open_runs(
-    training: Training, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
-) -> Iterator[list[Run]]:
+    work: Workload, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
+) -> Iterator[list[JobRun]]:
     """One run per named plan, of the same configuration."""
     with ExitStack() as stack:
         runs = []
         for name, plan in plans:
             with about_plan(name):
-                runs.append(stack.enter_context(training.open_run(name, config, plan, steps)))
+                run = JobRun(name, work.open_job(config), plan, steps, config.device)
+                runs.append(stack.enter_context(run))
         yield runs
 
 
-def train_runs(runs: Sequence[Run]) -> Trace:
+def train_runs(runs: Sequence[JobRun]) -> Trace:
     """Run all steps of all runs, in turns, and record the end of the last run."""
     from tqdm import tqdm
 
@@ -410,7 +402,7 @@ def train_runs(runs: Sequence[Run]) -> Trace:
     return recorded
 
 
-def format_outcome(tuned: Tuned, run: Run) -> str:
+def format_outcome(tuned: Tuned, run: JobRun) -> str:
     """The interval that was predicted for a plan, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
     expected, tried = (
@@ -469,10 +461,8 @@ def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResu
 
     On a device a second line has what its allocator counted in this process, parameters and all.
     """
-    from swpipe.reporting.verdict import costs_of
-
     loop = opened.loop()
-    costs = replace(costs_of(result), memory=loop.measure_memory())
+    costs = replace(result.costs, memory=loop.measure_memory())
     plan = PipelinePlan.serial(loop.tasks) if plan is None else plan
     held = peak_of(plan, costs, streams=loop.has_streams)
     lines = [] if held is None else [held.format()]

@@ -22,7 +22,7 @@ import typer
 from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank, agree
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason
-from swpipe.core.context import TypedContext, context_class
+from swpipe.core.context import context_class
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
@@ -31,7 +31,6 @@ from swpipe.device import resolve
 from swpipe.errors import add_note
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.tasks.job_run import training_of
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, Tuned, autotune
@@ -110,11 +109,6 @@ class Opened:
         return tuple(self.job.tasks())
 
     @property
-    def context(self) -> type[TypedContext] | None:
-        """The class of the job's contexts; None where it names none."""
-        return context_of(self.job)
-
-    @property
     def loader(self) -> Iterable[Any] | None:
         """What the user's own job takes its batches from, if it can be begun again; else None."""
         given = self.job.loader if isinstance(self.job, _OwnJob) else None
@@ -133,7 +127,7 @@ class Opened:
 
     def pipeline(self, plan: PipelinePlan) -> SWPipeline[Any]:
         """The job's tasks under a plan."""
-        return SWPipeline(plan, self.tasks, device=self.config.device, context=self.context)
+        return SWPipeline(plan, self.tasks, device=self.config.device, context=self.job.context)
 
     def take(self, count: int) -> list[Any]:
         """The first few batches; on several ranks all take as many."""
@@ -176,7 +170,7 @@ class Opened:
         schedule = {} if make is None else make().schedule
         return {
             "device": self.config.device,
-            "context": self.context,
+            "context": self.job.context,
             "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
             "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
             "over_ranks": self.job.over_ranks,
@@ -207,7 +201,6 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
         usual_plan=SERIAL,
         configure=lambda options: _OwnConfig(options["device"]),
         open_job=open_job,
-        training=training_of(open_job),
     )
 
 
@@ -237,7 +230,7 @@ class _OwnConfig:
     device: str | None
 
 
-class _OwnJob:
+class _OwnJob(Job):
     """What ``module:function`` returns: tasks in serial order, batches, and a class of contexts.
 
     The current directory is searched for the module, too. On several ranks the function is called
@@ -268,7 +261,7 @@ class _OwnJob:
     def tasks(self) -> tuple[PipelineTask, ...]:
         return self._tasks
 
-    def batches(self, steps: int | None = None) -> Iterator[Any]:
+    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
         return islice(self.loader, steps)
 
     @property
@@ -277,16 +270,8 @@ class _OwnJob:
             raise UserError("--steps: say how many; the workload's batches have no length")
         return len(self.loader)
 
-    def over_ranks(self, value: Any) -> list[Any]:
+    def over_ranks(self, value: Any, /) -> list[Any]:
         return [value] if self._rank is None else gather(value)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def context_of(job: Job) -> type[TypedContext] | None:
-    """The class of a job's contexts; None where the job names none."""
-    return job.context if isinstance(job, _OwnJob) else None
 
 
 def _call(name: str) -> Any:

@@ -1,10 +1,10 @@
 """Cost models: what the tasks of a pipeline take on this machine, on these batches.
 
     serial          host, CPU and device times; then, beside a thread that competes for the
-                    interpreter lock (``swpipe.profiler.gil``), the time each task holds that lock
+                    interpreter lock, the time each task holds that lock
     pipelined=True  host and device times while the plan runs
-    both            the time of a hand-over between two threads (``swpipe.profiler.handover``), and
-                    what shows while the device is behind (``swpipe.profiler.device_behind``)
+    both            the time of a hand-over between two threads (``swpipe.profiler.thread_costs``),
+                    and what shows while the device is behind (``swpipe.profiler.device_behind``)
 
 In a serial measurement each task has the machine to itself. Under a plan, tasks that run at the
 same time share cores, caches and memory bandwidth, and memory allocation on a worker thread may be
@@ -33,12 +33,10 @@ from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.device_behind import device_behind
-from swpipe.profiler.gil import GilContender, GilTimes
-from swpipe.profiler.handover import measure_handover_s
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
+from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
 from swpipe.profiler.trial_state import trial_state
 
 _US = 1e6
@@ -87,7 +85,7 @@ def measure_costs(
     pulls = None if loader is None else Pulls(loader)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
-    Counts(num_warmup, num_measure, num_rounds=2)
+    Counts(num_warmup, num_measure)
     pipe.check_idle("measuring costs")
     saved = trial_state(pipe, batches[0], state, copy)
     found: list[CostModel] = []

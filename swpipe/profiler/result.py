@@ -16,13 +16,14 @@ from swpipe.core.messages import listed
 from swpipe.core.plain_data import parse_json
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
-from swpipe.profiler.advice import Advice
-from swpipe.profiler.diff import Change, ProfileDiff
-from swpipe.profiler.figures import Figures, Joint
+from swpipe.profiler.diff import ProfileDiff, TimeChange
+from swpipe.profiler.figures import Advice, Figures, Joint
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
-from swpipe.profiler.spread import Estimate
+
+_COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
+_OF_EARLIER_VERSIONS = {"disturbed"}
 
 
 class Report(Rows):
@@ -108,7 +109,7 @@ class ProfileResult(Figures, Report):
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
         joint: Tasks that were shortcut together: those of the busiest thread group, and those of
             all groups that are ``limiting`` if these are several; only under the plan.
-        advice: The changes that promise most, at most three; the best comes first.
+        advice: The changes that promise most, at most three; another plan comes first.
         num_warmup: Iterations before each visit that were not timed.
         num_measure: Iterations timed in each visit, in the mean.
         num_rounds: Visits behind each figure; of some, if there was a limit in seconds or to the
@@ -119,8 +120,6 @@ class ProfileResult(Figures, Report):
             and were not measured.
         not_measured: Task to the reason why it could not be measured. It has no exposed time.
         interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
-        disturbed: How many visits were measured again, since another process took a core from them;
-            None where the machine does not tell.
         no_work: Tasks that have nothing to do: they take less than 20 us and 1% of an iteration,
             and iterations are no shorter without them.
         other_load: What other processes used of the machine; None where it does not tell.
@@ -138,7 +137,7 @@ class ProfileResult(Figures, Report):
         rows = []
         for name in self.host_s:
             row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
-            for what in ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay"):
+            for what in _COLUMNS:
                 seconds = getattr(self, f"{what}_s").get(name)
                 row[f"{what}_ms"] = None if seconds is None else 1e3 * seconds
             row["baseline_ms"] = 1e3 * self.baseline_s
@@ -157,13 +156,16 @@ class ProfileResult(Figures, Report):
         for name, exposed_s in self.exposed_s.items():
             writer.add_scalar(f"swpipe/{self.mode}/exposed_ms/{name}", 1e3 * exposed_s, step)
 
+    def _bars(self) -> list[Bars]:
+        label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
+        return [Bars(label, self.exposed_s, self.spread_s)]
+
     def diff(self, after: ProfileResult) -> ProfileDiff:
         """What changed from this profile to ``after``, with 95% intervals."""
         names = dict.fromkeys((*self.host_s, *after.host_s))
-        steps = [Estimate(each.baseline_s, each.baseline_spread_s) for each in (self, after)]
         return ProfileDiff(
-            Change.of("iteration", *steps),
-            tuple(Change.of(name, self.exposed(name), after.exposed(name)) for name in names),
+            TimeChange.of("iteration", self.step, after.step),
+            tuple(TimeChange.of(name, self.exposed(name), after.exposed(name)) for name in names),
             self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
         )
 
@@ -182,15 +184,13 @@ class ProfileResult(Figures, Report):
             ValueError: The keys are not the attributes of a result. Those that have defaults may be
                 missing, as in a file of an earlier version.
         """
-        names = {each.name for each in fields(cls)}
-        optional = {
-            each.name
-            for each in fields(cls)
-            if each.default is not MISSING or each.default_factory is not MISSING
-        }
-        if not isinstance(data, dict) or not names - optional <= set(data) <= names:
+        every = {each.name for each in fields(cls)}
+        needed = {e.name for e in fields(cls) if e.default is e.default_factory is MISSING}
+        if isinstance(data, dict):
+            data = {key: data[key] for key in data if key not in _OF_EARLIER_VERSIONS}
+        if not isinstance(data, dict) or not needed <= set(data) <= every:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
-            rule = f"{sorted(names - optional)}, and may have {sorted(optional)}"
+            rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
             raise ValueError(f"a profile result has the keys {rule}; not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         _check_figures(data)
@@ -204,10 +204,6 @@ class ProfileResult(Figures, Report):
         except (KeyError, TypeError) as error:
             raise ValueError(f"a part of a profile result is damaged: {error}") from error
         return cls(**{**data, **lists, **parts})
-
-    def _bars(self) -> list[Bars]:
-        label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
-        return [Bars(label, self.exposed_s, self.spread_s)]
 
 
 def _check_figures(data: Mapping[str, Any]) -> None:

@@ -19,8 +19,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.trial_state import trial_state
 
@@ -64,7 +63,7 @@ def try_plans(
     tasks = tuple(tasks)
     if not plans or not batches:
         raise ValueError("give at least one plan and one batch to try it on")
-    Counts(num_warmup, num_measure, num_rounds=2)
+    Counts(num_warmup, num_measure)
     samples: dict[str, list[float]] = {name: [] for name in plans}
     pulls = None if loader is None else Pulls(loader)
     with ExitStack() as stack:

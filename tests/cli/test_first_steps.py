@@ -60,7 +60,7 @@ def test_train_trains_a_loop_of_ones_own(
     args = ("--workload", f"my_loop:{name}", "--compare", "serial,serial", "--timeline", timeline)
     said = out(capsys, "train", *args)
     assert re.search(r"^serial +24 .* 0\.\d+ to -?\d+\.\d+$", said, re.MULTILINE)
-    assert re.search(r"^serial \(2\) over serial: .* bit-equal: 24 losses$", said, re.MULTILINE)
+    assert re.search(r"^serial and serial \(2\): bit-equal: 24 losses$", said, re.MULTILINE)
     assert len(own) == 3  # one for the plan, and one for each run
     assert timeline.exists()
 

@@ -22,15 +22,15 @@ from swpipe.cli import launched as ranks
 from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
 from swpipe.inference import Recording
-from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks_workload import open_sharded_job
+from swpipe.plans.torchrec import sharded_clicks
+from swpipe.tasks.clicks.clicks_workload import open_sharded_job
 from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop
 from tests.cli.test_cli import out, run
 from tests.support.scripts import Script, Scripts, as_torchrun
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchrec") is None or find_spec("polars") is None,

@@ -298,7 +298,7 @@ def test_training_under_auto_says_what_it_expects_and_what_it_got(
 ) -> None:
     """And the numbers are the serial ones."""
     said = out(capsys, "train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
-    assert out.startswith("auto: ")
+    assert said.startswith("auto: ")
     assert "serial and auto: bit-equal: 8 losses and 37 parameters" in said
     assert "auto: expected " in said
 

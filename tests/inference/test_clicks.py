@@ -18,7 +18,7 @@ from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.inference.helpers import WORD, orders, reads, writes
 from tests.support.plans_for_tests import scattered
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 pytest.importorskip("torchrec")
 pytest.importorskip("polars")

@@ -28,10 +28,10 @@ from unittest import mock
 
 import torch
 
-from swpipe.tasks import torchrec_pipelines as ours
-from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
-from swpipe.tasks.sparse_dist.forwards import SplitForward
-from swpipe.tasks.torchrec_pipelines.translated import Translated
+from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec._torchrec import torchrec_pipelines
+from swpipe.tasks.torchrec.forwards import SplitForward
+from swpipe.tasks.torchrec.translated import Translated
 
 TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")

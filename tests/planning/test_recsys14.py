@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench import recsys14
 from swpipe.analysis.validation import validate
-from swpipe.planning import Limits, recsys14
+from swpipe.planning import Limits
 from swpipe.planning.modulo.auto import auto_plan
 from swpipe.planning.simulation.bounds import lower_bounds
 from swpipe.planning.simulation.simulator import simulate

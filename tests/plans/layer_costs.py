@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.plans.layer_overlap import LayerStep
+from swpipe.plans.transformer import LayerStep
 
 
 def costs(plan_steps: tuple[LayerStep, ...], exchange_us: float) -> CostModel:

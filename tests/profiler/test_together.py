@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swpipe.profiler.together import busy_s, joint_kinds, limiting
+from swpipe.profiler.figures import busy_s, limiting
+from swpipe.profiler.profiler import joint_kinds
 from tests.profiler.sleepers import overlapped
 
 PLAN = overlapped({"io": ["read", "decode"], "copies": ["copy"], "default": ["train", "step"]})

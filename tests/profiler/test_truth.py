@@ -1,6 +1,6 @@
 """Exposed times against known truth: tasks that sleep on a virtual clock, alone and overlapped.
 
-``tests.bench.exposed`` asks the same of a real clock.
+``bench.exposed`` asks the same of a real clock.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, repor
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.reporting import measuring
-from swpipe.reporting.step_parts import Roles, step_parts
-from swpipe.reporting.verdict import costs_of
+from swpipe.reporting.account import account_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
@@ -214,8 +213,9 @@ def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -
     )
     host_s = {name: ms / 1e3 for name, ms in zip(names, host_ms, strict=True)}
     simulated = simulate(plan, CostModel({n: TaskCost(1e6 * s) for n, s in host_s.items()}))
-    path = simulate(plan, costs_of(profile_of(host_s)), iterations=24).trace().critical_path()
-    parts = step_parts(path, profile_of(host_s, step_s=simulated.ii_us / 1e6), Roles.of(plan))
+    path = simulate(plan, profile_of(host_s).costs, iterations=24).trace().critical_path()
+    profile = profile_of(host_s, step_s=simulated.ii_us / 1e6)
+    parts = account_of(profile, path, plan, streams=False).parts
     assert sum(part.share for part in parts) == pytest.approx(1)
     assert sum(part.seconds for part in parts) == pytest.approx(simulated.ii_us / 1e6)
     assert {part.cause for part in parts if part.task == "read"} <= {"input"}

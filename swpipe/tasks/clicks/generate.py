@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
+from swpipe.tasks.clicks._polars import pl
 from swpipe.tasks.clicks.log import IDS, INTEGERS, LABEL
 
 Floats = NDArray[np.float64]

@@ -1,14 +1,21 @@
-"""Metrics of training that do not make the host wait for the device at every step."""
+"""What a ranking job in training reports, without making the host wait for the device each step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from swpipe.core.task import DeclaredIO
 from swpipe.device import on_cpu
-from swpipe.tasks.workload import TrainingFailedError
+from swpipe.tasks.clicks.log import ClickDataError
+from swpipe.tasks.workload import Job, TrainingFailedError
+
+_EXAMPLES = 5  # malformed rows that are shown
 
 
 class RunningAUC(nn.Module):
@@ -26,10 +33,11 @@ class RunningAUC(nn.Module):
             modifies it, so it can be kept and put back.
     """
 
+    counts: torch.Tensor
+
     def __init__(self, device: torch.device, bins: int = 2000) -> None:
         super().__init__()
         self.bins = bins
-        self.counts: torch.Tensor
         self.register_buffer("counts", torch.zeros(2 * bins, dtype=torch.int64, device=device))
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -40,12 +48,13 @@ class RunningAUC(nn.Module):
         seen = torch.zeros_like(self.counts).scatter_add_(0, slot, torch.ones_like(slot))
         self.counts = self.counts + seen
 
-    def compute(self) -> float:
-        """The area, 0 to 1; NaN until both labels have been seen. Waits for the device."""
-        return self.area(self.counts)
+    def compute(self, counts: torch.Tensor | None = None) -> float:
+        """The area, 0 to 1; NaN until both labels have been seen. Waits for the device.
 
-    def area(self, counts: torch.Tensor) -> float:
-        """As ``compute``, of another histogram, such as the sum of several ranks'."""
+        Args:
+            counts: Another histogram, such as the sum of several ranks'.
+        """
+        counts = self.counts if counts is None else counts
         negatives, positives = counts.view(2, self.bins).double().cpu()
         below = negatives.cumsum(0) - negatives
         pairs = negatives.sum() * positives.sum()
@@ -54,11 +63,7 @@ class RunningAUC(nn.Module):
 
 
 class TrainingDivergedError(TrainingFailedError):
-    """The loss is no longer a number; training on would only spoil the model.
-
-    Attributes:
-        step: The first such step, from 0.
-    """
+    """The loss is no longer a number, first at ``step``, from 0."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -86,11 +91,7 @@ class LossGuard:
         self.interval = 1 if on_cpu(self.first_bad) else interval
 
     def watch(self, loss: torch.Tensor, step: int) -> None:
-        """Check a loss, or keep it to be checked.
-
-        Args:
-            loss: A scalar.
-            step: Its step, from 0.
+        """Check the scalar loss of a step, from 0, or keep it to be checked.
 
         Raises:
             TrainingDivergedError: This loss, or one since the last check, is not finite.
@@ -109,3 +110,109 @@ class LossGuard:
         first = int(self.first_bad)
         if first != self._NONE:
             raise TrainingDivergedError(first)
+
+
+@dataclass
+class RowCount:
+    """Rows read in the first epoch.
+
+    Attributes:
+        lines: All of them.
+        malformed: Those dropped.
+        examples: The first few of these.
+    """
+
+    lines: int = 0
+    malformed: int = 0
+    examples: list[Any] = field(default_factory=list)
+
+    def add(self, lines: int, rejected: Sequence[Any]) -> None:
+        """Count the rows of a batch, and those of them that were dropped."""
+        self.lines += lines
+        self.malformed += len(rejected)
+        self.examples += rejected[: _EXAMPLES - len(self.examples)]
+
+    def __str__(self) -> str:
+        if not self.malformed:
+            return f"{self.lines:,} rows, none malformed"
+        told = f"{self.lines:,} rows, {self.malformed:,} of them malformed and dropped:"
+        shown = [f"  {row}" for row in self.examples[:_EXAMPLES]]
+        if self.malformed > len(shown):
+            shown.append(f"  ... and {self.malformed - len(shown):,} more")
+        return "\n".join((told, *shown))
+
+
+class ReadRows(Protocol):
+    """What a step has read: how many rows, and in which epoch, from 0."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+
+class RankingJob(Job):
+    """A job whose model predicts a label per row: its rows, its running AUC, and a finite loss.
+
+    Args:
+        device: Where the model lives.
+
+    Attributes:
+        device: As given.
+        auc: Over all rows trained on, each predicted before the model was updated with it.
+        guard: Stops training when the loss is not finite.
+        rows: Read so far, by this rank.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.auc = RunningAUC(self.device)
+        self.guard = LossGuard(self.device)
+        self.rows = RowCount()
+
+    def spec(self, ctx: Any) -> ReadRows:
+        """What a trained batch has read."""
+        raise NotImplementedError
+
+    def retired(self, ctx: Any) -> float | torch.Tensor | None:
+        if (spec := self.spec(ctx)).epoch == 0:  # later epochs read the same rows
+            self.rows.add(spec.rows, getattr(ctx, "rejected", ()))
+        return super().retired(ctx)
+
+    def check(self) -> None:
+        self.guard.check()
+        rows = self.all_rows()
+        if rows.lines and rows.malformed == rows.lines:
+            raise ClickDataError(
+                f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
+            )
+
+    def all_rows(self) -> RowCount:
+        """Rows read so far, by all ranks. A collective."""
+        total = RowCount()
+        for one in self.over_ranks(self.rows):
+            total.lines += one.lines
+            total.malformed += one.malformed
+            total.examples += one.examples
+        return total
+
+    def auc_of_all(self) -> float:
+        """The running AUC over all ranks; NaN until both labels have been seen. A collective."""
+        return self.auc.compute(torch.stack(self.over_ranks(self.auc.counts.cpu())).sum(0))
+
+    def results(self) -> dict[str, str]:
+        return {"AUC": f"{self.auc_of_all():.4f}".replace("nan", "n/a")}
+
+    def notes(self) -> list[str]:
+        return [f"data: {self.all_rows()}"]
+
+    def _histogram(self) -> DeclaredIO:
+        """The running AUC's state."""
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
+
+    def _guarded(self) -> DeclaredIO:
+        """The loss guard's state."""
+        return DeclaredIO(state="loss guard")
+
+    def _set_histogram(self, counts: torch.Tensor) -> None:
+        self.auc.counts = counts

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.core.messages import listed
-from swpipe.plans.layer_overlap import LayerKind, chunk_order
+from swpipe.plans.transformer import LayerKind, chunk_order
 from swpipe.tasks.transformer.chunk_state import ChunkModel, ModelChunkState
 from swpipe.tasks.transformer.layer_nodes import PostProcessNode, PreProcessNode
 from swpipe.tasks.transformer.layer_runs import Side, run_steps

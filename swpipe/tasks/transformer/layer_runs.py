@@ -23,7 +23,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.layer_overlap import LayerStep, Steps, paired_plan
+from swpipe.plans.transformer import LayerStep, Steps, paired_plan
 from swpipe.tasks.transformer.layer_streams import get_comm_stream, get_comp_stream
 from swpipe.tasks.transformer.same_order import SameOrder
 from swpipe.tasks.transformer.schedule_node import as_leaf

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from swpipe.core.messages import shown
-from swpipe.plans.layer_overlap import (
+from swpipe.plans.transformer import (
     LayerKind,
     LayerStep,
     backward_steps,

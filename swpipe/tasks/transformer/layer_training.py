@@ -16,7 +16,7 @@ from torch import Tensor
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.layer_overlap import LayerKind, LayerStep, chunk_order, layer_overlap_plan
+from swpipe.plans.transformer import LayerKind, LayerStep, chunk_order, layer_overlap_plan
 from swpipe.tasks.transformer.gpt import GPTModel
 from swpipe.tasks.transformer.layer_runs import Side, step_function
 from swpipe.tasks.transformer.layer_schedule import Layer, kind_of
@@ -40,7 +40,7 @@ def layer_kinds(model: GPTModel) -> tuple[LayerKind, ...]:
 
 
 def training_plan(model: GPTModel) -> PipelinePlan:
-    """``swpipe.plans.layer_overlap.layer_overlap_plan`` of a model's layers."""
+    """``swpipe.plans.transformer.layer_overlap_plan`` of a model's layers."""
     return layer_overlap_plan(layer_kinds(model), shared=_shares(model))
 
 

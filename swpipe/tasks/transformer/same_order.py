@@ -15,7 +15,7 @@ import torch.distributed as dist
 from swpipe._distributed.agreement import differences, name_ranks, plan_facts
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans.layer_overlap import Steps
+from swpipe.plans.transformer import Steps
 from swpipe.tasks.transformer.token_exchange import size_of
 
 _WAYS_OUT = (

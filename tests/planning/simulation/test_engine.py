@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 
+from bench import recsys14
+from bench.interval import CASES, Case
+from bench.predict import STREAM_MS, STREAMING
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe._engine.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import assign_lookaheads, auto_plan, joint_search, recsys14
+from swpipe.planning import auto_plan
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
-from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.plans.published import assign_lookaheads, joint_search
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.trace.span import Row, Span
-from tests.bench.interval import CASES, Case
-from tests.bench.predict import STREAM_MS, STREAMING
 from tests.support.strategies import random_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 

@@ -14,7 +14,7 @@ from torch import nn
 from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, auto_plan, simulate
-from swpipe.plans.layer_overlap import chunk_order
+from swpipe.plans.transformer import chunk_order
 from swpipe.tasks.transformer import (
     GPTModel,
     TransformerLayerSchedulePlan,
