@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-torchrec peer-tests bench lint format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo test test-torchrec peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ lint: $(VENV)/.lint ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+house: ## print where the package is heavy: lines, attributes, parameters, users
+	@$(PYTHON) .ci/house.py
 
 format: $(VENV)/.lint ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .

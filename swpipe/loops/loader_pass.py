@@ -247,7 +247,7 @@ class LoaderPass:
         self.release()
         places, draws = self._places.up_to(self.handed_out), self._of.draws
         after = places[-1].after if places else {}
-        if not (self._of.turns is not None and draws.names and draws.after and self.is_ahead):
+        if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
             return frozenset()
         if others := self.drawn_by_others() or (draws.names - after.keys()):
             return others

@@ -145,8 +145,8 @@ class OverlappedLoop(ResumableLoop[C]):
                 self._told |= new
                 warnings.warn(text.format(told(new)), RuntimeWarning, stacklevel=self._frames)
 
-    def _drop(self, current: LoaderPass) -> None:
-        super()._drop(current)
+    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
+        super()._drop(current, failed=failed)
         self._ahead.drop()
 
     def close(self) -> None:

@@ -363,9 +363,10 @@ class ResumableLoop(Generic[Out]):
         self._running = None
         if isinstance(self._loader, AccelerateLoader):
             self._loader.leave()
+        complete = self._is_complete(current)
         if not current.ended:
-            self._drop(current)
-            if self._is_complete(current):
+            self._drop(current, failed=failed)
+            if complete and self.counted:
                 current.end()
         if current.ended:
             current.release()
@@ -377,18 +378,20 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        current.ended = current.ended or complete
         self._left = not current.ended
 
-    def _drop(self, current: LoaderPass) -> None:
+    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         """Drop what is in flight, if nothing can have changed by it."""
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
             return
         if any(early_changes(pipe.plan, pipe.tasks)):
             return
-        if self._is_complete(current) and not pipe.closed:
+        if self.counted and self._is_complete(current) and not pipe.closed:
             pipe.settle()  # its end is found
-        self._count(current)
+        if not failed:  # which has dropped it
+            self._count(current)
         pipe.drop()
         self._dropped = True
 

@@ -2,7 +2,7 @@
 
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import Choice, auto_plan
-from swpipe.planning.simulation.bounds import Bounds, lower_bounds
+from swpipe.planning.modulo.bounds import Bounds, lower_bounds
 from swpipe.planning.simulation.simulator import Simulation, simulate
 
 __all__ = [

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
@@ -29,10 +29,9 @@ from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
 __all__ = [
     "LayerKind",
     "LayerStep",
-    "backward_steps",
     "chunk_order",
-    "forward_steps",
     "layer_overlap_plan",
+    "layer_steps",
     "pair_order",
     "paired_plan",
 ]
@@ -97,14 +96,9 @@ class LayerStep(NamedTuple):
 Steps: TypeAlias = tuple[LayerStep, ...]
 
 
-def forward_steps(layer: int, kind: LayerKind) -> Steps:
-    """A layer's forward in serial order."""
-    return tuple(_steps("f", layer, kind))
-
-
-def backward_steps(layer: int, kind: LayerKind) -> Steps:
-    """A layer's backward in serial order."""
-    return tuple(_steps("b", layer, kind))
+def layer_steps(side: Side, layer: int, kind: LayerKind) -> Steps:
+    """A layer's forward ("f") or backward ("b") in serial order."""
+    return tuple(_steps(side, layer, kind))
 
 
 def _steps(side: Side, layer: int, kind: LayerKind) -> Iterator[LayerStep]:
@@ -177,15 +171,10 @@ def chunk_order(
     """
     steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
     steps += _around("b", backward, "begin", "post_process")
-    ahead = [forward_steps(i, kind) for i, kind in enumerate(forward or ())]
-    back = [backward_steps(i, kind) for i, kind in enumerate(backward or ())][::-1]
-    common = min(len(ahead), len(back))
-    pairs = [
-        *zip(ahead, back, strict=False),
-        *(((), left) for left in back[common:]),
-        *((left, ()) for left in ahead[common:]),
-    ]
+    ahead = [layer_steps("f", i, kind) for i, kind in enumerate(forward or ())]
+    back = [layer_steps("b", i, kind) for i, kind in enumerate(backward or ())][::-1]
     last = LayerStep("b", 0, "attn", "dw")
+    pairs = zip_longest(ahead, back, fillvalue=())
     ordered = [step for pair in pairs for step in pair_order(*pair)]
     steps += [step for step in ordered if step != last]
     if hooks:

@@ -6,7 +6,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.diff import ProfileDiff, TimeChange
-from swpipe.profiler.figures import Advice, Joint
+from swpipe.profiler.figures import Advice
 from swpipe.profiler.memory_use import measure_memory
 from swpipe.profiler.profiler import TaskProfiler, pipeline_breakdown
 from swpipe.profiler.result import ProfileResult, ProfileResults
@@ -16,7 +16,6 @@ __all__ = [
     "Advice",
     "Block",
     "CostModel",
-    "Joint",
     "ProfileDiff",
     "ProfileResult",
     "ProfileResults",

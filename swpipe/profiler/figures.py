@@ -26,23 +26,6 @@ _BY_TASK = (
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """Several tasks that were shortcut together. All times are seconds per iteration.
-
-    Attributes:
-        what: What they have in common, in words.
-        tasks: Their names.
-        raw_s: How much shorter an iteration is if all of them cost nothing.
-        spread_s: Half-width of the 95% interval of ``raw_s``.
-    """
-
-    what: str
-    tasks: tuple[str, ...]
-    raw_s: float
-    spread_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """A change, and what it promises.
 
@@ -90,7 +73,6 @@ class Figures:
     blocked_s: Mapping[str, float]
     device_s: Mapping[str, float]
     busy_s: Mapping[str, float]
-    joint: tuple[Joint, ...]
     advice: tuple[Advice, ...]
     num_warmup: int
     num_measure: int

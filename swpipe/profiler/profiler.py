@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.owners import given_state
-from swpipe.core.messages import listed
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe._values.owners import given_state
+from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
-from swpipe.profiler.figures import Joint, busy_s, costs_of, limiting
+from swpipe.profiler.figures import busy_s, costs_of
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
@@ -162,16 +161,12 @@ class TaskProfiler:
                     pulls=None if loader is None else Pulls(loader),
                 )
                 rounds = Rounds(timer, counts, saved.restore_training)
-                joint: dict[Kind, str] = {}
                 with saved.trial(), self.pipe.borrow():
-                    step_s, times = rounds.warm_up()
+                    rounds.warm_up()
                     device_s = timer.device_times_s()
-                    if pipelined:
-                        joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
-                        joint = joint if is_alone() else gather(joint)[0]  # times differ
-                    rounds.measure([*alone, *joint], bar.update)
+                    rounds.measure(alone, bar.update)
                 found = replace(
-                    _result_of(rounds, device_s, joint),
+                    _result_of(rounds, device_s),
                     batch=label,
                     put_back=tuple(map(str, saved.owners)),
                     already_shortcut=left_out,
@@ -222,33 +217,7 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     return list(labels)
 
 
-def joint_kinds(
-    plan: PipelinePlan, names: Collection[str], host_s: Mapping[str, float], step_s: float
-) -> dict[Kind, str]:
-    """Tasks to shortcut together, and what they have in common.
-
-    Those that hide each other cost nothing one by one. The tasks of the busiest thread group say
-    how much shorter an iteration gets until another group is the busiest; those of all groups that
-    are equally busy, how much until a dependence or a less busy group sets the pace.
-    """
-    busy = busy_s(plan, host_s)
-    busiest = max(busy, key=lambda group: busy[group])
-    pace = limiting(busy, step_s)
-    groups: dict[tuple[str, ...], str] = {}
-    if len(busy) > 1:
-        groups[busiest,] = f"the busiest thread group, {busiest}"
-    if len(pace) > 1:
-        groups[pace] = f"all groups that are busy all the time, {listed(pace)}"
-    kinds = {
-        tuple(name for name in names if plan.schedule[name].thread_group in of): what
-        for of, what in groups.items()
-    }
-    return {kind: what for kind, what in kinds.items() if len(kind) > 1}
-
-
-def _result_of(
-    rounds: Rounds, device_s: Mapping[str, float], joint: Mapping[Kind, str]
-) -> ProfileResult:
+def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
     """From what was measured to a result, without its label and advice."""
     timer, times, step, saved = rounds.timer, rounds.times[BASE], rounds.step, rounds.saved
     in_others_s = {
@@ -276,9 +245,6 @@ def _result_of(
         blocked_s={name: blocked_s[name] for name in names},
         device_s={name: device_s[name] for name in names if name in device_s},
         busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
-        joint=tuple(
-            Joint(what, kind, *saved[kind]) for kind, what in joint.items() if kind in saved
-        ),
         advice=(),
         num_warmup=timer.warmup,
         num_measure=timer.measure,

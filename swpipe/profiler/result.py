@@ -6,10 +6,10 @@ import json
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TextIO, overload
+from typing import Any, Self, TextIO
 
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
@@ -17,13 +17,13 @@ from swpipe.core.plain_data import parse_json
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
-from swpipe.profiler.figures import Advice, Figures, Joint
+from swpipe.profiler.figures import Advice, Figures
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
 
 _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
-_OF_EARLIER_VERSIONS = {"disturbed"}
+_OF_EARLIER_VERSIONS = {"disturbed", "joint"}
 
 
 class Report(Rows):
@@ -107,8 +107,6 @@ class ProfileResult(Figures, Report):
             default in CUDA) is on the CPU: compare ``host_s``.
         device_s: How long the work that the task queued takes on its stream; empty without streams.
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
-        joint: Tasks that were shortcut together: those of the busiest thread group, and those of
-            all groups that are ``limiting`` if these are several; only under the plan.
         advice: The changes that promise most, at most three; another plan comes first.
         num_warmup: Iterations before each visit that were not timed.
         num_measure: Iterations timed in each visit, in the mean.
@@ -196,7 +194,6 @@ class ProfileResult(Figures, Report):
         _check_figures(data)
         try:
             parts = {
-                "joint": tuple(Joint(**{**e, "tasks": tuple(e["tasks"])}) for e in data["joint"]),
                 "advice": tuple(Advice(**each) for each in data["advice"]),
                 "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
                 "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
@@ -210,7 +207,7 @@ def _check_figures(data: Mapping[str, Any]) -> None:
     """Refuse what cannot be the times of a profile, in a file that was edited or damaged."""
     if wrong := [key for key in data if key.endswith("_s") and not _is_times(data[key])]:
         raise ValueError(f"a profile result has numbers of seconds in {listed(wrong)}")
-    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "joint": list, "advice": list}
+    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "advice": list}
     for key, kind in (kinds | {"host_s": dict, "batch": str, "mode": str}).items():
         if not isinstance(data[key], kind):
             raise ValueError(f"a profile result has a {kind.__name__} in {key}")
@@ -225,37 +222,14 @@ def _is_times(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-class ProfileResults(Report, Sequence[ProfileResult]):
+class ProfileResults(Report, tuple[ProfileResult, ...]):
     """The results of several batches, in the order of the batches."""
 
-    def __init__(self, results: Iterable[ProfileResult]) -> None:
-        self._results = tuple(results)
-
-    @overload
-    def __getitem__(self, index: int) -> ProfileResult: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> ProfileResults: ...
-
-    def __getitem__(self, index: int | slice) -> ProfileResult | ProfileResults:
-        if isinstance(index, slice):
-            return ProfileResults(self._results[index])
-        return self._results[index]
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProfileResults) and self._results == other._results
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"ProfileResults({list(self._results)!r})"
+    __slots__ = ()
 
     def format_report(self) -> str:
         """One batch in full; several with a summary line each, side by side in one table."""
-        return result_text.several(self._results)
+        return result_text.several(self)
 
     def diff(self, after: ProfileResults) -> tuple[ProfileDiff, ...]:
         """What changed from these profiles to those of the same batches, batch by batch.

@@ -91,18 +91,13 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str, str]:
         return "not measured" if name in result.host_s else "", "", "", ""
     if name in result.no_work:
         return "no work", "", "", ""
-    value, spread, share = _value(result, *exposed)
-    return value, spread, share, "" if value.startswith("<") else ms(result.own_s[name])
-
-
-def _value(result: Figures, value_s: float, spread_s: float) -> tuple[str, str, str]:
-    """A time that is saved, its spread, and its share of an iteration, all of which is the most."""
+    value_s, spread_s = exposed
     below = 0 < spread_s >= abs(value_s)
     shown_s = max(0.0, value_s) + spread_s if below else value_s
-    shown_s = min(shown_s, result.baseline_s)
+    shown_s = min(shown_s, result.baseline_s)  # an iteration cannot get shorter by more
     share = shown_s / result.baseline_s if result.baseline_s else 0.0
-    sign = "< " if below else ""
-    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
+    sign, own = ("< ", "") if below else ("", ms(result.own_s[name]))
+    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}", own
 
 
 # --------------------------------------------------------------------------------------- notes
@@ -115,12 +110,6 @@ def _notes(result: Figures, on_batch: str) -> Iterator[str]:
     yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
     for name, why in result.not_measured.items():
         yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-    for joint in result.joint:
-        value, spread, share = _value(result, joint.raw_s, joint.spread_s)
-        yield (
-            f"together{on_batch}: {value} ± {spread} ms ({share}%) for {joint.what}: "
-            f"{', '.join(joint.tasks)}"
-        )
     for number, advice in enumerate(result.advice, 1):
         yield f"do next{on_batch}, {number}: {advice.text}"
     if not result.advice:

@@ -153,21 +153,15 @@ class Rounds:
 
     # ------------------------------------------------------------------------------- measuring
 
-    def warm_up(self) -> tuple[float, HostTimes]:
-        """Iterations without shortcuts: the first ones allocate and compile.
-
-        Returns:
-            Seconds per iteration, and the times of all tasks: a first estimate.
-        """
-        _, (_, seconds) = self._run(visits(()))
-        first = self.times[BASE]
+    def warm_up(self) -> None:
+        """Iterations that do not count: the first ones allocate and compile."""
+        self._run(visits(()))
         self.times[BASE] = self._new_times()
         if self.timer.pulls is not None:
             self.timer.pulls.begin()
-        return fmean(seconds), first
 
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
-        """Measure kinds of shortcuts; call ``tick`` after each visit to a single task.
+        """Measure kinds of shortcuts; call ``tick`` after each visit.
 
         One with which iterations fail, and only with it, is left out from there on. On several
         ranks it fails the profile: the others may wait in a collective.

@@ -1,10 +1,4 @@
-"""Times with 95% intervals, from visits to each kind of shortcut in one run of iterations.
-
-A visit is a few iterations in a row with the same tasks shortcut. In a round each kind is visited
-once, in a random order; before, after and between every three there is a visit without a shortcut::
-
-    round 1    base   read   decode   copy   base   forward   backward   step   base
-    round 2    base   step   decode   read   base   backward   copy   forward   base
+"""Times with 95% intervals, from the visits of ``swpipe.profiler.rounds``.
 
 The time of a visit is the mean of its iterations, since throughput is a mean: what is slow every
 eighth time costs an eighth of that in each step. A visit is compared with the time on the line

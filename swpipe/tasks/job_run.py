@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,18 @@ import torch
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.tables import table
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.workload import InputError
+from swpipe.tasks.workload import InputError, TrainingFailedError
+
+
+class TrainingDivergedError(TrainingFailedError):
+    """The loss is no longer a number, first at ``step``, from 0."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"the loss became NaN or infinite at step {step} (the first is 0): "
+            "lower the learning rate, or look at that step's rows"
+        )
+        self.step = step
 
 
 class JobRun:
@@ -61,8 +73,10 @@ class JobRun:
 
         Raises:
             InputError: None is left, though there should be more.
+            TrainingDivergedError: A loss was not finite. The turn ends first: to look at each would
+                make the host wait for the device.
         """
-        begin, done = time.perf_counter(), 0
+        before, begin, done = len(self.losses), time.perf_counter(), 0
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             done += 1
             loss = self.job.retired(ctx)
@@ -72,6 +86,9 @@ class JobRun:
                 on_step()
         self.pipe.device.synchronize()
         seconds = max(time.perf_counter() - begin, 1e-9)  # a clock may stand still
+        for step, loss in enumerate(self.losses[before:], before):
+            if not math.isfinite(loss):
+                raise TrainingDivergedError(step)
         self.job.check()
         if done:
             (self.turns_s if timed else self._untimed_s).append(seconds / done)

@@ -237,7 +237,7 @@ class WithinCalls(Piped):
 class Looped(_Loop):
     """A pipeline with a plan in a ``ResumableLoop``."""
 
-    loaders = ("list",)
+    loaders = ("list", "own generator")
     draws = False
     fails = ("step",)
 

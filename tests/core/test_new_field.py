@@ -32,7 +32,10 @@ class Extended(TaskSchedule):
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library as it would be with the fields."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("swpipe.") and vars(module).get("TaskSchedule") is TaskSchedule:
+        if (
+            name.startswith(("swpipe.", "bench."))
+            and vars(module).get("TaskSchedule") is TaskSchedule
+        ):
             monkeypatch.setattr(module, "TaskSchedule", Extended)
 
 

@@ -23,8 +23,7 @@ from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
-from tests.tasks.torchrec.models import CPU, Job, batches, plain_model, sharded
-from tests.tasks.torchrec.test_optimizers import combined
+from tests.tasks.torchrec.models import CPU, Job, batches, combined, plain_model, sharded
 
 UNITED = {
     plans.EMBED: (plans.EMBED, plans.DENSE),

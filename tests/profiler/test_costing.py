@@ -30,11 +30,12 @@ COUNTS: Counts = {"num_warmup": 1, "num_measure": 5}
 
 
 def test_host_time_is_how_long_a_task_occupies_its_thread(host: TimedHost) -> None:
-    """Sleeping counts as host time and needs no interpreter lock."""
-    tasks = sleepers(host, read=6, forward=3)
+    """Sleeping counts as host time and needs no interpreter lock; batches have equal weight."""
+    tasks = [PipelineTask("read", lambda ctx: host.sleep(ctx.batch)), *sleepers(host, forward=3)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        costs = measure_costs(pipe, [None], **COUNTS)
+        costs = measure_costs(pipe, [1e-3, 11e-3], **COUNTS)
     assert us_of(costs, "host_us") == pytest.approx({"read": 6e3, "forward": 3e3})
+    assert costs.handover_us > 0
     assert us_of(costs, "gil_us") == us_of(costs, "device_us") == {"read": 0.0, "forward": 0.0}
 
 
@@ -65,7 +66,8 @@ def test_gil_time_is_task_time_minus_contender_time(
 
     def kernel(ctx: IterContext) -> None:
         host.compute(4e-3)
-        contender.held_s += 3e-3
+        # Other work on the contender's core makes the result of a run too high: the least counts.
+        contender.held_s += 3e-3 if ctx.iter_idx % 2 else 1e-3
 
     def read(ctx: IterContext) -> None:
         host.compute(1e-3)
@@ -79,24 +81,6 @@ def test_gil_time_is_task_time_minus_contender_time(
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         costs = measure_costs(pipe, [None], **COUNTS)
     assert us_of(costs, "gil_us") == pytest.approx({"python": 4e3, "kernel": 1e3, "read": 1e3})
-
-
-def test_gil_time_is_the_minimum_of_several_runs(
-    host: TimedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other work on the contender's core makes the result of a run too high."""
-    contender = FakeContender()
-    monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
-    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
-
-    def kernel(ctx: IterContext) -> None:
-        host.compute(4e-3)
-        contender.held_s += 3e-3 if ctx.iter_idx == 3 else 1e-3
-
-    tasks = [PipelineTask("kernel", kernel)]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        costs = measure_costs(pipe, [None], **COUNTS)
-    assert us_of(costs, "gil_us") == pytest.approx({"kernel": 1e3})
 
 
 def test_the_contender_counts_only_time_in_which_it_holds_the_lock(
@@ -234,16 +218,7 @@ def test_device_time_has_no_idle_time_if_the_device_is_behind(
     assert simulate(pipe.plan, costs).ii_us == pytest.approx(9e3)
 
 
-def test_batches_have_equal_weight(host: TimedHost) -> None:
-    """One of 1 ms and one of 21 ms are 11 ms on average."""
-    tasks = [PipelineTask("read", lambda ctx: host.sleep(ctx.batch))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        costs = measure_costs(pipe, [1e-3, 21e-3], lock=False, **COUNTS)
-    assert us_of(costs, "host_us") == pytest.approx({"read": 11e3})
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
-def test_trained_state_is_restored(pipelined: bool) -> None:
+def test_trained_state_is_restored() -> None:
     """Parameters, and the number of the next iteration."""
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
@@ -254,7 +229,7 @@ def test_trained_state_is_restored(pipelined: bool) -> None:
 
     tasks = [PipelineTask("train", train)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        measure_costs(pipe, [None], pipelined=pipelined, **COUNTS)
+        measure_costs(pipe, [None], pipelined=True, **COUNTS)
         assert torch.equal(model.weight, before)
         assert pipe.progress(iter([None])).iter_idx == 0
 

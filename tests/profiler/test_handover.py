@@ -8,11 +8,8 @@ import pytest
 
 import swpipe.profiler.costing
 import swpipe.profiler.thread_costs
-from swpipe import PipelinePlan, SWPipeline
 from swpipe._engine.waiting import Host, ProgressCounter
-from swpipe.profiler import measure_costs
 from swpipe.profiler.thread_costs import measure_handover_s
-from tests.profiler.sleepers import sleepers
 from tests.support.exploring import _ExploredCounter
 from tests.support.virtual_clock import TimedHost
 
@@ -57,15 +54,3 @@ def test_the_thread_ends_when_the_measurement_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         measure_handover_s(Host())
     assert threading.active_count() == threads
-
-
-def test_the_cost_model_has_the_time_of_a_handover(
-    host: TimedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In microseconds, for a serial measurement and for one under the plan."""
-    monkeypatch.setattr(swpipe.profiler.costing, "measure_handover_s", lambda host: 12e-6)
-    tasks = sleepers(host, read=1)
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        for pipelined in (False, True):
-            costs = measure_costs(pipe, [None], 1, 2, pipelined)
-            assert costs.handover_us == pytest.approx(12.0)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
-from swpipe.profiler import ProfileResults, profiler
+from swpipe.profiler import ProfileResults
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.notes import Notes
 from tests.support.virtual_clock import TimedHost
@@ -184,39 +183,21 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     assert torch.equal(replayed.loss, cached.loss)
 
 
-def test_several_batches_come_out_in_order(job: Job, pipe: SWPipeline) -> None:
-    """One result each, with its label, each from the same state."""
-    profiler = TaskProfiler(pipe)
-    results = profiler.profile_many([BATCH, 2 * BATCH], labels=["one", "two"], **QUICK)
-    assert isinstance(results, ProfileResults)
-    assert [result.batch for result in results] == ["one", "two"]
-    assert [r.batch for r in profiler.profile_many(iter([BATCH] * 2), **QUICK)] == [
-        "batch 0",
-        "batch 1",
-    ]
-
-
-def test_some_tasks_only(pipe: SWPipeline) -> None:
-    """Tasks or names, one or several, in serial order."""
-    profiler = TaskProfiler(pipe)
-    assert profiler.profile(BATCH, tasks=["step", "forward"], **QUICK).tasks == ("forward", "step")
-    assert profiler.profile(BATCH, tasks=pipe.tasks[2], **QUICK).tasks == ("backward",)
-    assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
-
-
-def test_ranks_shortcut_the_same_tasks_together(
-    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
+def test_several_batches_come_out_in_order(
+    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank finds another thread group the busiest; all take what the first one found."""
-    first = {("forward", "step"): "what rank 0 found"}
-    monkeypatch.setattr(profiler, "is_alone", lambda: False)
-    gathered = lambda mine: [first if isinstance(mine, dict) else mine]  # noqa: E731
-    monkeypatch.setattr(profiler, "gather", gathered)
-    monkeypatch.setattr(profiler, "dist", SimpleNamespace(get_rank=lambda: 0))
-    result = TaskProfiler(pipe).profile(BATCH, pipelined=True, **QUICK)
-    assert [(each.what, each.tasks) for each in result.joint] == [
-        ("what rank 0 found", ("forward", "step"))
-    ]
+    """One result each, with its label; of some tasks, or their names, in serial order."""
+    profiler = TaskProfiler(pipe)
+    results = profiler.profile_many(
+        iter([BATCH, 2 * BATCH]), tasks=["step", pipe.tasks[1]], verbose=True, **QUICK
+    )
+    assert isinstance(results, ProfileResults)
+    assert [result.batch for result in results] == ["batch 0", "batch 1"]
+    assert {result.tasks for result in results} == {("forward", "step")}
+    assert "8/8" in capsys.readouterr().err  # one tick per visit to a task
+    (only,) = profiler.profile_many([BATCH], labels=["one"], tasks="step", **QUICK)
+    assert (only.batch, only.tasks) == ("one", ("step",))
+    assert capsys.readouterr().err == ""
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
@@ -234,16 +215,6 @@ def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     assert put_back(()) == ()
     assert not torch.equal(weights["0.weight"], model[0].weight)
-
-
-def test_progress_is_shown_where_asked_for(
-    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One tick per visit to a task; silence otherwise."""
-    TaskProfiler(pipe).profile(BATCH, **QUICK)
-    assert capsys.readouterr().err == ""
-    TaskProfiler(pipe).profile(BATCH, verbose=True, **QUICK)
-    assert "8/8" in capsys.readouterr().err
 
 
 def test_copies_for_tasks_that_modify_the_batch() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swpipe.profiler import Advice, Joint, ProfileResult, ProfileResults
+from swpipe.profiler import Advice, ProfileResult, ProfileResults
 from swpipe.profiler.other_load import OtherLoad
 
 RESULT = ProfileResult(
@@ -32,7 +32,6 @@ RESULT = ProfileResult(
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
     device_s={},
     busy_s={},
-    joint=(Joint("the busiest thread group, io", ("read", "log"), 0.0041, 0.0002),),
     advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'", "", ""),),
     num_warmup=2,
     num_measure=3,
@@ -51,7 +50,6 @@ OTHER = replace(
     in_others_s={"read": {}, "step": {}},
     host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
     blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
-    joint=(),
     advice=(),
     device_s={"read": 0.001},
     already_shortcut=("forward",),
@@ -67,7 +65,6 @@ read            4.000   0.100             32.0     4.000      4.100         4.00
 forward         8.000   0.200             64.0     4.500      4.500         0.500        0.020  backward 3.000, step 0.500
 log           < 0.100   0.100            < 0.8                0.020         0.010        0.010
 blocks the host: read (4.000 ms)
-together: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100
@@ -88,7 +85,6 @@ log           < 0.100   0.100
 step                                           -1.000   0.200     0.000
 scale                                    not measured
 blocks the host on batch 0: read (4.000 ms)
-together on batch 0: 4.100 ± 0.200 ms (32.8%) for the busiest thread group, io: read, log
 do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by thread 'io'.
 blocks the host on batch 1: step (0.900 ms)
 not measured on batch 1: scale, since iterations with its shortcut fail: ValueError: no
@@ -112,30 +108,17 @@ def test_the_table_of_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks in order, who blocks the host, and whose state was put back."""
     RESULT.print_report()
     assert stripped(capsys.readouterr().out) == stripped(TABLE)
+    assert ProfileResults([RESULT]).format_report() == RESULT.format_report()
+    assert RESULT.own_s == {"read": 0.004, "forward": 0.0045, "log": 0.0}
 
 
 def test_the_tables_side_by_side() -> None:
     """One group of columns per batch; a task that a batch did not measure is left empty."""
     out = io.StringIO()
-    ProfileResults([RESULT, OTHER]).print_report(out)
+    several = ProfileResults([RESULT, OTHER])
+    several.print_report(out)
+    assert (several[1], several[:1], len(several)) == (OTHER, ProfileResults([RESULT]), 2)
     assert stripped(out.getvalue()) == stripped(SIDE_BY_SIDE)
-
-
-def test_the_report_of_one_batch_is_the_same_among_several() -> None:
-    """With what the task takes itself, and what others take less, as the last line explains."""
-    assert ProfileResults([RESULT]).format_report() == RESULT.format_report()
-    assert RESULT.own_s == {"read": 0.004, "forward": 0.0045, "log": 0.0}
-
-
-def test_a_task_without_work_is_said_to_have_none() -> None:
-    """And not that it takes less than the interval of its exposed time."""
-    for text in (
-        replace(RESULT, no_work=("log",)).format_report(),
-        ProfileResults([replace(RESULT, no_work=("log",)), OTHER]).format_report(),
-    ):
-        (row,) = (line for line in text.splitlines() if line.startswith("log "))
-        assert "no work" in row
-        assert "<" not in row
 
 
 def test_no_share_is_above_100_percent() -> None:
@@ -144,32 +127,15 @@ def test_no_share_is_above_100_percent() -> None:
         RESULT,
         raw_s={"read": 0.016, "forward": 0.008, "log": 0.003},
         spread_s={"read": 0.005, "forward": 0.011, "log": 0.0001},
-        joint=(Joint("all", ("read", "log"), 0.013, 0.0002),),
     )
     text = wide.format_report()
     shares = [float(line.split()[3]) for line in text.splitlines() if line.startswith("read ")]
     assert shares == [100.0]
     assert "< 12.500  11.000          < 100.0" in text
-    assert "together: 12.500 ± 0.200 ms (100.0%)" in text
 
 
-def test_a_busy_machine_is_told_before_all_else() -> None:
-    """With how much of it others used; a little does not count."""
-    busy = replace(RESULT, other_load=OtherLoad(1.25, 2))
-    first = "the machine is busy: other processes use 1.2 of 2 cores"
-    assert busy.format_report().startswith(first)
-    assert ProfileResults([RESULT, busy]).format_report().startswith(first)
-    assert ProfileResult.from_json(busy.to_json()) == busy
-    calm = replace(RESULT, other_load=OtherLoad(0.1, 2))
-    assert calm.format_report() == RESULT.format_report()
-
-
-def test_a_file_of_an_earlier_version_is_read() -> None:
-    """What it does not have takes its default."""
-    data = json.loads(RESULT.to_json())
-    for key in ("no_work", "other_load"):
-        del data[key]
-    assert ProfileResult.from_dict(data) == RESULT
+def without(data: dict[str, object], *keys: str) -> dict[str, object]:
+    return {key: value for key, value in data.items() if key not in keys}
 
 
 def test_json_and_back(tmp_path: Path) -> None:
@@ -179,36 +145,26 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert ProfileResults.from_json(several.to_json()) == several
     RESULT.save(tmp_path / "one.json")
     several.save(tmp_path / "several.json")
+    earlier = {
+        **json.loads(RESULT.to_json()),
+        "disturbed": 2,
+        "joint": [],
+    }  # what is missing has its default
+    assert ProfileResult.from_dict(without(earlier, "no_work", "other_load")) == RESULT
     assert ProfileResult.load(tmp_path / "one.json") == RESULT
     assert ProfileResults.load(tmp_path / "several.json") == several
 
 
-@pytest.mark.parametrize(
-    ("busy_s", "limiting", "says"),
-    [
-        (
-            {"io": 0.012, "default": 0.007},
-            ("io",),
-            "one thread group is busy nearly all of 12.500 ms: io",
-        ),
-        (
-            {"io": 0.0115, "net": 0.002, "default": 0.012},
-            ("default", "io"),
-            "so all have to do less: default (12.000 ms), io (11.500 ms)",
-        ),
-        ({"io": 0.007, "default": 0.006}, (), "io the longest with 7.000 ms: iterations wait for"),
-    ],
-)
-def test_what_limits_iterations(
-    busy_s: dict[str, float], limiting: tuple[str, ...], says: str
-) -> None:
-    """Where several thread groups are busy, every task alone reads as if it cost nothing."""
-    result = replace(RESULT, mode="pipelined", busy_s=busy_s)
-    assert result.limiting == limiting
-    assert says in result.format_report()
+def test_a_busy_machine_is_told_before_all_else() -> None:
+    """With how much of it others used; a little does not count."""
+    busy = replace(RESULT, other_load=OtherLoad(1.25, 2))
+    for text in (busy.format_report(), ProfileResults([RESULT, busy]).format_report()):
+        assert text.startswith("the machine is busy: other processes use 1.2 of 2 cores")
+    assert ProfileResult.from_json(busy.to_json()) == busy
+    assert replace(RESULT, other_load=OtherLoad(0.1, 2)).format_report() == RESULT.format_report()
 
 
-def test_rows_for_other_tools(tmp_path: Path) -> None:
+def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row per batch and task, as CSV, as a data frame and in a notebook."""
     several = ProfileResults([RESULT, OTHER])
     rows = list(csv.DictReader(io.StringIO(several.to_csv())))
@@ -226,25 +182,15 @@ def test_rows_for_other_tools(tmp_path: Path) -> None:
         assert RESULT._repr_html_().startswith("<svg")
         assert "4.0 ± 0.1" in RESULT._repr_html_()
     assert ProfileResults([]).to_csv() == "\n"
-
-
-def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not installed with swpipe."""
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     assert RESULT.to_dataframe() == RESULT.records()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs pandas: install it, or use records\(\)"):
         RESULT.to_dataframe()
-
-
-def test_scalars_for_tensorboard() -> None:
-    """Milliseconds, by task."""
     added: list[tuple[str, float, int | None]] = []
-    writer = SimpleNamespace(add_scalar=lambda *given: added.append(given))
-    RESULT.add_to_tensorboard(writer, step=7)
+    RESULT.add_to_tensorboard(SimpleNamespace(add_scalar=lambda *given: added.append(given)), 7)
     assert added[0] == ("swpipe/serial/baseline_ms", 12.5, 7)
     assert ("swpipe/serial/exposed_ms/forward", 8.0, 7) in added
-    assert len(added) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -256,7 +202,6 @@ def test_scalars_for_tensorboard() -> None:
         {"spread_s": 3},
         {"host_s": {}},
         {"in_others_s": {"read": {"step": None}}},
-        {"joint": [{}]},
         {"advice": [{"gone": 1}]},
         {"other_load": {"cores": 2}},
         {"batch": 3},
@@ -302,6 +247,19 @@ def test_tasks_that_block_the_host(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"no_work": ("log",)}, "\nlog           no work     "),
+        (
+            {"mode": "pipelined", "busy_s": {"io": 0.012, "default": 0.007}},
+            "one thread group is busy nearly all of 12.500 ms: io",
+        ),
+        (
+            {"busy_s": {"io": 0.0115, "net": 0.002, "default": 0.012}},
+            "so all have to do less: default (12.000 ms), io (11.500 ms)",
+        ),
+        (
+            {"busy_s": {"io": 0.007, "default": 0.006}},
+            "io the longest with 7.000 ms: iterations wait for",
+        ),
         ({"put_back": ()}, "put back: generators only; no other state was shown"),
         (
             {"put_back": ("Sequential", *["leaf (float32 [3])"] * 1000, "SGD")},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,30 +158,17 @@ def test_orders_and_lengths_are_the_same_on_every_rank() -> None:
     """Otherwise collectives within tasks would not match."""
     one, other = Machine(), Machine()
     for machine in (one, other):
-        measured(machine, [READ, STEP])
+        measured(machine, [READ, STEP], num_rounds=20)
     assert one.log == other.log
     assert one.lengths == other.lengths
-
-
-def test_lengths_vary() -> None:
-    """So that visits do not keep step with what is slow every fifth iteration, say."""
-    machine = Machine()
-    measured(machine, [READ, STEP], num_rounds=20)
-    assert set(machine.lengths) == {2, 3, 4}
-    assert fmean(machine.lengths) == pytest.approx(3, abs=0.3)
+    assert set(one.lengths) == {2, 3, 4}  # not in step with what is slow every fifth iteration
+    assert one.log.count("|") == 1 + 20  # each round starts from the same state
 
 
 def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
     """Each visit is compared with those around it."""
     found = measured(Machine(lambda kind, visit: 10.0 + visit - 4.0 * (kind == READ)), [READ, STEP])
     assert found.saved_s == {READ: [pytest.approx(4.0)] * 3, STEP: [pytest.approx(0.0)] * 3}
-
-
-def test_each_round_starts_from_the_same_state() -> None:
-    """Shortcuts repeat their outputs, which can lead training astray."""
-    machine = Machine()
-    measured(machine, [READ, STEP], num_rounds=2)
-    assert machine.log.count("|") == 1 + 2
 
 
 def test_a_time_limit_is_kept() -> None:
@@ -218,11 +204,6 @@ def test_a_target_ends_the_profile_once_it_is_reached() -> None:
     found = measured(Machine(takes_s), [READ, STEP], target_spread_s=0.3)
     assert all(each.spread_s <= 0.3 for each in rounds.time_saved(found.saved_s).values())
     assert 5 <= len(found.saved_s[READ]) < len(found.saved_s[STEP]) < MAX_ROUNDS
-
-
-def test_a_target_that_is_never_reached_has_an_end() -> None:
-    """After many rounds, or when the time is up."""
-    noise = iter(range(10**6))
     wild = Machine(lambda kind, visit: 10.0 + 5.0 * (next(noise) % 2))
     assert len(measured(wild, [READ], target_spread_s=1e-6).base_s) == MAX_ROUNDS
     assert len(measured(wild, [READ], target_spread_s=1e-6, seconds=1000.0).base_s) < 40
@@ -248,13 +229,8 @@ def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
     assert {kind: len(of) for kind, of in found.saved_s.items()} == {STEP: 3}
     assert len(found.base_s) == 3
     assert machine.log[-1] == "|"
-
-
-def test_without_any_task_that_can_be_shortcut_the_step_is_measured() -> None:
-    """The report says what it takes, and why there is no more to say."""
-    found = measured(Machine(raises={READ: ValueError("planted")}), [READ])
-    assert found.base_s == [1.0, 1.0]
-    assert list(found.failed) == [READ]
+    alone = measured(Machine(raises={READ: error}), [READ])  # the report says what the step takes
+    assert (alone.base_s, list(alone.failed)) == ([1.0, 1.0], [READ])
 
 
 def test_what_fails_without_a_shortcut_too_is_raised() -> None:

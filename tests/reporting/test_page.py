@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from swpipe import report
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport
-from tests.reporting.loops import image_loop
 from tests.support.browser import DARK, LIGHT, browse, needs_chromium, seen
-from tests.support.virtual_clock import TimedHost, tell_time
 
 SECTIONS = ("verdict", "next", "parts", "exposed", "timeline", "changes", "ranks", "about")
 
@@ -38,13 +35,9 @@ PROBE = """
 
 
 @pytest.fixture(scope="module")
-def found() -> StepReport:
+def found(waiting: StepReport) -> StepReport:
     """The report on a loop that waits for its input, as if there were ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        host = TimedHost()
-        tell_time(patch, host)
-        made = report(image_loop(host, decode=12, train=7), range(8), name="images")
-    return replace(made, profile=replace(made.profile, ranks=tuple(map(_on, (0, 1)))))
+    return replace(waiting, profile=replace(waiting.profile, ranks=tuple(map(_on, (0, 1)))))
 
 
 def _on(rank: int) -> RankTimes:
@@ -67,7 +60,7 @@ def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
     assert value["wide"] <= 1100
     assert {"decode", "train"} <= {*value["names"]}
     assert {"decode", "train"} <= {*value["bars"]}
-    assert value["plan"]["schedule"]["decode"] == {"thread_group": "decode"}
+    assert value["plan"]["schedule"]["decode"] == {"thread_group": "worker 1"}
     assert "20.0" in value["total"]
     assert "100%" in value["total"]
     assert value["paper"] == "rgb(255, 255, 255)"

@@ -12,7 +12,14 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask
 from swpipe.plans import prefetch_plan
-from swpipe.tasks.job_run import Comparison, JobRun, alternate, compare, report
+from swpipe.tasks.job_run import (
+    Comparison,
+    JobRun,
+    TrainingDivergedError,
+    alternate,
+    compare,
+    report,
+)
 from swpipe.tasks.workload import InputError, Job
 
 PLANS: dict[str, Any] = {
@@ -99,6 +106,16 @@ def test_a_run_without_a_batch_is_refused() -> None:
         run.advance(0)
         with pytest.raises(InputError, match="plan serial: the workload gives no batch"):
             run.advance(1)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(runs: list[JobRun]) -> None:
+    """At the end of the turn; the first such step is named."""
+    runs[1].advance(3)
+    with torch.no_grad():
+        runs[1].job.model.bias.fill_(math.inf)
+    with pytest.raises(TrainingDivergedError, match="at step 3 ") as caught:
+        runs[1].advance(5)
+    assert caught.value.step == 3
 
 
 def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
-from swpipe.planning.simulation.bounds import lower_bounds
+from swpipe.planning.modulo.bounds import lower_bounds
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.plans.published.queue_rules import (
     Queues,

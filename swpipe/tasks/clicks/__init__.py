@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
     from swpipe.tasks.clicks.job import ClickJob, Evaluation
     from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
-    from swpipe.tasks.clicks.metrics import TrainingDivergedError
+    from swpipe.tasks.job_run import TrainingDivergedError
 
 __all__ = [
     "BatchSpec",
@@ -27,7 +27,7 @@ __all__ = [
     "TrainingDivergedError",
 ]
 
-_MODULES = ("config", "log", "decode", "metrics", "job")
+_MODULES = ("config", "log", "decode", "job")
 
 
 def __getattr__(name: str) -> Any:

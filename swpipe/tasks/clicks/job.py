@@ -27,12 +27,11 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks._torchrec import BinaryAUROC
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
-from swpipe.tasks.clicks.metrics import RankingJob
+from swpipe.tasks.clicks.metrics import RankingJob, RunningAUC
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 
 
@@ -43,7 +42,7 @@ class Evaluation:
     Attributes:
         rows: How many.
         loss: Mean binary cross-entropy.
-        auc: Area under the ROC curve, exact; NaN unless there are clicks and others.
+        auc: Area under the ROC curve, as of ``RunningAUC``; NaN unless there are clicks and others.
     """
 
     rows: int
@@ -136,21 +135,18 @@ class AnyClickJob(RankingJob):
             raise RuntimeError(
                 "there is nothing to evaluate on: name files in ClickConfig.held_out"
             )
-        loss, logits, labels = 0.0, [torch.empty(0)], [torch.empty(0)]
+        loss, rows, seen = 0.0, 0, RunningAUC(self.device)
         for spec in self._share(self.held_out):
             frame = decode(spec.read(), spec).frame
             batch = encode(frame, self.config.model.buckets).to(self.device)
-            mean, predicted = self._predict(batch)
-            loss += float(mean) * frame.height
-            logits.append(predicted.cpu())
-            labels.append(batch.labels.cpu())
-        found = self.over_ranks((loss, torch.cat(logits), torch.cat(labels)))
-        losses, all_logits, all_labels = zip(*found, strict=True)
-        truth = torch.cat(all_labels)
-        exact = BinaryAUROC(thresholds=None, validate_args=False)
-        exact.update(torch.cat(all_logits).sigmoid(), truth.long())
-        auc = float(exact.compute()) if 0 < truth.sum() < len(truth) else math.nan
-        return Evaluation(len(truth), sum(losses) / max(len(truth), 1), auc)
+            mean, logits = self._predict(batch)
+            seen.update(logits, batch.labels)
+            loss, rows = loss + float(mean) * frame.height, rows + frame.height
+        losses, counts, histograms = zip(
+            *self.over_ranks((loss, rows, seen.counts.cpu())), strict=True
+        )
+        auc = seen.compute(torch.stack(histograms).sum(0))
+        return Evaluation(sum(counts), sum(losses) / max(sum(counts), 1), auc)
 
     def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
         """The mean loss and the logits of a batch on the device."""
@@ -198,10 +194,9 @@ class ClickJob(AnyClickJob):
         ctx.embedded = self.model.embed(ctx.inputs)
 
     def forward(self, ctx: IterContext) -> None:
-        """Logits and loss; a loss that is not finite ends the training."""
+        """Logits and loss."""
         ctx.logits = self.model.predict(ctx.inputs, ctx.embedded)
         ctx.loss = click_loss(ctx.logits, ctx.inputs.labels)
-        self.guard.watch(ctx.loss, ctx.batch.step)
 
     def backward(self, ctx: IterContext) -> None:
         """Gradients of this loss alone, in place of those of the step before."""
@@ -229,7 +224,7 @@ class ClickJob(AnyClickJob):
             *self._feed(),
             PipelineTask("copy", self.copy, pure=True),
             PipelineTask("embed", self.embed, io=[reads]),
-            PipelineTask("forward", self.forward, io=[reads, self._guarded()]),
+            PipelineTask("forward", self.forward, io=[reads]),
             PipelineTask("backward", self.backward, io=[reads, gradients]),
             # Not run, it leaves the parameters as its last run did: that is its replay.
             PipelineTask("step", self.step, io=updates),

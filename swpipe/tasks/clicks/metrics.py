@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from swpipe.core.task import DeclaredIO
-from swpipe.device import on_cpu
 from swpipe.tasks.clicks.log import ClickDataError
-from swpipe.tasks.workload import Job, TrainingFailedError
+from swpipe.tasks.workload import Job
 
 _EXAMPLES = 5  # malformed rows that are shown
 
@@ -62,56 +61,6 @@ class RunningAUC(nn.Module):
         return float(won / pairs) if pairs else math.nan
 
 
-class TrainingDivergedError(TrainingFailedError):
-    """The loss is no longer a number, first at ``step``, from 0."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(
-            f"the loss became NaN or infinite at step {step} (the first is 0): "
-            "lower the learning rate, or look at that step's rows"
-        )
-        self.step = step
-
-
-class LossGuard:
-    """Stops training when a loss is not finite.
-
-    On a CPU each loss is checked. On a device with streams that would make the host wait, so the
-    device keeps the first bad step, and the host checks every ``interval`` steps.
-
-    Args:
-        device: Where losses come from.
-        interval: Steps between checks on a device with streams.
-    """
-
-    _NONE = torch.iinfo(torch.int64).max
-
-    def __init__(self, device: torch.device, interval: int = 100) -> None:
-        self.first_bad = torch.full((), self._NONE, dtype=torch.int64, device=device)
-        self.interval = 1 if on_cpu(self.first_bad) else interval
-
-    def watch(self, loss: torch.Tensor, step: int) -> None:
-        """Check the scalar loss of a step, from 0, or keep it to be checked.
-
-        Raises:
-            TrainingDivergedError: This loss, or one since the last check, is not finite.
-        """
-        here = torch.where(torch.isfinite(loss.detach()), self._NONE, step)
-        torch.minimum(self.first_bad, here, out=self.first_bad)
-        if (step + 1) % self.interval == 0:
-            self.check()
-
-    def check(self) -> None:
-        """Check now. Waits for the device.
-
-        Raises:
-            TrainingDivergedError: A loss was not finite.
-        """
-        first = int(self.first_bad)
-        if first != self._NONE:
-            raise TrainingDivergedError(first)
-
-
 @dataclass
 class RowCount:
     """Rows read in the first epoch.
@@ -152,7 +101,7 @@ class ReadRows(Protocol):
 
 
 class RankingJob(Job):
-    """A job whose model predicts a label per row: its rows, its running AUC, and a finite loss.
+    """A job whose model predicts a label per row: its rows and its running AUC.
 
     Args:
         device: Where the model lives.
@@ -160,14 +109,12 @@ class RankingJob(Job):
     Attributes:
         device: As given.
         auc: Over all rows trained on, each predicted before the model was updated with it.
-        guard: Stops training when the loss is not finite.
         rows: Read so far, by this rank.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.auc = RunningAUC(self.device)
-        self.guard = LossGuard(self.device)
         self.rows = RowCount()
 
     def spec(self, ctx: Any) -> ReadRows:
@@ -180,7 +127,6 @@ class RankingJob(Job):
         return super().retired(ctx)
 
     def check(self) -> None:
-        self.guard.check()
         rows = self.all_rows()
         if rows.lines and rows.malformed == rows.lines:
             raise ClickDataError(
@@ -209,10 +155,6 @@ class RankingJob(Job):
     def _histogram(self) -> DeclaredIO:
         """The running AUC's state."""
         return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
-
-    def _guarded(self) -> DeclaredIO:
-        """The loss guard's state."""
-        return DeclaredIO(state="loss guard")
 
     def _set_histogram(self, counts: torch.Tensor) -> None:
         self.auc.counts = counts

@@ -125,8 +125,7 @@ class ShardedClickJob(AnyClickJob):
         ctx.spec, ctx.batch = ctx.batch, self._encoded(ctx)
 
     def update_auc(self, ctx: IterContext) -> None:
-        """Count the predictions; a loss that is not finite ends the training."""
-        self.guard.watch(ctx.loss, ctx.iter_idx)
+        """Count the predictions into the running AUC."""
         self.auc.update(ctx.output, ctx.batch.labels)
 
     def tasks(self) -> tuple[PipelineTask, ...]:
@@ -134,7 +133,7 @@ class ShardedClickJob(AnyClickJob):
         return (
             *self._feed(),
             *self.step_tasks.tasks(),
-            PipelineTask("auc", self.update_auc, io=[self._histogram(), self._guarded()]),
+            PipelineTask("auc", self.update_auc, io=[self._histogram()]),
         )
 
     def spec(self, ctx: Any) -> BatchSpec:

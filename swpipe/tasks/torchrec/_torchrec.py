@@ -60,9 +60,13 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+        from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
         from torchrec.distributed import comm_ops
         from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
-        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.embedding import (
+            EmbeddingCollectionSharder,
+            ShardedEmbeddingCollection,
+        )
         from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
         from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
@@ -97,7 +101,7 @@ try:
             ShardedModule,
         )
         from torchrec.optim.fused import FusedOptimizer
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        from torchrec.streamable import Pipelineable
 except ImportError as error:
     raise ImportError(
         f"torchrec {VERSION} does not have what swpipe.tasks.torchrec imports ({error}): "
@@ -141,13 +145,41 @@ def describe() -> str:
 
 
 __all__ = [
-    "EXCHANGES", "PLAIN_TABLES", "ArgInfo", "ArgInfoStepFactory", "Awaitable", "BaseForward",
-    "CallArgs", "DMPCollection", "FusedOptimizer",
-    "GetAttrArgInfoStep", "GetItemArgInfoStep", "KJTAllToAllTensorsAwaitable",
-    "KeyedJaggedTensor", "LazyAwaitable", "LazyGetItemMixin",
-    "NodeArgsHelper", "PipelineStage", "PipelinedForward", "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext", "ScalarArgInfoStep", "ShardedModule", "Tracer",
-    "TrainPipelineContext", "check_version", "describe", "fuse_input_dist_splits",
-    "get_leaf_module_names", "get_unwrapped_module", "override_input_dist_forwards",
-    "torchrec_class", "torchrec_pipelines",
+    "EXCHANGES",
+    "PLAIN_TABLES",
+    "ArgInfo",
+    "ArgInfoStepFactory",
+    "Awaitable",
+    "BaseForward",
+    "CallArgs",
+    "DMPCollection",
+    "EmbeddingCollection",
+    "EmbeddingCollectionSharder",
+    "EmbeddingConfig",
+    "FusedOptimizer",
+    "GetAttrArgInfoStep",
+    "GetItemArgInfoStep",
+    "JaggedTensor",
+    "KJTAllToAllTensorsAwaitable",
+    "KeyedJaggedTensor",
+    "LazyAwaitable",
+    "LazyGetItemMixin",
+    "NodeArgsHelper",
+    "PipelineStage",
+    "Pipelineable",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
+    "ScalarArgInfoStep",
+    "ShardedModule",
+    "Tracer",
+    "TrainPipelineContext",
+    "check_version",
+    "describe",
+    "fuse_input_dist_splits",
+    "get_leaf_module_names",
+    "get_unwrapped_module",
+    "override_input_dist_forwards",
+    "torchrec_class",
+    "torchrec_pipelines",
 ]  # fmt: skip

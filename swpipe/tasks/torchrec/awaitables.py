@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.pytree import map_tensors
-from swpipe.device import Device, Stream
+from swpipe._values.walk import map_tensors
+from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import Awaitable
 
 _PENDING = object()
@@ -50,7 +51,7 @@ class Replayable(Awaitable):  # type: ignore[misc]
         self._iteration = iteration
         self._result: Any = _PENDING
         self._lock = threading.Lock()
-        self._stream = device.current_stream()
+        self._stream = device.current_stream() if device.has_streams else None
 
     def wait(self) -> Any:
         """The result: itself the first time, then a detached copy."""
@@ -66,12 +67,13 @@ class Replayable(Awaitable):  # type: ignore[misc]
         with self._lock:
             first = self._result is _PENDING
             if first:
-                with self._device.on(self._stream):
+                with nullcontext() if self._stream is None else self._there():
                     result = self._awaitable.wait()
                     self._result = result if self._then is None else self._then(result)
                 self._awaitable = None
         found = (self._result, self._module_context)
-        use_here(self._device, self._stream, found)
+        if self._stream is not None:
+            self._use_here(found)
         return found if first else map_tensors(found, _again)
 
     def before_wait(self, fn: Callable[[Any, Any], None]) -> None:
@@ -81,35 +83,35 @@ class Replayable(Awaitable):  # type: ignore[misc]
         """
         with self._lock:
             if self._result is _PENDING:
-                with self._device.on(self._stream):
+                with nullcontext() if self._stream is None else self._there():
                     fn(self._awaitable, self._module_context)
 
     def _wait_impl(self) -> Any:
         return self.wait()
 
+    def _there(self) -> AbstractContextManager[object]:
+        return self._device.on(self._stream)
+
+    def _use_here(self, value: Any) -> None:
+        """Make the current stream wait for the result, and hold its memory for it."""
+        current = self._device.current_stream()
+        if current != self._stream:
+            event = self._device.new_event()
+            event.record(self._stream)
+            event.wait(current)
+            self._device.hold([value], [current])
+
 
 def fused_splits(fused: Any, contexts: Sequence[Any], device: Device) -> Replayable:
     """Wrap the fused exchange of sizes; its result is one ``Replayable`` for each module."""
 
-    def tensors_requests(requests: Sequence[Any]) -> tuple[Replayable, ...]:
-        return tuple(
-            Replayable(request, device, context)
-            for request, context in zip(requests, contexts, strict=True)
-        )
+    def tensors_requests(requests: Sequence[Any]) -> list[Replayable]:
+        made = []
+        for request, context in zip(requests, contexts, strict=True):
+            made.append(Replayable(request, device, context))
+        return made
 
     return Replayable(fused, device, then=tensors_requests)
-
-
-def use_here(device: Device, source: Stream, value: Any) -> None:
-    """Make the current stream wait for ``source``, and hold the memory of ``value`` for it."""
-    if not device.has_streams:
-        return
-    current = device.current_stream()
-    if current != source:
-        event = device.new_event()
-        event.record(source)
-        event.wait(current)
-        device.hold([value], [current])
 
 
 def _again(tensor: Tensor) -> Tensor:

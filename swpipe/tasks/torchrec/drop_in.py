@@ -23,8 +23,9 @@ batch, raises StopIteration at the end, and treats None as the end of the data. 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -43,59 +44,70 @@ from swpipe.tasks.torchrec.task_set import SparseDistTasks
 from swpipe.tasks.torchrec.uneven import EvenData, EvenIterator, UnevenDataError
 
 
-class _UntilNone(Iterator[Any]):
-    """The user's iterator, which a None ends."""
+class Pass(Iterator[Any]):
+    """What a pipeline pulls from, for one pass over one of the user's iterators; None ends it.
 
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
+    Args:
+        source: The user's iterator.
+        even: Agrees with the other ranks on the end, unless ``source`` does so by itself.
+        keep_back: How many batches are read ahead, and dropped at the end of the data: what
+            ``execute_all_batches=False`` means.
+        limit: Hand out so many batches at most; the others stay in the iterator.
 
-    def __next__(self) -> Any:
-        batch = next(self._source)
-        if batch is None:
-            raise StopIteration
-        return batch
+    Attributes:
+        stopped: Read no further; batches that were read are still handed out.
+        paused: Hand out none.
+        pulled_from: What the pipeline pulls from: the pass, or its agreement with other ranks.
+    """
 
-
-class _Feed(Iterator[Any]):
-    """What the pipeline pulls from, for one pass over one of the user's iterators."""
-
-    def __init__(self, source: Iterator[Any], even: EvenData | None) -> None:
+    def __init__(
+        self,
+        source: Iterator[Any],
+        even: EvenData | None = None,
+        *,
+        keep_back: int = 0,
+        limit: int | None = None,
+    ) -> None:
         self.source = source
-        self.uneven: UnevenDataError | None = None
-        self._batches: Iterator[Any] = _UntilNone(source)
-        self._agreed: EvenIterator | None = None
-        if even is not None and not isinstance(source, EvenIterator):  # which agrees by itself
-            self._batches = self._agreed = even.over(self._batches)
-        self._paused = False
+        self.stopped = self.paused = self._ended = False
+        self.pulled_from: Pass | EvenIterator = self
+        if even is not None and not isinstance(source, EvenIterator):
+            self.pulled_from = EvenIterator(even, self, ends_uneven=True)
+        self._keep_back = keep_back
+        self._left = limit
+        self._kept: deque[Any] = deque()
 
     def __next__(self) -> Any:
-        if self._paused and self._agreed is None:
+        if self._left == 0 or self.paused:
             raise StopIteration
-        try:
-            return next(self._batches)
-        except UnevenDataError as error:
-            self.uneven = error
-            raise StopIteration from None
+        while not (self.stopped or self._ended) and len(self._kept) <= self._keep_back:
+            batch = next(self.source, None)
+            if batch is None:
+                self._kept.clear()
+                self._ended = True
+            else:
+                self._kept.append(batch)
+        if not self._kept:
+            raise StopIteration
+        if self._left is not None:
+            self._left -= 1
+        return self._kept.popleft()
+
+    @property
+    def kept(self) -> int:
+        """Batches that were read and not handed out."""
+        return len(self._kept)
 
     @property
     def waiting(self) -> int:
-        """How many batches were pulled for later steps of all ranks."""
-        even = self._agreed or self.source
-        return even.waiting if isinstance(even, EvenIterator) else 0
+        """The same, and batches that were pulled for later steps of all ranks."""
+        even = self.source if self.pulled_from is self else self.pulled_from
+        return self.kept + (even.waiting if isinstance(even, EvenIterator) else 0)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the block, end after the batches that have been pulled already."""
-        self._pause(True)
-        try:
-            yield
-        finally:
-            self._pause(False)
-
-    def _pause(self, paused: bool) -> None:
-        self._paused = paused
-        if self._agreed is not None:
-            self._agreed.paused = paused
+    @property
+    def uneven(self) -> UnevenDataError | None:
+        """The error, if the ranks' data has ended at different steps."""
+        return None if isinstance(self.pulled_from, Pass) else self.pulled_from.uneven
 
 
 class SparseDistPipeline:
@@ -143,19 +155,18 @@ class SparseDistPipeline:
             mode=tasks.mode,
             run_ahead=run_ahead,
         )
-        self._feed: _Feed | None = None
+        self._pass: Pass | None = None
         self._drained: list[Any] = []  # by a ``drain`` that was interrupted
         # Its own time-out comes before the watchdog's, since it says more.
         wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
         # The ranks' answers take a round trip. They are waited for one step later, while batches
         # are in flight; the batch that is pulled early counts as one of them.
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        later = ranks > 1 and runs_early(plan, tasks.task_of(tasks.copy))
-        check_data = check_data and ranks > 1
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        later = several and runs_early(plan, tasks.task_of(tasks.copy))
+        check_data = check_data and several
         self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
-        early = any(
-            runs_early(plan, tasks.task_of(p)) for p in (tasks.prefetch, tasks.embedding_forward)
-        )
+        reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
+        early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
 
     @property
@@ -172,17 +183,17 @@ class SparseDistPipeline:
             RuntimeError: Batches of another iterator, or of another mode, are in flight.
             BaseException: As ``SWPipeline.progress``.
         """
-        feed = self._feed_of(dataloader_iter)
+        current = self._pass_over(dataloader_iter)
         try:
-            output = self._next(feed)
+            output = self._next(current)
         except StopIteration:
-            self._feed = None  # the next call begins a new pass, whatever its iterator
+            self._pass = None  # the next call begins a new pass, whatever its iterator
             if self.tasks.trains():
                 self.flush()
-            if feed.uneven is not None:
-                raise feed.uneven from None
+            if current.uneven is not None:
+                raise current.uneven from None
             raise
-        self._feed = feed
+        self._pass = current
         return output
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
@@ -191,20 +202,24 @@ class SparseDistPipeline:
         Raises:
             BaseException: As ``progress``.
         """
-        feed = self._feed_of(dataloader_iter)
+        current = self._pass_over(dataloader_iter)
         self.attach()
-        self.pipe.fill_pipeline(feed)
-        self._feed = feed
+        self.pipe.fill_pipeline(current.pulled_from)
+        self._pass = current
 
-    def _feed_of(self, source: Iterator[Any]) -> _Feed:
+    def _pass_over(self, source: Iterator[Any]) -> Pass:
         """The pass over the user's iterator: the one under way, or a new one."""
-        feed = self._feed
-        if feed is not None and feed.source is source:
-            return feed
-        if feed is not None and feed.uneven is not None and not self.pipe.in_flight:
-            self._feed = None
-            raise feed.uneven
-        return _Feed(source, self._even)
+        current = self._pass
+        if current is not None:
+            if current.source is source:
+                return current
+            if current.uneven is not None and not self.pipe.in_flight:
+                self._pass = None
+                raise current.uneven
+        return self._new_pass(source)
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source, self._even)
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -216,24 +231,27 @@ class SparseDistPipeline:
             RuntimeError: The batches in flight are of another mode.
             BaseException: As ``SWPipeline.progress``.
         """
-        feed = self._feed
-        if feed is not None and self.pipe.in_flight:
-            with feed.paused(), suppress(StopIteration):
-                while True:
-                    self._drained.append(self._next(feed))
+        current = self._pass
+        if current is not None and self.pipe.in_flight:
+            current.pulled_from.paused = True
+            try:
+                with suppress(StopIteration):
+                    while True:
+                        self._drained.append(self._next(current))
+            finally:
+                current.pulled_from.paused = False
         self._drained += (ctx.output for ctx in self.pipe.drain())
         outputs, self._drained = self._drained, []
         return outputs
 
-    def _next(self, feed: _Feed) -> Any:
-        self.attach()
-        self._check_changes()
-        return self.pipe.progress(feed).output
-
-    def _check_changes(self) -> None:
-        """Refuse changes that batches in flight are too far ahead for."""
-        if in_flight := self.pipe.in_flight:
-            self.tasks.check_computed(in_flight)
+    def _next(self, current: Pass) -> Any:
+        rewrite = self.tasks.rewrite
+        if not rewrite.attached:
+            rewrite.attach()
+        if rewrite.postprocs and (in_flight := self.pipe.in_flight):
+            for postproc in rewrite.postprocs:  # they have run already for these batches
+                postproc.check_unchanged(in_flight)
+        return self.pipe.progress(current.pulled_from).output
 
     def flush(self) -> None:
         """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
@@ -262,7 +280,7 @@ class SparseDistPipeline:
         """
         check_saving(self.pipe, self.tasks)
         state = self.pipe.state_dict(check=False)
-        early = 0 if self._feed is None else self._feed.waiting
+        early = 0 if self._pass is None else self._pass.waiting
         return {**state, "in_flight": state["in_flight"] + early, **self.tasks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,7 +295,7 @@ class SparseDistPipeline:
         """
         self.pipe.load_state_dict(state)
         self.tasks.load_state_dict(state)
-        self._feed = None
+        self._pass = None
         self.tasks.resume(self.pipe.next_iteration)
 
     @property
@@ -387,20 +405,31 @@ def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePl
 
 
 class PipelineFactory:
-    """A registry of pipelines by name."""
+    """A registry of pipelines by name, for subclasses, too: each has names of its own."""
 
     _builders: ClassVar[dict[str, Builder]] = {}
 
+    def __init_subclass__(cls) -> None:
+        cls._builders = {}
+
     @classmethod
     def register(cls, name: str, builder: Builder) -> None:
-        """Register a new name; ``builder`` gets the other arguments of ``create``."""
+        """Register a new name; ``builder`` gets the other arguments of ``create``.
+
+        Raises:
+            ValueError: The name is taken.
+        """
         if name in cls._builders:
             raise ValueError(f"pipeline {name!r} is registered already: choose another name")
         cls._builders[name] = builder
 
     @classmethod
     def create(cls, name: str, **arguments: Any) -> Any:
-        """The pipeline of that name; those registered here take the arguments of ``build``."""
+        """The pipeline of that name; those registered here take the arguments of ``build``.
+
+        Raises:
+            ValueError: No pipeline has that name.
+        """
         if name not in cls._builders:
             raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
         return cls._builders[name](**arguments)
@@ -409,6 +438,11 @@ class PipelineFactory:
     def list(cls) -> list[str]:
         """All names, sorted."""
         return sorted(cls._builders)
+
+
+def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
+    """Makes a ready-made plan that saves memory if the tasks do."""
+    return lambda tasks: make(lean=bool(tasks.memory))
 
 
 def split(tasks: SparseDistTasks) -> PipelinePlan:
@@ -435,8 +469,8 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
 
 PLANS: dict[str, PipelinePlan | PlanFor] = {
     "jagged_sw_serial": plans.serial(),
-    "jagged_sparse_dist": plans.sparse_dist(),
-    "jagged_prefetch_sparse_dist": plans.prefetch(),
+    "jagged_sparse_dist": lean(plans.sparse_dist),
+    "jagged_prefetch_sparse_dist": lean(plans.prefetch),
     "jagged_split_sparse_dist": split,
     "jagged_semi_sync_sparse_dist": semi_sync,
 }

@@ -9,16 +9,15 @@ trace, with one batch; a model that takes another branch later would get embeddi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from swpipe._tensors.containers import kind_of
-from swpipe._tensors.pytree import tensors_in
-from swpipe.tasks.torchrec.inputs import Found, RewriteError, Source
+from swpipe._values.walk import tensors_in
+from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
+from swpipe.tasks.torchrec.inputs import RewriteError
 
 _NOTHING = -1
 """The address of no memory."""
@@ -35,8 +34,10 @@ class CallInputs:
 
     def note(self) -> None:
         """Take the tensors for unchanged as they are now."""
-        tensors = (tensor for tensor in tensors_in(self.values) if not tensor.is_inference())
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
+        tensors = _near(self.values)
+        if tensors is None:
+            tensors = list(tensors_in(self.values))
+        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
     def forget(self, storages: set[int]) -> None:
         """Let go of tensors in these storages: others may take their place."""
@@ -46,23 +47,37 @@ class CallInputs:
             if tensor.untyped_storage()._cdata not in storages
         ]
 
-    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether another call has the same inputs, perhaps in new containers."""
-        given = [*args, *kwargs.values()]
-        return len(given) == len(self.values) and all(map(_same, given, self.values))
+    def mismatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Why another call has other inputs than this one, or "".
 
-    def changed(self) -> bool:
-        """Whether a tensor was since changed in place, or replaced by one in other memory."""
-        return bool(self.changes())
+        The same inputs in new containers are no others.
+        """
+        given = [*args, *kwargs.values()]
+        if len(given) != len(self.values):
+            return "and is called with another one"
+        for one, other in zip(given, self.values, strict=True):
+            if one is not other and not _same(one, other):
+                return "and is called with another one"
+        return "which the forward has changed since" if self.changes() else ""
+
+    def refusal(self, what: str, why: str) -> RewriteError:
+        """The error for a call with others; ``what`` says what these were used for."""
+        return RewriteError(
+            f"{what}, {why}. The model's first batch showed which input that is: pass it unchanged "
+            "in every batch and mode (a choice between inputs belongs in the batch), or keep the "
+            "module out of the pipeline (strict=False)"
+        )
 
     def changes(self) -> set[int]:
-        """The memory of tensors that were changed in place, or took the place of others."""
-        found = {memory_of(t) for t, version in self._versions if t._version != version}
-        near = {id(child) for value in self.values for child in _opened(value)}
-        if all(id(tensor) in near for tensor, _ in self._versions):
+        """The memory of tensors that were since changed in place, or took the place of others."""
+        known, found = {id(tensor) for tensor, _ in self._versions}, set()
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                found.add(memory_of(tensor))
+        near = _near(self.values)
+        if near is not None and known.issubset(map(id, near)):
             return found  # as mostly, and sooner told than by a walk
         present = {id(tensor): tensor for tensor in tensors_in(self.values)}
-        known = {id(tensor) for tensor, _ in self._versions}
         if any(
             id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
             for tensor, _ in self._versions
@@ -72,62 +87,26 @@ class CallInputs:
         return found
 
 
-class ExchangedInputs:
-    """The inputs of one batch that are exchanged, by module."""
-
-    def __init__(self, source: Source, forwards: Iterable[Any]) -> None:
-        self._inputs = {
-            forward.name: CallInputs(*forward.args.build_args_kwargs(source))
-            for forward in forwards
-        }
-
-    @property
-    def calls(self) -> list[CallInputs]:
-        """The inputs of each module."""
-        return [*self._inputs.values()]
-
-    def values(self) -> list[Any]:
-        """All inputs."""
-        return [value for call in self.calls for value in call.values]
-
-    def check(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call with anything else.
-
-        Raises:
-            RewriteError: An argument is another object with other values, or has been changed.
-        """
-
-        def what() -> str:
-            return (
-                f"module {forward.name!r}: its input {Found(forward.args)} was exchanged between "
-                "the ranks ahead of the forward"
-            )
-
-        check_call(what, self._inputs[forward.name], args, kwargs)
-
-
-def check_call(
-    what: Callable[[], str], used: CallInputs, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Refuse a call whose inputs are not those that were used; ``what`` says what for.
-
-    Raises:
-        RewriteError: An argument is another object with other values, or has been changed.
-    """
-    equal = used.match(args, kwargs)
-    if equal and not used.changed():
-        return
-    why = "which the forward has changed since" if equal else "and is called with another one"
-    raise RewriteError(
-        f"{what()}, {why}. The model's first batch showed which input that "
-        "is: pass it unchanged in every batch and mode (a choice between inputs belongs in "
-        "the batch), or keep the module out of the pipeline (strict=False)"
-    )
-
-
 def memory_of(tensor: Tensor) -> int:
     """The address of the memory that a tensor and its views lie in."""
     return tensor.untyped_storage().data_ptr() or id(tensor)  # empty ones have no memory
+
+
+_JAGGED = (JaggedTensor, KeyedJaggedTensor)
+
+
+def _near(values: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors of jagged tensors, by their attributes; None where there are other values."""
+    found: list[Tensor] = []
+    for value in values:
+        if type(value) not in _JAGGED:
+            return None
+        for part in vars(value).values():
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif type(part) is tuple:  # inverse indices
+                found += (inner for inner in part if isinstance(inner, Tensor))
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -138,7 +117,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, Tensor):
         return _alias(one, other)
-    if isinstance(one, JaggedTensor | KeyedJaggedTensor):
+    if isinstance(one, _JAGGED):
         return (
             (isinstance(one, JaggedTensor) or one.keys() == other.keys())
             and _alias(one.values(), other.values())
@@ -150,11 +129,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return isinstance(one, bool | int | float | str | torch.device) and bool(one == other)
-
-
-def _opened(value: Any) -> Iterable[Any]:
-    """A value, and what is in it one level deep."""
-    return value, *kind_of(type(value)).children(value)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -10,8 +10,8 @@ tasks exchange the ids. The rest runs in one of these ways ("own" replaces nothi
     ahead         the same                   the same                 the same
     own           -                          the model, as it is      -
 
-A split pipeline gives a module the prefetch forward if DDP reduces parameters of it (see
-``wrappers``): its look-up and its update are then part of DenseForward and DenseBackward.
+A split pipeline gives a module the prefetch forward if DDP reduces parameters of it: its look-up
+and its update are then part of DenseForward and DenseBackward.
 
 The split forward also cuts the autograd graph at the embeddings (see ``seam``), so that the dense
 part and the tables have a backward task each. "ahead" does not: without an exchange of gradients,
@@ -21,65 +21,110 @@ as on one rank, a backward of the tables' own hides nothing, and costs the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import (
+    BaseForward,
     LazyAwaitable,
     LazyGetItemMixin,
+    PipelinedForward,
     PrefetchPipelinedForward,
+    PrefetchTrainPipelineContext,
 )
-from swpipe.tasks.torchrec._torchrec import PipelinedForward as _TorchRecPipelinedForward
 from swpipe.tasks.torchrec.awaitables import Replayable
-from swpipe.tasks.torchrec.contexts import SparseDistContext
-from swpipe.tasks.torchrec.exchanged import ExchangedInputs
+from swpipe.tasks.torchrec.exchanged import CallInputs
+from swpipe.tasks.torchrec.inputs import Found
 from swpipe.tasks.torchrec.seam import Seam
 
 Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 
 
-class PipelinedForward(_TorchRecPipelinedForward):  # type: ignore[misc]
-    """Wait for the ids and look up inside the model's forward."""
+@dataclass
+class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
+    """What one batch carries between the stages: TorchRec's context, and fields of our own.
+
+    TorchRec's own pipelines reuse one context (version 0) or keep a queue of them (version 1). Here
+    each iteration has its own, of version 1. Keys are module names.
+
+    Attributes:
+        inputs: The inputs of each module, which are exchanged.
+        embeddings: Each module's embeddings, as awaitables.
+        seams: The cut in the autograd graph at each module's embeddings.
+    """
+
+    inputs: dict[str, CallInputs] = field(default_factory=dict)
+    embeddings: dict[str, Any] = field(default_factory=dict)
+    seams: dict[str, Seam] = field(default_factory=dict)
+
+    def wait_for_sizes(self) -> None:
+        """Wait for the sizes; start the exchange of ids."""
+        for module_names, splits in self.fused_splits_awaitables:
+            requests, _ = splits.wait_with_context()
+            self.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
+        self.fused_splits_awaitables.clear()
+
+
+class SparseForward(BaseForward):  # type: ignore[misc]
+    """What the replacements have in common; ``replayed`` says that the exchange was another's."""
 
     prefetches = False
     looks_up_ahead = False
-    inputs: ExchangedInputs | None = None
     iteration = 0
+    replayed = False
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
-        super().__init__(name, args, module, context=None)
+        BaseForward.__init__(self, name, args, module, context=None)
+        self._device = device
+
+    def _take(self, values: dict[str, Any]) -> Any:
+        if self._name not in values:
+            raise RuntimeError(
+                f"module {self._name!r} is called, but its input of this batch is not there or "
+                "used up. Either the forward calls it twice: call it once and share the result. Or "
+                "the model is called outside of its pipeline: detach() it first, attach() it after"
+            )
+        return values.pop(self._name)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call with anything but the exchanged input."""
+        inputs = self._context.inputs.get(self._name)
+        if inputs is not None and not self.replayed and (why := inputs.mismatch(args, kwargs)):
+            raise inputs.refusal(
+                f"module {self._name!r}: its input {Found(self._args)} was exchanged between the "
+                "ranks ahead of the forward",
+                why,
+            )
+
+
+class WaitingForward(SparseForward, PipelinedForward):  # type: ignore[misc]
+    """Wait for the ids and look up inside the model's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Look the embeddings up; the input comes from the context, the arguments are checked."""
         context: SparseDistContext = self._context
-        request = _take(context.input_dist_tensors_requests, self._name)
-        _check(self, args, kwargs)
+        request = self._take(context.input_dist_tensors_requests)
+        self._check(args, kwargs)
         data, module_context = request.wait_with_context()
         del context.module_contexts[self._name]
         return self._module.compute_and_output_dist(module_context, data)
 
 
-class PrefetchForward(PrefetchPipelinedForward):  # type: ignore[misc]
+class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[misc]
     """Look up inside the model's forward, after EmbPrefetch has waited for the ids."""
 
     prefetches = True
-    looks_up_ahead = False
-    inputs: ExchangedInputs | None = None
-    iteration = 0
-
-    def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
-        super().__init__(name, args, module, context=None)
-        self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Look the embeddings up."""
         embeddings = self._look_up(self._context)
-        _check(self, args, kwargs)
+        self._check(args, kwargs)
         return embeddings
 
     def _look_up(self, context: SparseDistContext) -> Any:
-        data = _take(context.module_input_post_prefetch, self._name)
+        data = self._take(context.module_input_post_prefetch)
         module_context = context.module_contexts_post_prefetch.pop(self._name)
         if self._device.has_streams:
             # These values leave the context here, so the engine does not hold them at retirement.
@@ -108,17 +153,16 @@ class SplitForward(PrefetchForward):
     def look_up(self) -> None:
         """Look the embeddings up and start their exchange."""
         context: SparseDistContext = self._context
-        output = self._look_up(context)
         context.embeddings[self._name] = _each(
-            output,
+            self._look_up(context),
             lambda awaitable: Replayable(awaitable, self._device, iteration=self.iteration),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The embeddings for the dense part, waited for when they are used."""
         context: SparseDistContext = self._context
-        embeddings = _take(context.embeddings, self._name)
-        _check(self, args, kwargs)
+        embeddings = self._take(context.embeddings)
+        self._check(args, kwargs)
         seam = None
         if self.cuts:
             seam = context.seams[self._name] = Seam(self.iteration)
@@ -131,8 +175,8 @@ class AheadForward(SplitForward):
     cuts = False
 
 
-FORWARDS: dict[Kind, type[PipelinedForward] | type[PrefetchForward]] = {
-    "pipelined": PipelinedForward,
+FORWARDS: dict[Kind, type[SparseForward]] = {
+    "pipelined": WaitingForward,
     "prefetch": PrefetchForward,
     "split": SplitForward,
     "ahead": AheadForward,
@@ -156,18 +200,3 @@ class _LookedUp(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:
     """Apply to one awaitable, or to each: modules that manage collisions return several."""
     return tuple(map(fn, output)) if isinstance(output, tuple) else fn(output)
-
-
-def _check(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if forward.inputs is not None:  # None for a replayed exchange, which was another batch's
-        forward.inputs.check(forward, args, kwargs)
-
-
-def _take(values: dict[str, Any], name: str) -> Any:
-    if name not in values:
-        raise RuntimeError(
-            f"module {name!r} is called, but its input of this batch is not there or used up. "
-            "Either the forward calls it twice: call it once and share the result. Or the model is "
-            "called outside of its pipeline: detach() it first, attach() it after"
-        )
-    return values.pop(name)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device import Device
-from swpipe.tasks.torchrec.exchanged import CallInputs, check_call, memory_of
+from swpipe.tasks.torchrec.exchanged import CallInputs, memory_of
 from swpipe.tasks.torchrec.inputs import Found, RewriteError, Source
 
 
@@ -51,14 +51,16 @@ class PostprocResults:
 class PostprocForward:
     """The forward of a module that is computed ahead.
 
-    ``results`` are those of the batch that the model runs on, or None outside of its forward.
+    ``results`` are those of the batch that the model runs on, or None outside of its forward;
+    ``checks`` is false for results that a shortcut replays.
     """
+
+    results: PostprocResults | None = None
+    checks = False
 
     def __init__(self, name: str, args: Any, module: nn.Module, device: Device) -> None:
         self.name = name
         self.args = args
-        self.results: PostprocResults | None = None
-        self.checks = False
         self._module = module
         self._compute = module.forward
         self._device = device
@@ -98,9 +100,9 @@ class PostprocForward:
             )
         changed, results.changed = results.changed, {}  # the checks below may read it
         if self.checks:
-            check_call(
-                lambda: f"{self._ahead()} of the forward", results.calls[self.name], args, kwargs
-            )
+            call = results.calls[self.name]
+            if why := call.mismatch(args, kwargs):
+                raise call.refusal(f"{self._ahead()} of the forward", why)
             if autocast_mode(self._device) != results.autocast:
                 raise RewriteError(
                     f"{self._ahead()}, and the forward calls it in another autocast mode: enter "

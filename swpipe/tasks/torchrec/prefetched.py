@@ -29,49 +29,49 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
 from swpipe.tasks.torchrec.inputs import RewriteError
 
 
 class PrefetchedBatches:
-    """What was prefetched for each batch in flight; does nothing for tables without a queue.
+    """What was prefetched for each batch in flight."""
 
-    Args:
-        modules: The sharded modules, by name.
-
-    Raises:
-        RewriteError: Tables of dynamicemb, but without the queue.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._tables = tuple(_find(modules))
+    def __init__(self, tables: Iterable[_Table]) -> None:
+        self._tables = tuple(tables)
         self._ahead: deque[list[_State]] = deque()
         self._behind: deque[list[_State]] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._tables)
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module]) -> Self | None:
+        """For sharded modules, by name; None where no table has a queue.
 
-    def io(self, part: str) -> list[DeclaredIO]:
-        """What the task with this method of ``SparseDistTasks`` declares.
+        Raises:
+            RewriteError: Tables of dynamicemb, but without the queue.
+        """
+        tables = tuple(_find(modules))
+        return cls(tables) if tables else None
+
+    def io(self, parts: Iterable[Any]) -> list[DeclaredIO]:
+        """What the task with these methods of ``SparseDistTasks`` declares.
 
         It is what becomes of a batch where the task is replayed, and where batches are dropped.
-
         What is captured with no batch in flight, before a trial, has nothing to put back.
         """
         replay = {
-            "prefetch": self._not_prefetched,
-            "embedding_forward": self._not_looked_up,
-            "embedding_backward": self._not_finished,
+            "prefetch": (self._not_prefetched, self.drop),
+            "embedding_forward": (self._not_looked_up, None),
+            "embedding_backward": (self._not_finished, None),
         }
-        if not self._tables or part not in replay:
-            return []
-        replayed, reset = replay[part], self.drop if part == "prefetch" else None
-        return [DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)]
+        found = (replay[part.__name__] for part in parts if part.__name__ in replay)
+        return [
+            DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)
+            for replayed, reset in found
+        ]
 
     @contextmanager
     def prefetching(self) -> Iterator[None]:
@@ -85,15 +85,12 @@ class PrefetchedBatches:
             states = [state for table in self._tables for state in table.take()]
             if ahead is not self._ahead:  # dropped meanwhile, from another thread
                 _release(states)
-            elif self._tables:
+            else:
                 ahead.append(states)
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
         """A block in which the oldest of the prefetched batches is looked up."""
-        if not self._tables:
-            yield
-            return
         states, behind = self._ahead.popleft(), self._behind
         behind.append(states)
         try:
@@ -107,8 +104,7 @@ class PrefetchedBatches:
 
     def finish_backward(self) -> None:
         """The backward of the oldest batch that was looked up has run, or will not."""
-        if self._tables:
-            _release(self._behind.popleft())
+        _release(self._behind.popleft())
 
     def drop(self) -> None:
         """Drop all batches."""

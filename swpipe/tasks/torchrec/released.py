@@ -25,12 +25,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device import Device, Stream
 from swpipe.tasks.torchrec._torchrec import KeyedJaggedTensor, KJTAllToAllTensorsAwaitable
-from swpipe.tasks.torchrec.contexts import SparseDistContext
-from swpipe.tasks.torchrec.exchanged import CallInputs
+from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.inputs import RewriteError
+from swpipe.tasks.torchrec.postproc import PostprocResults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,42 +150,48 @@ class Releases:
         args, kwargs = inputs
         return [*map(_lent, args)], {name: _lent(value) for name, value in kwargs.items()}
 
-    def started(self, context: SparseDistContext, others: Iterable[CallInputs]) -> None:
-        """All exchanges of a batch have started: let go of what the modules have copied.
-
-        ``others`` are calls, besides those of the sharded modules, whose tensors are known.
-        """
+    def started(self, context: SparseDistContext, results: PostprocResults | None) -> None:
+        """All exchanges of a batch have started: let go of what the modules have copied."""
         for module_context in context.module_contexts.values():
             copied = getattr(module_context, "early_releasable_inputs", [])
             gone = _storages(tensor for features in copied for tensor in _tensors(features))
-            for lent, features in product(copied, context.inputs.values()):
-                if isinstance(features, KeyedJaggedTensor) and features.values() is lent.values():
+            for lent, features in product(copied, _inputs(context)):
+                if features.values() is lent.values():
                     vars(features).update(vars(lent))  # lists, which it computes when asked
             if copied:
-                self._release(context, others, gone)
+                self._release(context, results, gone)
                 copied.clear()
 
-    def sent(self, context: SparseDistContext, others: Iterable[CallInputs]) -> None:
+    def sent(self, context: SparseDistContext, results: PostprocResults | None) -> None:
         """Wait for the exchange of a batch's ids, and let go of what this rank has sent."""
 
         def let_go(awaitable: Any, module_context: Any) -> None:
             kept = _storages(tensors_in(module_context))
-            self._release(context, others, _sent(awaitable) - kept)
+            self._release(context, results, _sent(awaitable) - kept)
 
         if self._options.clear_data_dist_inputs:
             for request in context.input_dist_tensors_requests.values():
                 request.before_wait(let_go)
 
     def _release(
-        self, context: SparseDistContext, others: Iterable[CallInputs], gone: set[int]
+        self, context: SparseDistContext, results: PostprocResults | None, gone: set[int]
     ) -> None:
         """Let go of what of the modules' inputs lies in these storages."""
-        for features in context.inputs.values():
-            if isinstance(features, KeyedJaggedTensor) and _storages(_tensors(features)) & gone:
+        for features in _inputs(context):
+            if _storages(_tensors(features)) & gone:
                 self._device.hold([features], [self._device.current_stream()])
                 _empty(features, gone)
-        for call in (*context.inputs.calls, *others):
+        for call in (
+            *context.inputs.values(),
+            *(() if results is None else results.calls.values()),
+        ):
             call.forget(gone)
+
+
+def _inputs(context: SparseDistContext) -> list[Any]:
+    """The jagged tensors among the modules' inputs."""
+    values = (value for call in context.inputs.values() for value in call.values)
+    return [value for value in values if isinstance(value, KeyedJaggedTensor)]
 
 
 def _lent(value: Any) -> Any:

@@ -28,16 +28,19 @@ from swpipe.tasks.torchrec._torchrec import (
     override_input_dist_forwards,
 )
 from swpipe.tasks.torchrec.awaitables import fused_splits
-from swpipe.tasks.torchrec.contexts import SparseDistContext
-from swpipe.tasks.torchrec.exchanged import CallInputs, ExchangedInputs
-from swpipe.tasks.torchrec.forwards import FORWARDS, Kind
+from swpipe.tasks.torchrec.exchanged import CallInputs
+from swpipe.tasks.torchrec.forwards import FORWARDS, Kind, SparseDistContext
 from swpipe.tasks.torchrec.inputs import (
     Found,
     RewriteError,
     Source,
+    Traced,
     direct_inputs,
     named_input,
+    reduced_by_outer_ddp,
     sharded_modules,
+    traced_inputs,
+    unwrapped,
 )
 from swpipe.tasks.torchrec.postproc import (
     EarlyReads,
@@ -46,8 +49,6 @@ from swpipe.tasks.torchrec.postproc import (
     compute_ahead,
 )
 from swpipe.tasks.torchrec.released import MARK, MemoryOptions, Releases
-from swpipe.tasks.torchrec.traced import Traced, traced_inputs
-from swpipe.tasks.torchrec.wrappers import reduced_by_outer_ddp, unwrapped
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
@@ -129,7 +130,7 @@ class Rewrite:
         self._inputs = dict(inputs or {})
         self._strict = strict
         self._postproc = pipeline_postproc
-        self._releases = Releases(memory, device)
+        self._releases = Releases(memory, device) if memory else None
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -188,7 +189,7 @@ class Rewrite:
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
-            if self._releases.marks(forward._module):
+            if self._releases is not None and self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
@@ -203,37 +204,41 @@ class Rewrite:
 
     def compute(self, batch: Any, iteration: int) -> PostprocResults:
         """Run the modules that compute inputs; the first batch calls ``prepare``."""
-        self._check_ready(batch)
+        if not self.attached:
+            self._attach_first(batch)
         return compute_ahead(self.postprocs, batch, iteration, self._device)
 
     def start(
         self, batch: Any, context: SparseDistContext, results: PostprocResults | None = None
     ) -> None:
-        """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``."""
-        self._check_ready(batch)
+        """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
+
+        Each module does as in TorchRec's pipelines.
+        """
+        if not self.attached:
+            self._attach_first(batch)
         source = Source(batch, {} if results is None else results.values)
-        context.inputs = ExchangedInputs(source, self.forwards)
         for forward in self.forwards:
-            self._start_exchange(forward, source, context)
-        self._releases.started(context, _calls(results))
+            name, module = forward.name, forward._module
+            inputs = forward.args.build_args_kwargs(source)
+            context.inputs[name] = CallInputs(*inputs)
+            if self._releases is not None:
+                inputs = self._releases.lent(inputs)
+            args, kwargs = module.preprocess_input(*inputs)
+            module_context = context.module_contexts[name] = module.create_context()
+            request = module.input_dist(module_context, *args, **kwargs)
+            context.input_dist_splits_requests[name] = request
+        if self._releases is not None:
+            self._releases.started(context, results)
         fuse_input_dist_splits(context)
-        context.fused_splits_awaitables = [
-            (names, fused_splits(fused, [context.module_contexts[n] for n in names], self._device))
-            for names, fused in context.fused_splits_awaitables
-        ]
+        fused = context.fused_splits_awaitables
+        for place, (names, splits) in enumerate(fused):
+            contexts = list(map(context.module_contexts.__getitem__, names))
+            fused[place] = names, fused_splits(splits, contexts, self._device)
         context.input_dist_splits_requests.clear()  # one-shot; the fused ones wait for them
         if not self._fused:
             self._fuse()
             self._fused = True
-
-    def _start_exchange(self, forward: Any, source: Source, context: SparseDistContext) -> None:
-        """Start the exchange of the sizes of one module's ids, as TorchRec's pipelines do."""
-        module, name = forward._module, forward.name
-        inputs = self._releases.lent(forward.args.build_args_kwargs(source))
-        args, kwargs = module.preprocess_input(*inputs)
-        module_context = context.module_contexts[name] = module.create_context()
-        request = module.input_dist(module_context, *args, **kwargs)
-        context.input_dist_splits_requests[name] = request
 
     def use(
         self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
@@ -243,8 +248,7 @@ class Rewrite:
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
-            forward.iteration = iteration
-            forward.inputs = None if replayed else context.inputs
+            forward.iteration, forward.replayed = iteration, replayed
         for postproc in self.postprocs:
             postproc.results = results
             postproc.checks = results is not None and results.iteration == iteration
@@ -260,17 +264,14 @@ class Rewrite:
         return EarlyReads(results)
 
     def done(self) -> None:
-        """Let go of what the forwards have used for one batch."""
-        for forward in self.forwards:
-            forward.inputs = None
+        """Let go of what modules that ran ahead have computed for one batch."""
         for postproc in self.postprocs:
             postproc.results = None
 
-    def _check_ready(self, batch: Any) -> None:
-        if self.report is None:
-            self.prepare(batch)
-        if not self.attached:
+    def _attach_first(self, batch: Any) -> None:
+        if self.report is not None:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
+        self.prepare(batch)
 
     def prefetch(
         self,
@@ -282,7 +283,8 @@ class Rewrite:
 
         ``forward_stream`` is that of the look-up, if it is another than the current one.
         """
-        self._releases.sent(context, _calls(results))
+        if self._releases is not None:
+            self._releases.sent(context, results)
         for forward in self.forwards:
             if not forward.prefetches:
                 continue
@@ -342,10 +344,6 @@ class Rewrite:
             self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
         else:
             self._undo.callback(vars(owner).pop, name, None)
-
-
-def _calls(results: PostprocResults | None) -> list[CallInputs]:
-    return [] if results is None else [*results.calls.values()]
 
 
 def _exchanges(modules: list[nn.Module]) -> list[Any]:

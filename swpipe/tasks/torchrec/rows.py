@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A group of torch.distributed; None is the default group."""

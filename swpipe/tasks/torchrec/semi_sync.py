@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.drop_in import semi_sync
-from swpipe.tasks.torchrec.named import TrainPipelineSparseDist
-from swpipe.tasks.torchrec.passes import Pass
+from swpipe.tasks.torchrec.drop_in import Pass, semi_sync
+from swpipe.tasks.torchrec.named import Form, In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
-from swpipe.tasks.torchrec.translated import In, Out
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
@@ -29,9 +27,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     ``strict`` has no effect: tables that the optimizer steps are always refused.
     """
 
-    _kind, _kind_alone = "split", "ahead"
-    _zero_grad = plans.STEP
-    _left = 0  # TorchRec's trains on all batches here, whatever execute_all_batches says
+    # TorchRec's trains on all batches here, whatever execute_all_batches says.
+    form = Form(kind="split", alone="ahead", zero_grad=plans.STEP, left=0)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """As for the other pipelines."""
@@ -40,7 +37,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         try:
             return super().progress(dataloader_iter)
         except BaseException:
-            if not self.drop_in.pipe.in_flight:
+            if not self.pipe.in_flight:
                 self._pass = None  # a failure dropped batches that its limit has counted
                 self._optimizer_given.zero_grad()
             raise
@@ -100,14 +97,15 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     @property
     def _done(self) -> int:
         """How many batches were returned, or dropped by a failure."""
-        return self.drop_in.pipe.state_dict(check=False)["next_iteration"]
+        return self.pipe.state_dict(check=False)["next_iteration"]
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
         return stale if self._stale else plans.prefetch(lean=bool(tasks.memory))
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, limit=None if self._stale else self._start_batch - self._done)
+        limit = None if self._stale else self._start_batch - self._done
+        return Pass(source, self._even, limit=limit)
 
     def _optimizers(self) -> Sequence[Any]:
         if self._stash is None:

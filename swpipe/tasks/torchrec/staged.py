@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import nn
@@ -26,15 +26,14 @@ from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
-from swpipe.tasks.torchrec.contexts import SparseDistContext, new_context
-from swpipe.tasks.torchrec.passes import Pass
+from swpipe.tasks.torchrec.arguments import REASONS, no_internal, refuse
+from swpipe.tasks.torchrec.drop_in import Pass
+from swpipe.tasks.torchrec.forwards import SparseDistContext
+from swpipe.tasks.torchrec.named import In, Out
 from swpipe.tasks.torchrec.postproc import PostprocResults
-from swpipe.tasks.torchrec.refused import REASONS, no_internal, refuse
 from swpipe.tasks.torchrec.rewrite import Rewrite
-from swpipe.tasks.torchrec.translated import In, Out
 
 _HAND_OUT = "hand out"
-_EARLY_LOOKUP = REASONS["embedding_lookup_stream"].why
 
 
 class SparseDataDistUtil(Generic[In]):
@@ -74,7 +73,7 @@ class SparseDataDistUtil(Generic[In]):
     def start_sparse_data_dist(self, batch: In) -> In:
         """The runnable of a stage: start the exchange of the sizes of ids."""
         self.attach()
-        context = new_context(self._started)
+        context = SparseDistContext(index=self._started, version=1)
         results = self._rewrite.compute(batch, self._started)
         self._rewrite.start(batch, context, results)
         self._started += 1
@@ -90,14 +89,13 @@ class SparseDataDistUtil(Generic[In]):
         self._rewrite.prefetch(context, None if here == self._home else self._home)
         return batch
 
-    def wait_sdd_fill_callback(self) -> None:
-        """Does nothing: the exchange is waited for by those that use it."""
-
     def load_prefetch(self) -> None:
-        """Does nothing, as in TorchRec."""
+        """Does nothing: an exchange belongs to its batch, and is waited for by those that use it.
 
-    def data_exhausted_callback(self) -> None:
-        """Does nothing: an exchange belongs to its batch."""
+        So do ``wait_sdd_fill_callback`` and ``data_exhausted_callback``.
+        """
+
+    wait_sdd_fill_callback = data_exhausted_callback = load_prefetch
 
     def start_sparse_data_dist_stage(
         self, name: str = "start_sparse_data_dist", runnable: Callable[..., Any] | None = None
@@ -111,21 +109,16 @@ class SparseDataDistUtil(Generic[In]):
             data_exhausted_callback=self.data_exhausted_callback,
         )
 
-    def start_embedding_lookup(self, batch: In) -> In:
-        """Refused, as ``embedding_lookup_stream``.
+    def start_embedding_lookup(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, as ``embedding_lookup_stream``; so is ``start_embedding_lookup_stage``.
 
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError(f"start_embedding_lookup: {_EARLY_LOOKUP}")
+        why = REASONS["embedding_lookup_stream"].why
+        raise NotImplementedError(f"start_embedding_lookup: {why}")
 
-    def start_embedding_lookup_stage(self, *_: Any, **__: Any) -> PipelineStage:
-        """Refused, as ``embedding_lookup_stream``.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(f"start_embedding_lookup_stage: {_EARLY_LOOKUP}")
+    start_embedding_lookup_stage = start_embedding_lookup
 
     def detach(self) -> nn.Module:
         """Restore and return the model; batches in flight are kept."""
@@ -189,33 +182,30 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
     ) -> None:
         super().__init__()
         refuse(self, debug_mode=debug_mode)
-        self._exchanges = list(map(_exchange, pipeline_stages))
+        self.num_stages = len(pipeline_stages)
+        self._exchanges = [one for one in map(_exchange, pipeline_stages) if one is not None]
         self.on_flush_end = on_flush_end
         self._flushing = False
         self._pass: Pass | None = None
         streams = [stage.stream for stage in pipeline_stages]
-        names = [f"{k} {stage.name}" for k, stage in enumerate(pipeline_stages)]
-        tasks = [
-            *(
-                PipelineTask(
-                    name, partial(_run_stage, stage.runnable), [DeclaredIO(state=name, others="")]
-                )
-                for name, stage in zip(names, pipeline_stages, strict=True)
-            ),
-            PipelineTask(_HAND_OUT, _hand_out, pure=True),
-        ]
-        plan, device = _staged(names, streams), _device(streams)
-        self.pipe = SWPipeline(plan, tasks, device=device, run_ahead=run_ahead)
+        tasks = []
+        for k, stage in enumerate(pipeline_stages):
+            name = f"{k} {stage.name}"
+            own = [DeclaredIO(state=name, others="")]
+            tasks.append(PipelineTask(name, partial(_run_stage, stage.runnable), own))
+        plan = _staged([task.name for task in tasks], streams)
+        tasks.append(PipelineTask(_HAND_OUT, _hand_out, pure=True))
+        self.pipe = SWPipeline(plan, tasks, device=_device(streams), run_ahead=run_ahead)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
         """Run the stages for the batches in flight; None at the end of the data.
 
         With another iterator while batches are in flight, these are finished first.
         """
-        for exchange in filter(None, self._exchanges):
+        for exchange in self._exchanges:
             exchange.attach()
         if self._flushing and not self.pipe.in_flight:
-            self._end_flush()
+            self.flush_end()
         try:
             batch: Out = self.pipe.progress(self._current(dataloader_iter)).batch
         except StopIteration:
@@ -223,7 +213,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
             return None
         except BaseException:
             if not self.pipe.in_flight:  # they were dropped
-                for exchange in filter(None, self._exchanges):
+                for exchange in self._exchanges:
                     exchange.drop()
             raise
         return batch
@@ -232,7 +222,7 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         """Pull no further batch until those in flight are done; then call ``on_flush_end``."""
         self._flushing = flush
         if flush and self._pass is not None:
-            self._pass.stop()
+            self._pass.stopped = True
 
     def state_dict(self) -> dict[str, int]:
         """What to save beside model and optimizer, once the last batch was trained on.
@@ -264,26 +254,18 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
 
     def flush_end(self) -> None:
         """End the flush."""
-        self._end_flush()
-
-    def __getattr__(self, name: str) -> Any:
-        raise no_internal(self, name, ".pipe, its plan .pipe.plan")
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return len(self._exchanges)
-
-    def _end_flush(self) -> None:
         self._flushing = False
         if self.on_flush_end is not None:
             self.on_flush_end()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_internal(self, name)
 
     def _current(self, source: Iterator[Any]) -> Pass:
         current = self._pass
         if current is not None:
             if current.source is not source:
-                current.stop()
+                current.stopped = True
             if self.pipe.in_flight or not current.stopped:
                 return current
         self._pass = Pass(source)

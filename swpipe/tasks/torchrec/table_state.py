@@ -1,20 +1,22 @@
-"""Saves and restores rows of tables that lie where nobody else finds them.
+"""Rows and learning rates of tables that lie where nobody else finds them, saved and set back.
 
 Profiling and recording train, and restore afterwards what they find: parameters, buffers, and other
 tensors that modules have as attributes. The rows of some tables lie elsewhere: in hash tables, in
 host memory behind a cache, on disk. The user says how these are captured and restored; without
 that, whoever would have to restore them is refused.
+
+Fused tables hold the learning rate of the next look-up, which no optimizer's state has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 from torch import Tensor, nn
 
-from swpipe._tensors.pytree import parts_of, tensors_in
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import parts_of, tensors_in
 
 CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """Returns all rows; and restores what that returned, as often as it is called."""
@@ -37,10 +39,11 @@ class TableState:
         self._given = given
         self.restored_modules = tuple(modules.values()) if given else ()
 
-    @property
-    def needed(self) -> bool:
-        """Whether there are rows that only the user's functions restore."""
-        return bool(self._given or self._hidden)
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> Self | None:
+        """None where there are no rows that only the user's functions restore."""
+        made = cls(modules, given)
+        return made if made._given or made._hidden else None
 
     def state_dict(self) -> dict[str, Any]:
         """The rows.
@@ -89,3 +92,30 @@ def _addresses(weight: Any) -> Iterator[int | None]:
         for part in parts_of(weight):
             if part.numel():
                 yield None if part.is_meta else part.untyped_storage().data_ptr()
+
+
+def rates_of(modules: Iterable[nn.Module]) -> list[float]:
+    """The rate of each group of tables in the sharded modules, in order."""
+    return [table.get_learning_rate() for table in _rated(modules)]
+
+
+def set_rates(modules: Iterable[nn.Module], rates: Sequence[float]) -> None:
+    """Set back what ``rates_of`` returned.
+
+    Raises:
+        ValueError: They are of another number of groups.
+    """
+    tables = list(_rated(modules))
+    if len(rates) != len(tables):
+        raise ValueError(
+            f"the state has {len(rates)} learning rates of tables, and this rank has "
+            f"{len(tables)} groups of tables: resume with the ranks and the sharding that saved it"
+        )
+    for table, rate in zip(tables, rates, strict=True):
+        table.set_learning_rate(rate)
+
+
+def _rated(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What fbgemm keeps a rate in."""
+    parts = (part for module in modules for part in modules_in(module))
+    return (part for part in parts if hasattr(part, "set_learning_rate"))

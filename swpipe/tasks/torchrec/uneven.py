@@ -18,6 +18,7 @@ the same step. A rank that dies, fails, or does not answer in time is an error o
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import itertools
 import time
 from collections import deque
@@ -28,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe.tasks.torchrec.host_group import host_group
-
 Ends: TypeAlias = Literal["stop", "pad", "error"]
 Pad: TypeAlias = Callable[[Any], Any]
 """From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
@@ -37,6 +36,22 @@ Pad: TypeAlias = Callable[[Any], Any]
 _GLOO_LATER_S = 60.0
 
 _HAS, _ENDED, _FAILED, _CANNOT_PAD = 1, 2, 3, 4
+
+
+def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of the same ranks (None: all), separate from those of the training step.
+
+    Creating it is a collective of these ranks.
+    """
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group or dist.group.WORLD),
+        timeout=dt.timedelta(seconds=timeout_s),
+        backend="gloo",
+        use_local_synchronization=group is not None,
+    )
+    # Without it, ranks that still connect would report a closed connection if one rank fails here.
+    dist.barrier(group=made)
+    return made
 
 
 class _NoBatch:
@@ -169,11 +184,20 @@ class _Pull(NamedTuple):
 
 
 class EvenIterator:
-    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads."""
+    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
 
-    def __init__(self, data: EvenData, iterator: Iterator[Any]) -> None:
+    With ``ends_uneven`` it just ends where only some ranks' data has ended; ``uneven`` is the error
+    then. Where it is ``paused``, it pulls no more, and ends after what the ranks have agreed on.
+    """
+
+    def __init__(
+        self, data: EvenData, iterator: Iterator[Any], *, ends_uneven: bool = False
+    ) -> None:
         self.steps = 0
         self.padded = 0
+        self.paused = False
+        self.uneven: UnevenDataError | None = None
+        self._ends_uneven = ends_uneven
         self._data = data
         self._iterator = iterator
         self._ahead: deque[_Pull] = deque()
@@ -181,7 +205,6 @@ class EvenIterator:
         self._data_ended = False
         self._failure: Exception | None = None
         self._over = False
-        self.paused = False
 
     def __iter__(self) -> Self:
         return self
@@ -204,20 +227,19 @@ class EvenIterator:
         pull = self._ahead.popleft()
         statuses = self._await(pull, self.steps)
         goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
-        failed = [
-            rank
-            for rank, status in enumerate(statuses)
-            if status == _FAILED or (status == _CANNOT_PAD and goes_on)
-        ]
-        if failed:
+        wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
+        if not wrong.isdisjoint(statuses):
             self._end(pull)
+            failed = [rank for rank, status in enumerate(statuses) if status in wrong]
             raise pull.error or RankDataError(
                 f"the data of ranks {failed} failed at step {self.steps}: see the error there"
             )
         if not goes_on:
             self._end(pull)
             if self._data.ends == "error" and _HAS in statuses:
-                raise _uneven(statuses, self.steps)
+                self.uneven = _uneven(statuses, self.steps)
+                if not self._ends_uneven:
+                    raise self.uneven
             raise StopIteration
         self.steps += 1
         self.padded += pull.status == _ENDED
@@ -243,24 +265,20 @@ class EvenIterator:
         batch, error, status = NO_BATCH, self._failure, _FAILED
         if error is None:
             try:
-                batch, status = self._own()
+                if not self._data_ended:
+                    batch = next(self._iterator, NO_BATCH)
+                self._data_ended = batch is NO_BATCH
+                status = _ENDED if self._data_ended else _HAS
             except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
                 error = self._failure = failure
+        if status == _HAS and self._data.pad is not None:
+            self._last = batch
         if status == _ENDED and self._data.pad is not None:
             try:
                 batch = self._data.pad(self._last)
             except Exception as failure:  # noqa: BLE001 - the same, if that step runs
                 error, status = failure, _CANNOT_PAD
         return _Pull(batch, error, status, *self._data.exchange_status(status))
-
-    def _own(self) -> tuple[Any, int]:
-        batch = NO_BATCH if self._data_ended else next(self._iterator, NO_BATCH)
-        self._data_ended = batch is NO_BATCH
-        if self._data_ended:
-            return NO_BATCH, _ENDED
-        if self._data.pad is not None:
-            self._last = batch
-        return batch, _HAS
 
     def _end(self, pull: _Pull) -> None:
         """Complete the agreements on later steps: no collective may be left pending."""

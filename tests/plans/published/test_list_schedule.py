@@ -41,27 +41,6 @@ def test_the_longest_path_goes_first() -> None:
     assert "161 us becomes 111 us" in found.why
 
 
-def test_a_task_that_can_start_goes_before_a_longer_one() -> None:
-    """A task whose work can start precedes a longer one that must wait."""
-    plan = PipelinePlan(
-        on_streams(first="a", second="a", other="b", end=None),
-        deps=[("end", "first"), ("end", "second"), ("end", "other")],
-        cross_iter_deps=[("first", "end"), ("second", "end"), ("other", "end")],
-        run_ahead=0,
-    )
-    costs = CostModel(
-        {
-            "first": TaskCost(device_us=100),
-            "second": TaskCost(host_us=100, device_us=30),
-            "other": TaskCost(host_us=30, device_us=80),
-            "end": TaskCost(device_us=1),
-        }
-    )
-    found = list_schedule(plan, costs)
-    assert list(found.plan.order) == ["first", "other", "second", "end"]
-    assert (found.given_ii_us, found.ii_us) == (211, 161)
-
-
 def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> TaskCost:
     """A task's cost; microseconds."""
     return TaskCost(host_us=host, gil_us=gil, device_us=device, resources=resources)

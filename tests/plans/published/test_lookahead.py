@@ -55,29 +55,68 @@ def test_preparation_runs_ahead_only_as_far_as_needed() -> None:
     assert found.plan.depth == 2
     assert found.ii_us == simulate(found.plan, COSTS).ii_us == 100
     assert found.why == "190 us become 100 us; raised: copy 0 to 1, dist 0 to 1"
+    # The given plan, the same with an order, one period ahead; and two, until the bound is reached.
+    assert (found.tried, assign_lookaheads(STEP, LONG).tried) == (3, 4)
 
 
-def test_nothing_more_is_tried_once_the_bound_is_reached() -> None:
-    """Only the given plan, the same with an order, and one period ahead are simulated."""
-    assert assign_lookaheads(STEP, COSTS).tried == 3
-    assert assign_lookaheads(STEP, device(copy=90, dist=80, train=100)).tried == 4
+LONG = device(copy=90, dist=80, train=100)
+READ = (("read", None), ("copy", "memcpy"), ("train", None))
+READ_COSTS = device(read=50, copy=40, train=100)
+AHEAD = {name: replace(entry, stage=1) for name, entry in STEP.schedule.items()}
 
 
-def test_a_long_preparation_is_spread_over_periods() -> None:
-    """Work that takes longer than a period is divided according to its time."""
-    costs = device(copy=90, dist=80, train=100)
-    found = assign_lookaheads(STEP, costs)
-    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0}
-    assert found.ii_us == 100
-
-
-def test_in_flight_is_capped() -> None:
-    """With two iterations in flight the long preparation is hidden only in part."""
-    costs = device(copy=90, dist=80, train=100)
-    found = assign_lookaheads(STEP, costs, limits=Limits(in_flight=2))
-    assert found.lookahead == {"copy": 1, "dist": 1, "train": 0}
-    assert found.plan.depth == 2
-    assert found.ii_us > 100
+@pytest.mark.parametrize(
+    ("plan", "costs", "limits", "lookahead"),
+    [
+        # Work that takes longer than a period is divided according to its time.
+        (STEP, LONG, Limits(), {"copy": 2, "dist": 1, "train": 0}),
+        # With two iterations in flight it is hidden only in part.
+        (STEP, LONG, Limits(in_flight=2), {"copy": 1, "dist": 1, "train": 0}),
+        # Frozen tasks stay, also with a stream, and what comes after them.
+        (STEP, COSTS, Limits(frozen=["dist"]), {"copy": 1, "dist": 0, "train": 0}),
+        # The caller's tasks stay, wherever they are, and what comes after them.
+        (chain(*READ), READ_COSTS, Limits(), {"read": 0, "copy": 0, "train": 0}),
+        (chain(*READ, read=1), READ_COSTS, Limits(), {"read": 1, "copy": 0, "train": 0}),
+        # A lookahead that no task needs is not lowered.
+        (
+            replace(STEP, schedule={**AHEAD, "log": TaskSchedule(stream="side")}),
+            device(copy=90, dist=80, train=100, log=1),
+            Limits(),
+            {"copy": 2, "dist": 1, "train": 0, "log": 1},
+        ),
+        # A task that needs the step before may run one period ahead and no more; its feed may.
+        (
+            replace(STEP, cross_iter_deps=[("dist", "train", 1)]),
+            device(copy=90, dist=5, train=60),
+            Limits(),
+            {"copy": 1, "dist": 1, "train": 0},
+        ),
+        (
+            replace(STEP, deps=[("dist", "copy"), ("train", "copy"), ("dist", "train")]),
+            COSTS,
+            Limits(),
+            {"copy": 1, "dist": 0, "train": 0},
+        ),
+        # A producer at distance 1 is raised to one period less.
+        (
+            replace(
+                STEP,
+                schedule={**STEP.schedule, "late": TaskSchedule(stream="side")},
+                cross_iter_deps=[("copy", "late", 1), ("train", "train")],
+            ),
+            device(copy=90, dist=80, train=100, late=1),
+            Limits(),
+            {"copy": 2, "dist": 1, "train": 0, "late": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_how_far_ahead_each_task_runs(
+    plan: PipelinePlan, costs: CostModel, limits: Limits, lookahead: dict[str, int]
+) -> None:
+    """By what it takes, what needs it, and what may not move."""
+    found = assign_lookaheads(plan, costs, limits=limits)
+    assert found.lookahead == lookahead
+    validate(found.plan)
 
 
 def test_a_given_depth_above_the_cap_is_lowered() -> None:
@@ -85,24 +124,6 @@ def test_a_given_depth_above_the_cap_is_lowered() -> None:
     roomy = replace(STEP, pipeline_depth=7)
     assert assign_lookaheads(roomy, COSTS).plan.depth <= 5
     assert assign_lookaheads(roomy, COSTS, limits=Limits(in_flight=7)).plan.depth == 7
-
-
-def test_it_only_raises() -> None:
-    """A lookahead that no task needs is not lowered."""
-    entries = {name: replace(entry, stage=1) for name, entry in STEP.schedule.items()}
-    floors = replace(STEP, schedule={**entries, "log": TaskSchedule(stream="side")})
-    found = assign_lookaheads(floors, device(copy=90, dist=80, train=100, log=1))
-    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "log": 1}
-
-
-def test_the_callers_tasks_are_fixed() -> None:
-    """Tasks without a stream on the caller's thread, wherever they are."""
-    step = chain(("read", None), ("copy", "memcpy"), ("train", None), carried=[("train", "train")])
-    found = assign_lookaheads(step, device(read=50, copy=40, train=100))
-    assert found.lookahead == {"read": 0, "copy": 0, "train": 0}
-    ahead = chain(("read", None), ("copy", "memcpy"), ("train", None), read=1)
-    found = assign_lookaheads(ahead, device(read=50, copy=40, train=100))
-    assert found.lookahead["read"] == 1
 
 
 def test_a_task_on_another_thread_can_run_ahead() -> None:
@@ -113,34 +134,6 @@ def test_a_task_on_another_thread_can_run_ahead() -> None:
     found = assign_lookaheads(plan, costs, streams=False)
     assert found.lookahead == {"read": 1, "train": 0}
     assert found.ii_us == 100
-
-
-def test_frozen_tasks_stay_at_lookahead_0() -> None:
-    """Even one with a stream of its own, and what comes after it."""
-    found = assign_lookaheads(STEP, COSTS, limits=Limits(frozen=["dist"]))
-    assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
-
-
-def test_dependences_limit_lookaheads() -> None:
-    """A task that needs the step before may run one period ahead and no more; its feed may."""
-    step = replace(STEP, cross_iter_deps=[("dist", "train", 1)])
-    found = assign_lookaheads(step, device(copy=90, dist=5, train=60))
-    assert found.lookahead["dist"] <= 1
-    within = replace(STEP, deps=[("dist", "copy"), ("train", "copy"), ("dist", "train")])
-    found = assign_lookaheads(within, COSTS)
-    assert found.lookahead == {"copy": 1, "dist": 0, "train": 0}
-
-
-def test_raising_a_task_raises_its_producers() -> None:
-    """A producer at distance 1 is raised to one period less."""
-    step = replace(
-        STEP,
-        schedule={**STEP.schedule, "late": TaskSchedule(stream="side")},
-        cross_iter_deps=[("copy", "late", 1), ("train", "train")],
-    )
-    found = assign_lookaheads(step, device(copy=90, dist=80, train=100, late=1))
-    assert found.lookahead == {"copy": 2, "dist": 1, "train": 0, "late": 1}
-    validate(found.plan)
 
 
 def test_no_lookahead_falls_when_the_last_stage_rises() -> None:

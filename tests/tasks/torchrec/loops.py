@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.refused import signature_of
+from swpipe.tasks.torchrec.arguments import signature_of
 from tests.tasks.torchrec.models import (
     CPU,
     Batch,
@@ -47,15 +47,6 @@ EXACT = (
 PIPELINES = tuple(
     name for name in ours.__all__ if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
 )
-
-
-def refusal(fn: Callable[[], Any]) -> str:
-    """The message of the exception that a call raises, after its type."""
-    try:
-        fn()
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def theirs(name: str) -> Any:

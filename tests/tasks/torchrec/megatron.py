@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.tasks.torchrec.models import Job, dense_optimizer, sharded
+
 
 class Float16Module(nn.Module):
     """Passes everything on; the real one converts tensors of 32 bits."""
@@ -94,3 +96,12 @@ class Optimizer:
         for parameter in group["params"]:
             parameter.sub_(parameter.main_grad, alpha=group["lr"])
         return True, 0.0, None
+
+
+def megatrons() -> tuple[Any, Any]:
+    """A sharded model within both wrappers, and the optimizer of its dense part."""
+    model = sharded(Job(), ddp=False)
+    parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
+    inner = Float16Module(model._dmp_wrapped_module)
+    model._dmp_wrapped_module = DistributedDataParallel(inner, parameters)
+    return model, Optimizer(parameters, 0.1)

@@ -35,7 +35,9 @@ with warnings.catch_warnings():
     )
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
     from torchrec.streamable import Pipelineable
 
 CPU = torch.device("cpu")
@@ -237,3 +239,23 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
         else:
             found |= {f"{name}[{k}]": s.tensor.detach() for k, s in enumerate(shards)}
     return found
+
+
+def keyed_dense(model: nn.Module) -> Any:
+    """TorchRec's wrapper around SGD for all that is not fused."""
+    named = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(named, lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+def combined(model: nn.Module) -> Any:
+    """The tables' fused optimizer and the dense one, as TorchRec's examples have it."""
+    return CombinedOptimizer([model.fused_optimizer, keyed_dense(model)])
+
+
+def warmed_up(model: nn.Module) -> Any:
+    """The rate changes in every step."""
+    stages = [
+        WarmupStage(WarmupPolicy.LINEAR, max_iters=5, value=0.1),
+        WarmupStage(WarmupPolicy.POLY, max_iters=100, value=2.0, decay_iters=50),
+    ]
+    return WarmupOptimizer(combined(model), stages, lr=0.3)

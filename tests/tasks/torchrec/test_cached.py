@@ -23,7 +23,6 @@ from tests.support.ranks import Ranks
 from tests.tasks.torchrec.cached import (
     CacheOverflow,
     DynamicTables,
-    Slots,
     dynamic,
     left_behind,
     rows_of,
@@ -208,22 +207,6 @@ def test_a_shortcut_leaves_no_prefetch_behind(two_ranks: Ranks, task: str) -> No
     assert found == [([], []), ([], [])]
 
 
-SHORTCUTS = [*((task,) for task in TASKS), (PREFETCH, EMBED), (PREFETCH, "EmbBackward"), TASKS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tasks", SHORTCUTS, ids=lambda tasks: "+".join(tasks) if len(tasks) < 3 else "all"
-)
-def test_no_shortcut_leaves_a_prefetch_behind(two_ranks: Ranks, tasks: tuple[str, ...]) -> None:
-    """In half of the plans, and the next shortcut in the others; with every kind of tables."""
-    turn = SHORTCUTS.index(tasks)
-    for number, name in enumerate(EXACT[turn % 2 :: 2], turn):
-        job, lines = KINDS[number % 3]
-        found = two_ranks.run(_after_shortcut, name, job, tasks, lines)
-        assert found == [([], []), ([], [])], (name, job, lines)
-
-
 def _dropped_and_replayed() -> list[str]:
     """A batch is dropped between its dense backward and that of its tables; its cut is replayed."""
     pipeline, _, groups = _made("jagged_split_sparse_dist", JOB, 200)
@@ -344,7 +327,7 @@ def test_another_pipelines_prefetches_are_refused(two_ranks: Ranks) -> None:
 
 def _alone() -> tuple[DynamicTables, PrefetchedBatches]:
     group = _group(8)
-    return group, PrefetchedBatches({"tables": nn.ModuleList([group])})
+    return group, PrefetchedBatches.of({"tables": nn.ModuleList([group])})
 
 
 def test_a_prefetch_that_outlives_its_run_is_released() -> None:
@@ -374,7 +357,7 @@ def test_an_unknown_dynamicemb_is_refused() -> None:
     unknown = type("TablesV9", (nn.Module,), {"prefetch": None, "__module__": "dynamicemb.tables"})
     unknown.prefetch = DynamicTables.prefetch
     with pytest.raises(RewriteError, match="'tables' has a TablesV9 of dynamicemb without"):
-        PrefetchedBatches({"tables": nn.ModuleList([group, unknown()])})
+        PrefetchedBatches.of({"tables": nn.ModuleList([group, unknown()])})
 
 
 # --------------------------------------------------------------------------- profiles
@@ -407,17 +390,6 @@ def test_the_profiler_measures_all_eleven(two_ranks: Ranks) -> None:
     assert found == [(set(TASKS), []), (set(TASKS), [])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serial", "pipelined"])
-@pytest.mark.parametrize("name", EXACT)
-def test_every_plan_can_be_profiled(two_ranks: Ranks, name: str, pipelined: bool) -> None:
-    """The tasks that use the cache, with it and without, serially and under the plan: each pair."""
-    lines = (100, None)[(EXACT.index(name) + pipelined) % 2]
-    tasks = (PREFETCH, EMBED, "EmbBackward")
-    found = two_ranks.run(_profiled, name, pipelined, lines, tasks)
-    assert found == [(set(tasks), []), (set(tasks), [])]
-
-
 def _state_is_needed(how: str, given: bool) -> list[str]:
     model, groups = dynamic(JOB, 200)
     options = {"tables_state": saving(groups)} if given else {}
@@ -448,35 +420,3 @@ def test_rows_that_cannot_be_restored_are_refused(two_ranks: Ranks, how: str) ->
 
 def _group(lines: int | None) -> DynamicTables:
     return DynamicTables(1, lines, pooled=False, rate=0.1)
-
-
-def test_a_look_up_takes_the_oldest_prefetch() -> None:
-    """Whatever ids it is called with: what the tests here are about."""
-    group = _group(8)
-    offsets = torch.tensor([0, 1])
-    group.prefetch(torch.tensor([1]), offsets)
-    stale = group(torch.tensor([2]), offsets)
-    fresh = group(torch.tensor([1]), offsets)
-    assert torch.equal(stale, fresh)
-    assert group.calls == ["prefetch", "forward", "prefetch", "forward"]
-
-
-def test_pinned_rows_are_not_evicted() -> None:
-    """Until their backward has run; of the others the least recently used go."""
-    slots = Slots(2)
-    first = slots.bring([(0, 1), (0, 2)])
-    slots.bring([(0, 3), (0, 4)])
-    with pytest.raises(CacheOverflow, match="all 4 slots are pinned"):
-        slots.bring([(0, 5)])
-    slots.decrement_counter(first, torch.zeros(2))
-    slots.bring([(0, 5)])
-    assert list(slots.behind) == [(0, 1)]
-
-
-def test_outstanding_keys_are_limited() -> None:
-    """By the lines of the cache, over all prefetches that were not looked up."""
-    group = _group(3)
-    offsets = torch.tensor([0, 2])
-    group.prefetch(torch.tensor([1, 2]), offsets)
-    with pytest.raises(CacheOverflow, match="4 keys are outstanding and the cache has 3 lines"):
-        group.prefetch(torch.tensor([2, 3]), offsets)

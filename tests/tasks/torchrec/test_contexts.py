@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.sparse_dist import PLANS, TASKS
 from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
-from swpipe.tasks.torchrec.contexts import SparseDistContext, new_context
+from swpipe.tasks.torchrec.forwards import SparseDistContext
 from tests.docs.pages import DOCS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job, batches, dense_optimizer, sharded
@@ -98,34 +98,6 @@ def test_each_field_is_filled_and_emptied_where_the_table_says(two_ranks: Ranks)
         for of_batch in two_ranks.run(_life, plan)[0]:
             assert {name: of_batch[name] for name in expected} == expected
             assert all(of_batch[name] == set() for name in QUIET)
-
-
-def _identities(plan: str) -> tuple[int, int, bool]:
-    """How many contexts there were, how many batches, and whether each had its own all along."""
-    seen: dict[int, list[Any]] = {}
-
-    def watch(task: str, ctx: Any) -> None:
-        if hasattr(ctx, "pipeline"):
-            seen.setdefault(ctx.iter_idx, []).append(ctx.pipeline)
-
-    with _made(PLANS[plan](), watch) as pipe:
-        pipe.run(batches(5))
-    own = all(other is of_batch[0] for of_batch in seen.values() for other in of_batch)
-    numbered = all(of_batch[0].index == index for index, of_batch in seen.items())
-    return len({id(of_batch[0]) for of_batch in seen.values()}), len(seen), own and numbered
-
-
-def test_no_two_batches_share_a_context(two_ranks: Ranks) -> None:
-    """With four in flight each has its own, of the number of its iteration."""
-    assert two_ranks.run(_identities, "prefetch") == [(5, 5, True)] * 2
-
-
-def test_a_new_context_is_of_version_one_and_empty() -> None:
-    """Version 0 hands fields over from one batch to the next; nothing of that is used."""
-    context = new_context(7)
-    assert (context.version, context.index) == (1, 7)
-    values = [getattr(context, field.name) for field in fields(context)]
-    assert [value for value in values if not isinstance(value, int) and value] == []
 
 
 def test_the_guide_has_the_same_table() -> None:

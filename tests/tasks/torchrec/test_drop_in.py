@@ -1,14 +1,12 @@
-"""``progress`` as TorchRec's users know it, and the model given back in between."""
+"""A pipeline by name and its step: what is refused, by which words; what each plan promises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from swpipe.analysis import verify
 from swpipe.errors import PlanError
@@ -20,166 +18,75 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
+from swpipe.tasks.torchrec.gradients import Accumulation
+from swpipe.tasks.torchrec.inputs import unwrapped
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything, sharded
-from tests.tasks.torchrec.trial import EXACT, by_name, to_the_end
+from tests.tasks.torchrec import zoo
+from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, megatrons
+from tests.tasks.torchrec.models import (
+    CPU,
+    Job,
+    batches,
+    combined,
+    dense_optimizer,
+    everything,
+    sharded,
+)
+from tests.tasks.torchrec.trial import (
+    EXACT,
+    Outcome,
+    TrainPipelineBase,
+    create,
+    outcome,
+    refusal,
+    to_the_end,
+)
 
-PREFETCH = "jagged_prefetch_sparse_dist"
+from torchrec.distributed import train_pipeline  # isort: skip
 
-
-def _pipeline(name: str, model: nn.Module, job: Job | None = None, **options: Any) -> Any:
-    optimizer = dense_optimizer(job or Job(), model)
-    return PipelineFactory.create(name, model=model, optimizer=optimizer, device=CPU, **options)
-
-
-def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
-# ------------------------------------------------------------------------------------ progress
-
-
-def _ends() -> list[str]:
-    found = []
-    for name in EXACT:
-        model = sharded(Job())
-        with _pipeline(name, model) as pipeline:
-            for count in (1, 2, 5, 0, 3):
-                data = batches(count)
-                outputs = to_the_end(pipeline, data)
-                if len(outputs) != count:
-                    found.append(f"{name}: {len(outputs)} outputs of {count} batches")
-                if to_the_end(pipeline, data):
-                    found.append(f"{name}: outputs after the end")
-    return found
-
-
-def test_iterators_of_any_length_end_for_good(two_ranks: Ranks) -> None:
-    """One output per batch, then StopIteration on every further call."""
-    assert two_ranks.run(_ends) == [[], []]
-
-
-def _none_ends() -> int:
-    with _pipeline(PREFETCH, sharded(Job())) as pipeline:
-        data: Iterator[Any] = chain(batches(2), [None], batches(2))
-        return len(to_the_end(pipeline, data))
-
-
-def test_none_is_the_end_of_the_data(two_ranks: Ranks) -> None:
-    """As in TorchRec."""
-    assert two_ranks.run(_none_ends) == [2, 2]
-
-
-# --------------------------------------------------------------------------- detach and attach
-
-
-def _interrupted(name: str) -> list[str]:
-    """A training with an evaluation and a checkpoint after every step, and one without."""
-    job = Job(modules=2)
-    plain = by_name(name, job, batches(6))
-    model = sharded(job)
-    before = _marks(model)
-    found = []
-    outputs = []
-    (probe,) = batches(1, seed=5)
-    with _pipeline(name, model) as pipeline:
-        data = batches(6)
-        for _ in range(6):
-            outputs.append(pipeline.progress(data))
-            if _marks(model) == before:
-                found.append("the attached model shows no mark")
-            whole = pipeline.detach()
-            if _marks(whole) != before:
-                found.append(f"the detached model is not as it was: {_marks(whole) ^ before}")
-            whole.eval()
-            with torch.no_grad():
-                whole(probe)
-            everything(whole)
-            whole.train()
-            if len(outputs) % 2:  # progress attaches by itself
-                pipeline.attach()
-    if not _equal(outputs, plain.outputs):
-        found.append("outputs differ")
-    found += [k for k, v in everything(model).items() if not torch.equal(v, plain.state[k])]
-    return found
-
-
-def _marks(model: nn.Module) -> set[str]:
-    """What a rewrite sets on modules."""
-    marks = {name for name, m in model.named_modules() if getattr(m, "is_pipelined", False)}
-    for name, module in model.named_modules():
-        marks |= {f"{name}.forward" for _ in range("forward" in vars(module))}
-        for k, input_dist in enumerate(getattr(module, "_input_dists", ())):
-            if "forward" in vars(getattr(input_dist, "_dist", module)):
-                marks.add(f"{name}._input_dists[{k}]._dist.forward")
-    return marks
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_detaching_during_training_changes_nothing(two_ranks: Ranks, name: str) -> None:
-    """Evaluations with batches in flight: the model is as before, and the training goes on."""
-    assert two_ranks.run(_interrupted, name) == [[], []]
-
-
-def _evaluated() -> bool:
-    """Outputs of a pipelined evaluation are those of the model itself, and nothing is trained."""
-    model = sharded(Job())
-    with _pipeline(PREFETCH, model) as pipeline:
-        to_the_end(pipeline, batches(3))
-        before = everything(model)
-        model.eval()
-        with torch.no_grad():
-            outputs = to_the_end(pipeline, batches(4, seed=3))
-            pipeline.detach()
-            wanted = [model(batch)[1] for batch in batches(4, seed=3)]
-        model.train()
-        unchanged = all(torch.equal(v, before[k]) for k, v in everything(model).items())
-        to_the_end(pipeline, batches(2, seed=4))
-        changed = any(not torch.equal(v, before[k]) for k, v in everything(model).items())
-    return _equal(outputs, wanted) and unchanged and changed
-
-
-def test_evaluation_goes_through_the_pipeline_too(two_ranks: Ranks) -> None:
-    """In eval mode batches go through forward only; training goes on after it."""
-    assert two_ranks.run(_evaluated) == [True, True]
+SERIAL, SPARSE = EXACT[:2]
+DENSE_ADAM = Job(fused=False, optimizer=torch.optim.Adam, options={"lr": 0.01})
+LAYER = nn.Linear(2, 1)
+SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
 
 
 # ----------------------------------------------------------------------------- names and plans
 
 
 def _functions(name: str) -> list[str]:
-    with _pipeline(name, sharded(Job())) as pipeline:
+    with create(name) as pipeline:
         parts = pipeline.tasks.parts()
         assert list(parts) == [task.name for task in pipeline.pipe.tasks]
         return [f"{n}: {[f.__qualname__ for f in fns]}" for n, fns in parts.items()]
 
 
-def test_only_the_plans_differ(two_ranks: Ranks) -> None:
+def test_only_the_plans_differ(one_rank: Ranks) -> None:
     """All exact pipelines run the same eleven functions."""
-    functions = [two_ranks.run(_functions, name)[0] for name in EXACT]
+    functions = [one_rank.run(_functions, name)[0] for name in EXACT]
     assert len(functions[0]) == 11
     assert all(other == functions[0] for other in functions)
 
 
-def _misfit(job: Job, plan: str, forward: str) -> str:
-    model = sharded(job)
-    made = plans.split(after_step=False) if plan == "split" else plans.semi_sync()
+def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
+    """What is said of the plan that looks up before the optimizers' step."""
+    model, plan = sharded(job), plans.split(after_step=False)
+    made = optimizer(job, model) if optimizer is dense_optimizer else optimizer(model)
     try:
-        build(made, model=model, optimizer=dense_optimizer(job, model), device=CPU, forward=forward)
+        build(plan, model=model, optimizer=made, device=CPU, forward=forward).close()
     except PlanError as error:
         return str(error)
     return "it runs"
 
 
-def test_a_plan_that_the_forward_does_not_suit_is_refused(two_ranks: Ranks) -> None:
-    """Without the split forward, the early look-up would be the whole model's forward."""
-    assert "'dense'" in two_ranks.run(_misfit, Job(), "split", "prefetch")[0]
-
-
-def test_tables_that_the_optimizer_steps_are_not_read_too_early(two_ranks: Ranks) -> None:
-    """The look-up ahead of OptimStep is for tables that update themselves."""
-    assert "'tables'" in two_ranks.run(_misfit, Job("data_parallel"), "split", "split")[0]
-    assert two_ranks.run(_misfit, Job(), "split", "split") == ["it runs"] * 2
+def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
+    """The early look-up is for the split forward, tables that update themselves, known rates."""
+    assert one_rank.run(_misfit, Job(), "split") == ["it runs"]
+    assert "'dense'" in one_rank.run(_misfit, Job(), "prefetch")[0]
+    assert "'tables'" in one_rank.run(_misfit, Job("data_parallel"), "split")[0]
+    (said,) = one_rank.run(_misfit, Job(), "split", combined)
+    assert "'optimizer'" in said
+    assert "'EmbForward'" in said
+    assert plans.semi_sync().stale == {"tables": 1, "optimizer": 1}
 
 
 def _on_streams(job: Job, forward: str) -> list[str]:
@@ -205,20 +112,16 @@ def _on_streams(job: Job, forward: str) -> list[str]:
 @pytest.mark.parametrize("forward", ["pipelined", "prefetch", "split"])
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
 def test_the_plans_hold_on_a_device_with_streams(
-    two_ranks: Ranks, sharding: str, forward: str
+    one_rank: Ranks, sharding: str, forward: str
 ) -> None:
     """Their dependences order every state, also across streams."""
-    assert two_ranks.run(_on_streams, Job(sharding), forward) == [[], []]
+    assert one_rank.run(_on_streams, Job(sharding), forward) == [[]]
 
 
 def test_the_factory_knows_its_names() -> None:
-    """Listed, sorted; another can be registered once; an unknown one is told with those known."""
+    """Listed, sorted; another can be registered once."""
     assert set(EXACT) <= set(PipelineFactory.list())
     assert PipelineFactory.list() == sorted(PipelineFactory.list())
-    with pytest.raises(ValueError, match="jagged_sw_serial"):
-        PipelineFactory.create("jagged_sw_seriell")
-    with pytest.raises(ValueError, match="registered already"):
-        PipelineFactory.register("jagged_sw_serial", SparseDistPipeline)
     PipelineFactory.register("mine", lambda **arguments: arguments["model"])
     try:
         assert PipelineFactory.create("mine", model=3) == 3
@@ -226,10 +129,222 @@ def test_the_factory_knows_its_names() -> None:
         del PipelineFactory._builders["mine"]
 
 
-def test_a_step_or_an_optimizer_but_not_both() -> None:
-    """The step has optimizers of its own."""
-    layer = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for both in ({}, {"optimizer": optimizer, "step": TrainStep([optimizer])}):
-        with pytest.raises(ValueError, match="either optimizer= or step="):
-            PipelineFactory.create("jagged_sw_serial", model=layer, **both)
+# --------------------------------------------------------------------------------------- words
+
+WORDS = {
+    "no such name": (
+        lambda: PipelineFactory.create("jagged_sw_seriell"),
+        "ValueError: no pipeline is named 'jagged_sw_seriell'; there are jagged_",
+    ),
+    "a name twice": (
+        lambda: PipelineFactory.register(SERIAL, SparseDistPipeline),
+        "ValueError: pipeline 'jagged_sw_serial' is registered already",
+    ),
+    "neither optimizer nor step": (
+        lambda: PipelineFactory.create(SERIAL, model=LAYER),
+        "ValueError: give either optimizer= or step=TrainStep(...)",
+    ),
+    "both": (
+        lambda: PipelineFactory.create(SERIAL, model=LAYER, optimizer=SGD, step=TrainStep([SGD])),
+        "ValueError: give either optimizer= or step=TrainStep(...)",
+    ),
+    "a step without optimizers": (lambda: TrainStep([]), "ValueError: a TrainStep without an opt"),
+    "no batches per step": (lambda: TrainStep([SGD], accumulate=0), "ValueError: accumulate is 0"),
+    "no interval": (lambda: TrainStep([SGD], sync_interval=0), "ValueError: sync_interval is 0"),
+    "half an interval": (
+        lambda: TrainStep([SGD], sync_interval=1.5),  # type: ignore[arg-type]
+        "ValueError: sync_interval is 1.5",
+    ),
+    "a float as loss": (
+        lambda: TrainStep([SGD]).total(3.0),
+        "TypeError: the losses are a float; give a tensor or a dict of tensors (TrainStep.on",
+    ),
+    "no losses": (
+        lambda: TrainStep([SGD]).total({}),
+        "TypeError: the losses are a dict of nothing",
+    ),
+    "an int in a dict": (
+        lambda: TrainStep([SGD]).total({"a": 1}),
+        "TypeError: the losses are a dict of int",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_is_wrong_is_said_when_it_is_made(what: str) -> None:
+    """With the value and the mend."""
+    call, said = WORDS[what]
+    assert refusal(call).startswith(said)
+
+
+def _told() -> dict[str, str]:
+    """What needs a process group to be wrong."""
+
+    def scaled(model: nn.Module, optimizer: Any, **options: Any) -> str:
+        step = TrainStep([optimizer], **options)
+        return refusal(lambda: create(SERIAL, model, step=step))
+
+    model, scaler = sharded(Job()), torch.amp.GradScaler("cpu")
+    found = {"fused tables": scaled(model, dense_optimizer(Job(), model), scaler=scaler)}
+    found["megatron, a norm"] = scaled(*megatrons(), clip=1.0)
+    found["megatron, a scaler"] = scaled(*megatrons(), scaler=scaler)
+    alone = TrainStep([dense_optimizer(Job(), model)], forward=lambda batch: model(batch)[0])
+    with create(SERIAL, model, step=alone) as pipeline:
+        found["no pair"] = refusal(lambda: pipeline.progress(batches(1)))
+    model = sharded(Job())
+    with create(SPARSE, model) as pipeline:
+        pipeline.progress(batches(5))
+        model.module.top.eval()
+        found["one module"] = refusal(pipeline.drain)
+    step = TrainStep([dense_optimizer(Job(), model.train())], accumulate=4)
+    with create(SPARSE, model, step=step) as pipeline:
+        pipeline.progress(batches(5))
+        found["flush in flight"] = refusal(pipeline.flush)
+        if hasattr(train_pipeline, "GradientAccumulationWrapper"):
+            found["torchrec's wrapper"] = refusal(lambda: _wrapped(pipeline, model, SGD))
+    return found
+
+
+def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
+    """Scaled gradients in tables, ``parameter.grad`` with Megatron, modes of the moment."""
+    expected = {
+        "fused tables": ("with the scaled gradients: use bfloat16",),
+        "megatron, a norm": ("parameter.main_grad",),
+        "megatron, a scaler": ("parameter.main_grad",),
+        "no pair": ("returned a Tensor, not (losses, output)",),
+        "one module": ("gradients on, the model in training mode", "modules in training mode ("),
+        "flush in flight": ("drain()",),
+        "torchrec's wrapper": ("TrainStep(accumulate=n)",),  # it replaces what ours does not read
+    }
+    (said,) = one_rank.run(_told)
+    assert said
+    for what, text in said.items():
+        assert all(part in text for part in expected[what]), text
+
+
+# ------------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize(
+    ("losses", "total"),
+    [
+        (torch.tensor(2.0), 2.0),
+        (torch.tensor([2.0, 3.0]), 5.0),
+        ({"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}, 9.0),
+    ],
+)
+def test_losses_become_one_number(losses: Any, total: float) -> None:
+    """A number, one per row, or a dict of these."""
+    assert TrainStep([SGD]).total(losses).item() == total
+
+
+def test_clipping_may_be_a_function_of_the_parameters() -> None:
+    """It gets all that the optimizers step, each once."""
+    seen: list[Any] = []
+    TrainStep([SGD, torch.optim.SGD([LAYER.bias])], clip=seen.extend).update()
+    assert [id(p) for p in seen] == [id(LAYER.weight), id(LAYER.bias)]
+
+
+def _scaled() -> list[str]:
+    outcomes = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        model = sharded(DENSE_ADAM)
+        step = TrainStep([dense_optimizer(DENSE_ADAM, model)], scaler=scaler)
+        outcomes.append(outcome(create(EXACT[2], model, step=step), batches(5)))
+    return outcomes[0].differences(outcomes[1])
+
+
+def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
+    """By a power of two it changes no bit."""
+    assert two_ranks.run(_scaled) == [[], []]
+
+
+def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
+    config = train_pipeline.GradientAccumulationConfig(is_enabled=True, num_steps=4)
+    return train_pipeline.GradientAccumulationWrapper(pipeline, optimizer, model, config)
+
+
+def _accumulated(steps: int) -> dict[str, list[str]]:
+    model = sharded(Job())
+    optimizer = dense_optimizer(Job(), model)
+    theirs = _wrapped(TrainPipelineBase(model, optimizer, CPU), model, optimizer)
+    wanted = Outcome(to_the_end(theirs, batches(steps)), everything(model))
+    found = {}
+    for name in EXACT:
+        model = sharded(Job())
+        step = TrainStep([dense_optimizer(Job(), model)], accumulate=4)
+        if where := outcome(create(name, model, step=step), batches(steps)).differences(wanted):
+            found[name] = where
+    return found
+
+
+@pytest.mark.skipif(
+    not hasattr(train_pipeline, "GradientAccumulationWrapper"), reason="newer than this TorchRec"
+)
+def test_accumulation_is_torchrecs(two_ranks: Ranks, one_rank: Ranks) -> None:
+    """On one rank with the rest at the end; on two, TorchRec does not reduce that rest."""
+    assert one_rank.run(_accumulated, 7) == [{}]
+    assert two_ranks.run(_accumulated, 8) == [{}, {}]
+
+
+def test_steps_begin_and_end_by_trained_batches() -> None:
+    """Every third ends one, batches of an evaluation do not count, and a flush begins anew."""
+    three = Accumulation(nn.Linear(1, 1), 3)
+    assert [k for k in range(7) if three.begins(k)] == [0, 3, 6]
+    assert [k for k in range(7) if three.ends(k)] == [2, 5]
+    three.skip()  # iteration 7, after one more batch than two steps have
+    assert [k for k in range(8, 14) if three.ends(k)] == [9, 12]
+    assert three.take_rest(11)
+    assert [k for k in range(11, 17) if three.begins(k)] == [11, 14]
+    assert not three.take_rest(11)
+
+
+# --------------------------------------------------------------------------------- other models
+
+
+def _shortcut() -> bool:
+    """Whether a replayed backward leaves Megatron's buffer as the backward left it."""
+    model, optimizer = megatrons()
+    with create(SERIAL, model, step=TrainStep([optimizer])) as pipeline:
+        wrapper = model._dmp_wrapped_module
+        one, other = batches(2)
+        pipeline.pipe.enable_shortcut("DenseBackward")
+        pipeline.pipe.run_one_serial_iter(one)
+        cached = wrapper._buffer.clone()
+        wrapper._buffer.fill_(7.0)
+        wrapper._ready = True
+        pipeline.pipe.run_one_serial_iter(other)
+        return bool(cached.any()) and torch.equal(wrapper._buffer, cached)
+
+
+def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
+    """``parameter.grad`` is None with Megatron: that alone would be nothing."""
+    assert one_rank.run(_shortcut) == [True]
+
+
+def test_wrappers_are_taken_off_in_any_nesting() -> None:
+    """And a model that merely has a module of that name is not one."""
+    inner = nn.Sequential(nn.Linear(1, 1))
+    inner.module = nn.Linear(1, 1)
+    for wrapped in (
+        inner,
+        Float16Module(inner),
+        DistributedDataParallel(inner, []),
+        Float16Module(DistributedDataParallel(Float16Module(inner), [])),
+    ):
+        assert unwrapped(wrapped) is inner
+
+
+def _report(kind: str) -> str:
+    model = zoo.sharded(kind)
+    with create(EXACT[3], model, optimizer=zoo.optimizer(model)) as pipeline:
+        to_the_end(pipeline, zoo.data(kind, 1))
+        return str(pipeline.report)
+
+
+def test_a_module_with_parameters_of_ddp_is_looked_up_with_the_dense_part(
+    one_rank: Ranks,
+) -> None:
+    """The gradients of feature processors came after DDP's backward, and were lost."""
+    assert "DDP reduces parameters of it" in one_rank.run(_report, "feature processors")[0]
+    assert "DDP reduces" not in one_rank.run(_report, "weighted bags")[0]

@@ -154,21 +154,6 @@ def test_another_input_than_the_exchanged_one_is_refused(
     assert two_ranks.run(_trained, name, kind, 12) == ["trained"] * 2
 
 
-@pytest.mark.parametrize("options", [{"find": "direct"}, {"inputs": {"tables.0": "ids"}}])
-def test_inputs_that_the_user_names_are_checked_too(
-    two_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    """What was the user's promise is checked at each call."""
-    if "find" in options:  # two attributes fit
-        options["inputs"] = {"tables.0": "ids", "tables.1": "ids"}
-    for said in two_ranks.run(_named, options):
-        assert "called with another one" in said
-
-
-def _named(options: dict[str, Any]) -> str:
-    return _trained("jagged_split_sparse_dist", _ByFlag, 2, **options)
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_an_input_that_was_changed_in_place_is_refused(two_ranks: Ranks, name: str) -> None:
     """The ids as they were have been exchanged."""
@@ -225,7 +210,7 @@ def test_what_counts_as_changed() -> None:
         batch = next(batches(1, rank=0))
         inputs = CallInputs([batch], {"more": [batch.labels]})
         change(batch)
-        return inputs.changed()
+        return bool(inputs.changes())
 
     assert not after(lambda batch: None)
     assert not after(lambda batch: setattr(batch, "dense", batch.dense.view(BATCH, -1)))

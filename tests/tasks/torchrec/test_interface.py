@@ -13,20 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.refused import REASONS
+from swpipe.tasks.torchrec.arguments import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import (
     PIPELINES,
     arguments,
     experimental_pipelines,
     made,
-    refusal,
     theirs,
     train_pipelines,
     trained,
 )
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything, sharded
-from tests.tasks.torchrec.trial import Outcome, to_the_end
+from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
 
 SPARSE = "TrainPipelineSparseDist"
 UNUSED = nn.Linear(1, 1)
@@ -254,7 +253,7 @@ def test_torchrecs_internals_are_named_when_they_are_asked_for(two_ranks: Ranks)
     """With the pipeline underneath as the way out."""
     (batches_, fill, hook, stream), _ = two_ranks.run(_private)
     assert batches_.startswith("TrainPipelineSparseDist has no 'batches'")
-    assert ".drop_in" in fill
+    assert ".pipe" in fill
     assert hook.startswith("NotImplementedError: register_backward_hook('site')")
     assert stream == (
         "ValueError: emb_lookup_stream is 'fast': give 'new', 'current' or 'data_dist'"

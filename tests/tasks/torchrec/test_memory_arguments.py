@@ -11,19 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
-from swpipe.inference import record
-from swpipe.profiler import TaskProfiler, measure_memory
+from swpipe._values.walk import tensors_in
+from swpipe.profiler import TaskProfiler
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec import (
-    MemoryOptions,
-    SparseDistTasks,
-    TrainStep,
-)
 from swpipe.tasks.torchrec.inputs import RewriteError
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.alive import run
-from tests.tasks.torchrec.computing import Chain, computing
 from tests.tasks.torchrec.loops import (
     PIPELINES,
     arguments,
@@ -42,7 +35,6 @@ from tests.tasks.torchrec.models import (
     dense_optimizer,
     everything,
     plain_model,
-    put_back,
     sharded,
 )
 from tests.tasks.torchrec.trial import Outcome, to_the_end
@@ -188,51 +180,7 @@ JOBS = (
 )
 
 
-def _differences(job: Job) -> list[Any]:
-    found = []
-    for name in (*SOME, "TrainPipelineSemiSync"):
-        if job.sharding == "data_parallel" and name == "TrainPipelineSemiSync":
-            continue  # which it refuses
-        kind = getattr(ours, name)
-        wanted = trained(kind, 5, job, **_options(name))
-        got = trained(kind, 5, job, **_given(name), **_options(name))
-        found += [(name, where) for where in got.differences(wanted)]
-    return found
-
-
 SOME = (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
-
-
-@pytest.mark.parametrize(
-    "job", [JOBS[0], *(pytest.param(job, marks=pytest.mark.slow) for job in JOBS[1:])]
-)
-def test_tables_of_every_sharding_train_to_the_same_bits(two_ranks: Ranks, job: Job) -> None:
-    """Also where several modules take the same ids, and where contexts keep them."""
-    assert two_ranks.run(_differences, job, deadline_s=300) == [[], []]
-
-
-def _computed() -> list[str]:
-    found = []
-    for name in SOME:
-        outcomes = []
-        for given in ({}, EARLY):
-            model = computing(Chain)
-            optimizer = dense_optimizer(Job(), model)
-            kind: Any = getattr(ours, name)
-            pipeline = kind(model, optimizer, CPU, pipeline_postproc=True, **given)
-            pipe = pipeline.drop_in.pipe
-            pipeline.drop_in.attach()
-            with pipe.shortcut("InputPostproc"):
-                to_the_end(pipeline, batches(5, seed=9))
-            put_back(model, everything(computing(Chain)))
-            outcomes.append(Outcome(to_the_end(pipeline, batches(5)), everything(model)))
-        found += outcomes[1].differences(outcomes[0])
-    return found
-
-
-def test_ids_that_modules_compute_go_too(two_ranks: Ranks) -> None:
-    """With ``pipeline_postproc=True``, and also where they are replayed."""
-    assert two_ranks.run(_computed) == [[], []]
 
 
 # ------------------------------------------------------------------------ what reads them, after
@@ -297,20 +245,3 @@ def _watched(name: str) -> list[str]:
 def test_profiles_replay_what_went(two_ranks: Ranks, name: str) -> None:
     """A replayed batch has its ids, whatever later tasks let go of."""
     assert two_ranks.run(_watched, name, deadline_s=200) == [[], []]
-
-
-def _recorded() -> list[Any]:
-    tasks = []
-    for _ in range(2):
-        model = sharded(Job())
-        step = TrainStep([dense_optimizer(Job(), model)])
-        memory = MemoryOptions(free_features_storage_early=True, clear_data_dist_inputs=True)
-        tasks.append(SparseDistTasks(model, step, device=CPU, memory=memory).tasks())
-    found = record(tasks[0], next(batches(1)), device=CPU)
-    memory = measure_memory(tasks[1], list(batches(2)), device="cpu")
-    return [len(found.tasks), memory is not None]
-
-
-def test_recordings_and_measurements_read_nothing_that_went(two_ranks: Ranks) -> None:
-    """Of the tasks themselves."""
-    assert two_ranks.run(_recorded) == [[11, True]] * 2

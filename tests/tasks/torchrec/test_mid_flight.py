@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 from swpipe.errors import PlanError
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
@@ -284,8 +284,8 @@ def _rolled_back() -> list[int]:
         with suppress(ValueError):
             while True:
                 outputs.append(pipeline.progress(data))
-        assert pipeline._feed is not None
-        early = pipeline._feed.waiting
+        assert pipeline._pass is not None
+        early = pipeline._pass.waiting
         with pytest.raises(RuntimeError, match="iterations 2 to 5 were dropped by a failure"):
             pipeline.state_dict()
         pipeline.load_state_dict(state)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.uneven import EvenData
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.computing import Chain, computing
 from tests.tasks.torchrec.loops import (
     EXACT,
     made,
@@ -25,8 +24,8 @@ from tests.tasks.torchrec.loops import (
     theirs,
     trained,
 )
-from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything
-from tests.tasks.torchrec.trial import Outcome, by_torchrec, to_the_end
+from tests.tasks.torchrec.models import Job, batches
+from tests.tasks.torchrec.trial import by_torchrec, to_the_end
 
 SPARSE_EVAL = "EvalPipelineSparseDist"
 SPARSE, BASE = "TrainPipelineSparseDist", "TrainPipelineBase"
@@ -254,24 +253,3 @@ def _switched() -> list[str]:
 def test_no_batch_is_lost_between_two_iterators(two_ranks: Ranks) -> None:
     """Another iterator while batches are in flight: these are finished first, then it begins."""
     assert two_ranks.run(_switched) == [[], []]
-
-
-def _computed() -> dict[str, list[str]]:
-    """A model whose modules compute the inputs of its tables, with pipeline_postproc."""
-    job = Job()
-    wanted = by_torchrec(job, batches(5), computing(Chain))
-    found = {}
-    for name in (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist"):
-        model = computing(Chain)
-        kind = getattr(ours, name)
-        pipeline = kind(model, dense_optimizer(job, model), CPU, pipeline_postproc=True)
-        outcome = Outcome(to_the_end(pipeline, batches(5)), everything(model))
-        where = outcome.differences(wanted)
-        if where or not pipeline._pipelined_postprocs:
-            found[name] = where
-    return found
-
-
-def test_modules_that_compute_inputs_run_ahead(two_ranks: Ranks) -> None:
-    """``pipeline_postproc=True``, bit for bit."""
-    assert two_ranks.run(_computed) == [{}, {}]

@@ -87,13 +87,6 @@ def test_threads_and_delays_change_no_result_and_never_hang(two_ranks: Ranks, na
     assert two_ranks.run(_delayed, name, range(4), 6) == [[], []]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", THREADS)
-def test_many_runs_never_hang(two_ranks: Ranks, name: str) -> None:
-    """The same with more runs."""
-    assert two_ranks.run(_delayed, name, range(4, 10), 6, deadline_s=170.0) == [[], []]
-
-
 class _OwnError(Exception):
     pass
 

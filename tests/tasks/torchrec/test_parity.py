@@ -7,12 +7,11 @@ import torch
 
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
+from tests.tasks.torchrec.models import Job
 from tests.tasks.torchrec.trial import (
     EXACT,
     differences,
     inferred_differences,
-    to_the_end,
 )
 
 ADAM = {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "fused": False}
@@ -129,52 +128,9 @@ def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:
         assert {"output 1", "output 2", "output 3"} <= set(where)
 
 
-def _torchrec_prefetch() -> str:
-    from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
-
-    job = Job()
-    model = sharded(job)
-    pipeline = PrefetchTrainPipelineSparseDist(model, dense_optimizer(job, model), CPU)
-    try:
-        to_the_end(pipeline, batches(3))
-    except Exception as error:  # noqa: BLE001 - whatever it is
-        return type(error).__name__
-    return "it runs"
-
-
-def test_torchrecs_own_prefetch_pipeline_fails_on_a_cpu(two_ranks: Ranks) -> None:
-    """Ours runs there. If TorchRec's does too one day, the docs have to change."""
-    assert two_ranks.run(_torchrec_prefetch) in (
-        ["AssertionError"] * 2,
-        ["RuntimeError"] * 2,  # in older versions
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [name for name, (job, _) in ON_TWO.items() if job not in QUICK])
-def test_all_shardings_on_two_ranks(two_ranks: Ranks, which: str) -> None:
-    """Every sharding, pooled and not, SGD and Adam: what the quick jobs leave out."""
-    job, names = ON_TWO[which]
-    assert two_ranks.run(differences, job, STEPS, names) == [{}] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", QUICK, ids=_id)
-def test_shuffled_steps_on_two_ranks(two_ranks: Ranks, job: Job) -> None:
-    """A shuffler knows nothing of tables: one job of each kind, and half of the pipelines each."""
-    names = EXACT[QUICK.index(job) % 2 :: 2]
-    assert two_ranks.run(differences, job, STEPS, names, True) == [{}] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ON_FOUR)
 def test_steps_on_four_ranks(four_ranks: Ranks, which: str) -> None:
     """The same on four, with the quick jobs."""
     job, names = ON_FOUR[which]
     assert four_ranks.run(differences, job, STEPS, names, deadline_s=170) == [{}] * 4
-
-
-@pytest.mark.slow
-def test_shuffled_steps_on_four_ranks(four_ranks: Ranks) -> None:
-    """Rows also move to ranks other than the neighbours."""
-    assert four_ranks.run(differences, Job(), STEPS, EXACT, True, deadline_s=170) == [{}] * 4

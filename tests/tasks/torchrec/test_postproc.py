@@ -12,21 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from swpipe import TaskProfiler
-from swpipe.plans.torchrec.sparse_dist import POSTPROC, TASKS
+from swpipe.plans.torchrec.sparse_dist import POSTPROC
 from swpipe.tasks.torchrec import PipelineFactory, RewriteError
 from swpipe.tasks.torchrec.shuffle import KarmarkarKarpShuffler
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.computing import (
     TWO,
     AfterParameters,
-    Augment,
     Autocasts,
     ByKey,
     Chain,
-    Computes,
     Container,
     Draws,
     Each,
@@ -86,29 +83,6 @@ def _different(kind: type[Model], steps: int = 6) -> dict[str, list[str]]:
 def test_the_numbers_are_those_of_the_model_as_it_is(two_ranks: Ranks, kind: type[Model]) -> None:
     """Shared, nested, chained, random, in place; outputs, parameters and modules' buffers."""
     assert two_ranks.run(_different, kind) == [{}, {}]
-
-
-def test_one_that_changes_its_input_in_place_on_one_rank(one_rank: Ranks) -> None:
-    """As on two; it once was refused."""
-    assert one_rank.run(_different, InPlace) == [{}]
-
-
-def _semi_sync() -> list[str]:
-    """Where it differs from the same model on batches that were computed before."""
-
-    class _Plain(Computes):
-        def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-            return batch.dense, [batch.ids, batch.ids]
-
-    ready = iter([Augment()(batch) for batch in batches(6)])
-    wanted = _trained(SEMI_SYNC, computing(_Plain), ready)
-    ours = _trained(SEMI_SYNC, computing(One), batches(6), pipeline_postproc=True)
-    return ours.differences(wanted)
-
-
-def test_stale_reads_are_no_staler(two_ranks: Ranks) -> None:
-    """Semi-sync trains as on batches that come with what is computed here."""
-    assert two_ranks.run(_semi_sync) == [[], []]
 
 
 def _seeded() -> list[str]:
@@ -352,26 +326,6 @@ def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(
         assert "computed ahead" not in report
 
 
-def _report() -> str:
-    model = computing(Chain)
-    with PipelineFactory.create(
-        "jagged_sparse_dist", model=model, optimizer=dense_optimizer(TWO, model), device=CPU,
-        pipeline_postproc=True,
-    ) as pipeline:  # fmt: skip
-        to_the_end(pipeline, batches(1))
-        return str(pipeline.report)
-
-
-def test_the_report_says_what_is_computed_ahead(two_ranks: Ranks) -> None:
-    """In order, with what each module is called with."""
-    report = two_ranks.run(_report)[0]
-    assert "tables.0 (ShardedEmbeddingBagCollection) pipelined: choose(...)[0]" in report
-    assert "tables.1 (ShardedEmbeddingBagCollection) pipelined: move(...)" in report
-    ahead = [line.split(": ")[1] for line in report.splitlines() if "computed ahead" in line]
-    assert [call.split("(")[0] for call in ahead] == ["augment", "move", "choose"]
-    assert ahead[1] == "move(augment(...).ids)"
-
-
 def _outside() -> str:
     model = computing(One)
     with PipelineFactory.create(
@@ -412,23 +366,3 @@ def test_tasks_can_be_left_out(two_ranks: Ranks, task: str) -> None:
     """Results, exchanges and batches of another iteration are replayed without a false alarm."""
     for name in ("jagged_sparse_dist", "jagged_split_sparse_dist"):
         assert two_ranks.run(_left_out, name, task) == [7, 7]
-
-
-def _profiled() -> tuple[set[str], bool]:
-    model = computing(Chain)
-    before = everything(model)
-    with PipelineFactory.create(
-        "jagged_prefetch_sparse_dist", model=model, optimizer=dense_optimizer(TWO, model),
-        device=CPU, pipeline_postproc=True,
-    ) as pipeline:  # fmt: skip
-        results = TaskProfiler(pipeline.pipe).profile_many(
-            list(batches(1)), 1, 1, 2, pipelined=True, tasks=[POSTPROC, TASKS[0]]
-        )
-    after = everything(model)
-    put_back = all(torch.equal(before[name], after[name]) for name in before)
-    return set(results[0].exposed_s), put_back
-
-
-def test_the_profiler_measures_the_twelfth_task(two_ranks: Ranks) -> None:
-    """And puts the buffers of its modules back."""
-    assert two_ranks.run(_profiled) == [({TASKS[0], POSTPROC}, True)] * 2

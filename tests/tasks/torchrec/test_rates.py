@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from swpipe.tasks.torchrec.table_rates import rates_of, set_rates
+from swpipe.tasks.torchrec.table_state import rates_of, set_rates
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import everything

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swpipe.tasks.torchrec.reduction import DeferredReduction
+from swpipe.tasks.torchrec.gradients import DeferredReduction
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 
@@ -84,13 +84,6 @@ def test_deferred_reductions_are_ddps(
     assert two_ranks.run(_differs, view, sparse, unused) == [[], []]
 
 
-@pytest.mark.slow
-def test_on_three_ranks_too() -> None:
-    """A third is not exact: DDP multiplies by it, and so do we."""
-    with Ranks(3) as ranks:
-        assert ranks.run(_differs, True, False, False) == [[]] * 3
-
-
 def _waits() -> tuple[bool, bool]:
     """Whether a backward that is deferred ends before the other rank has begun its own."""
     net = DistributedDataParallel(_Net(sparse=False, unused=False))
@@ -137,11 +130,3 @@ def _own_hook() -> tuple[int, bool]:
 def test_a_hook_of_the_user_stays(one_rank: Ranks) -> None:
     """Compression, for example: nothing is deferred then."""
     assert one_rank.run(_own_hook) == [(1, False)]
-
-
-def test_without_ddp_there_is_nothing_to_wait_for() -> None:
-    """A model alone."""
-    reduction = DeferredReduction(nn.Linear(1, 1))
-    with reduction.deferring():
-        pass
-    reduction.finish()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device.cpu import CpuDevice
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
@@ -42,11 +42,6 @@ ALL = MemoryOptions(
 def test_every_exact_pipeline_trains_to_torchrecs_bits(two_ranks: Ranks, job: Job) -> None:
     """With all that saves memory."""
     assert _everywhere(two_ranks, job) == [{}, {}]
-
-
-def test_and_on_one_rank(one_rank: Ranks) -> None:
-    """Where nothing is sent."""
-    assert _everywhere(one_rank, Job()) == [{}]
 
 
 def _everywhere(ranks: Ranks, job: Job) -> list[Any]:
@@ -88,13 +83,12 @@ def test_what_went_is_known_in_a_new_container() -> None:
         return KeyedJaggedTensor(["f0", "f1"], values, lengths=lengths)
 
     used = CallInputs([ids(one, lengths)], {})
-    assert used.match([ids(one, lengths)], {})
-    assert not used.changed()
-    assert not used.match([ids(other, lengths)], {})
+    assert not used.mismatch([ids(one, lengths)], {})
+    assert used.mismatch([ids(other, lengths)], {})
     gone = Released(lengths)
     used = CallInputs([ids(one, gone)], {})
-    assert used.match([ids(one, gone)], {})
-    assert not used.match([ids(one, Released(lengths))], {})
+    assert not used.mismatch([ids(one, gone)], {})
+    assert used.mismatch([ids(one, Released(lengths))], {})
 
 
 def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
@@ -103,10 +97,10 @@ def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
     releases = Releases(ALL, CpuDevice())
     ((copied,), _), ((kept,), _) = (releases.lent(([ids], {})) for _ in range(2))
     assert copied.length_per_key() == [1, 3]
-    inputs = SimpleNamespace(values=lambda: [ids], calls=[CallInputs([ids], {})])
+    inputs = {"tables": CallInputs([ids], {})}
     contexts = [SimpleNamespace(early_releasable_inputs=[copied]), SimpleNamespace(kept=kept)]
     context: Any = SimpleNamespace(inputs=inputs, module_contexts=dict(enumerate(contexts)))
-    releases.started(context, [])
+    releases.started(context, None)
     assert isinstance(ids.values(), Released)
     assert isinstance(ids.lengths(), Released)
     assert ids.length_per_key() == [1, 3]

@@ -17,7 +17,7 @@ from torch import Tensor
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec import EvenData
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.loops import PIPELINES, refusal
+from tests.tasks.torchrec.loops import PIPELINES
 from tests.tasks.torchrec.models import (
     CPU,
     Batch,
@@ -29,7 +29,7 @@ from tests.tasks.torchrec.models import (
     put_back,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome, by_torchrec, to_the_end
+from tests.tasks.torchrec.trial import Outcome, by_torchrec, refusal, to_the_end
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 

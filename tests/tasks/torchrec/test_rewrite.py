@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from swpipe.device import CpuDevice
 from swpipe.tasks.torchrec import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
-from swpipe.tasks.torchrec._torchrec import VERSION
 from swpipe.tasks.torchrec.rewrite import Rewrite
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
@@ -25,7 +24,7 @@ from tests.tasks.torchrec.models import (
     plain_model,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome, by_torchrec, differences, everything, to_the_end
+from tests.tasks.torchrec.trial import Outcome, by_torchrec, everything, to_the_end
 
 
 class _Twice(Model):
@@ -199,25 +198,6 @@ def test_without_strict_a_module_runs_unpipelined_and_is_reported(two_ranks: Ran
         assert where == []
 
 
-def _report() -> str:
-    model = sharded(Job(modules=2))
-    optimizer = dense_optimizer(Job(), model)
-    with PipelineFactory.create(
-        "jagged_sparse_dist", model=model, optimizer=optimizer, device=CPU
-    ) as pipeline:
-        assert pipeline.report is None
-        to_the_end(pipeline, batches(1))
-        return str(pipeline.report)
-
-
-def test_the_report_shows_the_inputs(two_ranks: Ranks) -> None:
-    """One line for each module, and the versions found."""
-    report = two_ranks.run(_report)[0]
-    assert f"torchrec {VERSION}" in report
-    assert "tables.0 (ShardedEmbeddingBagCollection) pipelined: batch.ids" in report
-    assert "tables.1 (ShardedEmbeddingBagCollection) pipelined: batch.ids" in report
-
-
 def _outside() -> str:
     model = sharded(Job())
     with PipelineFactory.create(
@@ -236,15 +216,6 @@ def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
     for said in two_ranks.run(_outside):
         assert "module 'tables.0' is called" in said
         assert "detach() it first" in said
-
-
-def _finds_directly() -> dict[str, list[str]]:
-    return differences(Job(modules=2), 4, find="direct")
-
-
-def test_the_direct_path_gives_the_same_numbers(two_ranks: Ranks) -> None:
-    """Where the forward hands the attribute on as it is."""
-    assert two_ranks.run(_finds_directly) == [{}, {}]
 
 
 def test_a_model_without_sharded_modules_is_told() -> None:

@@ -38,19 +38,6 @@ def test_each_task_can_be_left_out_alone(two_ranks: Ranks, task: str) -> None:
             assert all(torch.isfinite(output).all() for output in outputs)
 
 
-def test_all_tasks_can_be_left_out_together(two_ranks: Ranks) -> None:
-    """With everything replayed, every output is the kept one."""
-    for outputs in two_ranks.run(_left_out, "jagged_split_sparse_dist", Job(modules=2), TASKS):
-        kept, replayed = outputs[1], outputs[2:7]
-        assert all(torch.equal(kept, output) for output in replayed)
-
-
-def test_collections_can_be_replayed(two_ranks: Ranks) -> None:
-    """Exchanged ids and what a collection remembers of them are put back, task by task."""
-    for task in TASKS:
-        two_ranks.run(_left_out, "jagged_split_sparse_dist", Job("row_wise", pooled=False), (task,))
-
-
 def _without_backward(task: str) -> bool:
     """Whether tables stay as they are while a task is left out."""
     job = Job()

@@ -147,12 +147,6 @@ def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
     check_deal(two_ranks.run(_shuffle, 3))
 
 
-@pytest.mark.slow
-def test_four_ranks_share_the_work(four_ranks: Ranks) -> None:
-    """The same on four."""
-    check_deal(four_ranks.run(_shuffle, 2))
-
-
 def _told(make: Callable[[int], Clicks], workload: Callable[[Clicks], Tensor]) -> str:
     """What a shuffler says of a batch."""
     shuffler = KarmarkarKarpShuffler(workload)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from swpipe.tasks.torchrec import PipelineStage, SparseDataDistUtil, StagedTrainPipeline
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.loops import arguments, refusal, theirs, train_pipelines
 from tests.tasks.torchrec.models import CPU, Batch, Job, batches, dense_optimizer, sharded
 from tests.tasks.torchrec.models import everything as state_of
-from tests.tasks.torchrec.trial import Outcome, by_torchrec
+from tests.tasks.torchrec.trial import Outcome, by_torchrec, refusal
 
 
 def _stages(model: Any, prefetch: bool, **more: Any) -> tuple[Any, StagedTrainPipeline]:
@@ -131,14 +130,3 @@ def test_what_has_no_counterpart_is_refused() -> None:
     pipeline, _ = _plain(1)
     with pytest.raises(AttributeError, match=r"no '_stage_outputs'.*\.pipe"):
         _ = pipeline._stage_outputs
-
-
-def test_arguments_are_torchrecs() -> None:
-    """In the same order, with the same defaults; ours has one more, for keywords."""
-    assert issubclass(StagedTrainPipeline, train_pipelines.TrainPipeline)
-    ours = arguments(StagedTrainPipeline)
-    assert ours.pop("run_ahead") is None
-    assert ours == arguments(theirs("StagedTrainPipeline"))
-    util = train_pipelines.PipelineStage.__module__
-    original = __import__(util, fromlist=["SparseDataDistUtil"]).SparseDataDistUtil
-    assert arguments(SparseDataDistUtil) == arguments(original)

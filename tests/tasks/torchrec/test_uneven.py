@@ -102,17 +102,6 @@ def test_all_ranks_do_the_same_steps(two_ranks: Ranks, ends: str, ahead: int, ki
         assert went[rank] == [expected(ends, lengths, rank) for lengths in LENGTHS]
 
 
-def test_four_ranks_do_the_same_steps(four_ranks: Ranks) -> None:
-    """The longest of four decides where they pad, the shortest where they stop."""
-    assert four_ranks.run(_count_of_four) == [(2, 5)] * 4
-
-
-def _count_of_four() -> tuple[int, int]:
-    length = (3, 5, 2, 4)[dist.get_rank()]
-    with EvenData("stop") as stop, EvenData("pad", pad=pad_with(0)) as pad:
-        return len(list(stop.over(range(length)))), len(list(pad.over(range(length))))
-
-
 def _pulls(ahead: int) -> list[int]:
     """How many batches have been pulled when each one is given."""
     pulled = itertools.count()
@@ -149,13 +138,6 @@ def test_the_last_batch_comes_again_at_zero_weight(two_ranks: Ranks) -> None:
     padded, own = two_ranks.run(_last_at_zero, 3)
     assert padded == [[(0, [1.0, 1.0]), (0, [0.0, 0.0]), (0, [0.0, 0.0])], [1.0, 1.0]]
     assert own[0] == [(0, [1.0, 1.0]), (1, [1.0, 1.0]), (2, [1.0, 1.0])]
-
-
-def test_a_dict_has_its_weights_set_to_zero_too() -> None:
-    """By key; other entries stay."""
-    batch = {"x": 1, "w": torch.ones(3)}
-    assert pad_with_last("w")(batch)["w"].tolist() == [0.0, 0.0, 0.0]
-    assert batch["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def _told(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ EXACT = (
     "jagged_split_sparse_dist",
 )
 """Pipelines whose numbers are those of a plain loop."""
+
+STALE = "jagged_semi_sync_sparse_dist"
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,38 @@ def by_torchrec(job: Job, data: Iterator[Batch], model: nn.Module | None = None)
     return Outcome(to_the_end(pipeline, data), everything(model))
 
 
+def create(
+    name: str,
+    model: nn.Module | None = None,
+    job: Job = Job(),  # noqa: B008 - frozen
+    **options: Any,
+) -> Any:
+    """One of our pipelines, with the job's dense optimizer unless a step or another is given."""
+    model = sharded(job) if model is None else model
+    if not options.keys() & {"step", "optimizer"}:
+        options["optimizer"] = dense_optimizer(job, model)
+    return PipelineFactory.create(name, model=model, device=CPU, **options)
+
+
+def outcome(pipeline: Any, data: Iterator[Any]) -> Outcome:
+    """What it makes of the data, closed."""
+    with pipeline:
+        outputs = to_the_end(pipeline, data)
+    return Outcome(outputs, everything(pipeline.tasks.model))
+
+
+def refusal(fn: Callable[[], Any]) -> str:
+    """The message of the exception that a call raises, after its type."""
+    try:
+        fn()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
 def by_name(name: str, job: Job, data: Iterator[Batch], **options: Any) -> Outcome:
     """What one of our pipelines makes of it."""
-    model = sharded(job)
-    with PipelineFactory.create(
-        name, model=model, optimizer=dense_optimizer(job, model), device=CPU, **options
-    ) as pipeline:
-        outputs = to_the_end(pipeline, data)
-    return Outcome(outputs, everything(model))
+    return outcome(create(name, job=job, **options), data)
 
 
 def differences(

@@ -25,6 +25,7 @@ from tests.tasks.torchrec.models import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     batches,
+    in_backward_optimizer_filter,
 )
 
 with warnings.catch_warnings():
@@ -202,6 +203,12 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "GRU": Recurrent,
     "DLRM_DCN": _Train,
 }
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all that no fused one updates."""
+    named = in_backward_optimizer_filter(model.named_parameters())
+    return torch.optim.Adam([parameter for _, parameter in named], lr=0.01)
 
 
 def data(name: str, count: int) -> Iterator[Batch]:

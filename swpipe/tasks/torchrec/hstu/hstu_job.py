@@ -24,7 +24,7 @@ from swpipe.tasks.clicks._torchrec import in_backward_optimizer_filter
 from swpipe.tasks.clicks.metrics import RankingJob
 from swpipe.tasks.clicks.model import make_optimizer
 from swpipe.tasks.clicks.sharded import shard_tables
-from swpipe.tasks.torchrec.hstu._torchrec import EmbeddingCollectionSharder
+from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
 from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
 from swpipe.tasks.torchrec.hstu.ranking_model import HSTURanking, RankingConfig
 from swpipe.tasks.torchrec.hstu.ratings import USERS, generate_ratings, read_ratings
@@ -110,15 +110,16 @@ class HSTUJob(RankingJob):
         self._pins_memory = resolve(self.device).pins_memory
 
     def update_auc(self, ctx: IterContext) -> None:
-        """Count the predictions; a loss that is not finite ends the training."""
-        self.guard.watch(ctx.loss, ctx.iter_idx)
+        """Count the predictions into the running AUC."""
         _, _, (logits, labels) = ctx.output
         self.auc.update(logits[:, 0], labels[:, 0])
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """The fourteen, and the running AUC, in serial order."""
-        states = [self._histogram(), self._guarded()]
-        return (*self.step_tasks.tasks(), PipelineTask("auc", self.update_auc, io=states))
+        return (
+            *self.step_tasks.tasks(),
+            PipelineTask("auc", self.update_auc, io=[self._histogram()]),
+        )
 
     # -------------------------------------------------------------------- data
 

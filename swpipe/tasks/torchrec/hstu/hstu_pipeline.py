@@ -18,21 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.hstu_schedule import ThreadMap, hstu_plan, hstu_schedule
-from swpipe.tasks.torchrec.drop_in import Builder, PipelineFactory
+from swpipe.tasks.torchrec.drop_in import PipelineFactory
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
+from swpipe.tasks.torchrec.named import Form, In, Out
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
 from swpipe.tasks.torchrec.shuffle import IdentityShuffler
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
-from swpipe.tasks.torchrec.translated import In, Out
 
 
 class HSTUPipeline(JaggedPipeline[In, Out]):
@@ -68,6 +68,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
     """
 
     _tasks_class = HSTUTasks
+    form = Form(left=1)
 
     def __init__(
         self,
@@ -110,20 +111,12 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
         """Stop the threads, drop the batches in flight and restore the model; twice is fine."""
         self.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.shutdown()
-
 
 class HSTUPipelineFactory(PipelineFactory):
     """A registry of HSTU's pipelines by name: ``hstu_sparse_dist``, ``hstu_prefetch_sparse_dist``.
 
     ``create(name, ...)`` takes the arguments of ``HSTUPipeline``.
     """
-
-    _builders: ClassVar[dict[str, Builder]] = {}
 
 
 HSTUPipelineFactory.register("hstu_sparse_dist", HSTUPipeline)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from swpipe.tasks.torchrec.hstu._torchrec import EmbeddingCollection, EmbeddingConfig
+from swpipe.tasks.torchrec._torchrec import EmbeddingCollection, EmbeddingConfig
 from swpipe.tasks.torchrec.hstu.sequence_attention import HSTULayer, Places
 from swpipe.tasks.torchrec.hstu.sequence_batch import ACTION, ACTIONS, ITEM, SequenceBatch
 

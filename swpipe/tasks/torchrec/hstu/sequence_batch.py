@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe.tasks.torchrec.hstu._torchrec import JaggedTensor, KeyedJaggedTensor, Pipelineable
+from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor, Pipelineable
 
 ITEM, ACTION = "item", "action"
 """The features of an event."""

@@ -1,8 +1,4 @@
-"""The pipelines of recsys-examples: their arguments and results, each under a ready-made plan.
-
-A class says how the sharded modules are called (``_kind``), under which plan (``_plan_name``), and
-how many batches ``execute_all_batches=False`` leaves at the end (``_left``), as there.
-"""
+"""The pipelines of recsys-examples: their arguments and results, each under a ready-made plan."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.torchrec.drop_in import PLANS, plan_for
+from swpipe.tasks.torchrec.drop_in import PLANS
 from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.gradients import is_megatrons
+from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
 from swpipe.tasks.torchrec.recsys_examples.registry import TrainPipelineFactory
 from swpipe.tasks.torchrec.recsys_examples.reported_losses import (
     JaggedTasks,
@@ -28,8 +25,6 @@ from swpipe.tasks.torchrec.recsys_examples.reported_losses import (
 from swpipe.tasks.torchrec.shuffle import Shuffler
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
-from swpipe.tasks.torchrec.translated import In, Out, Translated
-from swpipe.tasks.torchrec.wrappers import GradientBuffers
 
 Finalize: TypeAlias = Callable[[nn.Module], object]
 
@@ -66,7 +61,7 @@ def _shuffler(given: Any, group: dist.ProcessGroup | None) -> Shuffler | None:
     )
 
 
-class JaggedPipeline(Translated[In, Out]):
+class JaggedPipeline(NamedPipeline[In, Out]):
     """What the pipelines have in common.
 
     Args:
@@ -92,9 +87,7 @@ class JaggedPipeline(Translated[In, Out]):
         ValueError: Tensor parallelism without ``finalize``, and others as ``SparseDistTasks``.
     """
 
-    _plan_name: ClassVar[str]
     _tasks_class: ClassVar[type[JaggedTasks]] = JaggedTasks
-    _left: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -127,11 +120,12 @@ class JaggedPipeline(Translated[In, Out]):
             run_ahead=run_ahead,
         )
 
-    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plan_for(PLANS[self._plan_name], tasks)
-
     def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
-        if self._finalize is None and has_tensor_parallel() and GradientBuffers(self._model):
+        if (
+            self._finalize is None
+            and has_tensor_parallel()
+            and any(map(is_megatrons, self._model.modules()))
+        ):
             raise ValueError(
                 "Megatron splits layers over ranks here, and some of their gradients are reduced "
                 "by finalize_model_grads alone: give the pipeline "
@@ -161,10 +155,15 @@ class JaggedPipeline(Translated[In, Out]):
         return batch if self._shuffler is None else self._shuffler.finish(batch, ticket)
 
 
+def _form(name: str, kind: Kind, left: int) -> Form:
+    """The plan of one name of ``PipelineFactory``, and as many batches left as there."""
+    return Form(plan=PLANS[name], kind=kind, left=left)
+
+
 class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
     """``jagged_none``: no overlap; the model is not rewritten and may be called at any time."""
 
-    _kind, _plan_name = "own", "jagged_sw_serial"
+    form = _form("jagged_sw_serial", "own", 1)
 
     def __init__(
         self,
@@ -180,35 +179,35 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
 class SWSerialTrainPipeline(JaggedPipeline[In, Out]):
     """``jagged_sw_serial``: the eleven tasks one after another."""
 
-    _kind, _plan_name, _left = "split", "jagged_sw_serial", 0
+    form = _form("jagged_sw_serial", "split", 0)
 
     @property
     def _sw_pipeline(self) -> SWPipeline[Any]:
-        return self.drop_in.pipe
+        return self.pipe
 
 
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_sparse_dist``: copy and exchange of ids overlap."""
 
-    _kind, _plan_name = "pipelined", "jagged_sparse_dist"
+    form = _form("jagged_sparse_dist", "pipelined", 1)
 
 
 class JaggedMegatronPrefetchTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_prefetch_sparse_dist``: the prefetch of caches overlaps too."""
 
-    _kind, _plan_name, _left = "prefetch", "jagged_prefetch_sparse_dist", 2
+    form = _form("jagged_prefetch_sparse_dist", "prefetch", 2)
 
 
 class JaggedMegatronSplitTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_split_sparse_dist``, which is not in recsys-examples: the plan ``split``."""
 
-    _kind, _plan_name, _left = "split", "jagged_split_sparse_dist", 2
+    form = _form("jagged_split_sparse_dist", "split", 2)
 
 
 class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_semi_sync_sparse_dist``, which is not there either: reads are one batch stale."""
 
-    _kind, _plan_name, _left = "split", "jagged_semi_sync_sparse_dist", 2
+    form = _form("jagged_semi_sync_sparse_dist", "split", 2)
 
 
 for _name, _pipeline in {

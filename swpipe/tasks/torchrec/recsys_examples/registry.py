@@ -16,7 +16,7 @@ class TrainPipelineFactory:
 
     The names from the start are ``jagged_none``, ``jagged_sw_serial``, ``jagged_sparse_dist``,
     ``jagged_prefetch_sparse_dist``, ``jagged_split_sparse_dist`` and
-    ``jagged_semi_sync_sparse_dist``.
+    ``jagged_semi_sync_sparse_dist``. An unknown name is a KeyError.
     """
 
     _registry: ClassVar[dict[str, Callable[..., Any]]] = {}
@@ -40,11 +40,7 @@ class TrainPipelineFactory:
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        """Remove a name.
-
-        Raises:
-            KeyError: There is none such.
-        """
+        """Remove a name."""
         cls._find(name)
         del cls._registry[name]
 
@@ -57,11 +53,7 @@ class TrainPipelineFactory:
         device: torch.device,
         **kwargs: Any,
     ) -> Any:
-        """A pipeline by name; the keyword arguments are those of its class.
-
-        Raises:
-            KeyError: No pipeline has that name.
-        """
+        """A pipeline by name; the keyword arguments are those of its class."""
         return cls._find(name)(model=model, optimizer=optimizer, device=device, **kwargs)
 
     @classmethod
@@ -72,18 +64,14 @@ class TrainPipelineFactory:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
     ) -> Any:
-        """A pipeline by the name in ``config["type"]``; the other entries are keyword arguments.
-
-        Raises:
-            KeyError: There is no ``"type"``, or no pipeline has that name.
-        """
-        if "type" not in config:
+        """A pipeline by the name in ``config["type"]``; the other entries are keyword arguments."""
+        rest = dict(config)
+        if "type" not in rest:
             raise KeyError(
                 f'a pipeline\'s configuration needs the entry "type", one of {cls._names()}; it '
                 f"has {', '.join(map(repr, config)) or 'none'}"
             )
-        rest = {key: value for key, value in config.items() if key != "type"}
-        return cls.create(config["type"], model, optimizer, device, **rest)
+        return cls.create(rest.pop("type"), model, optimizer, device, **rest)
 
     @classmethod
     def list_available(cls) -> dict[str, Callable[..., Any]]:

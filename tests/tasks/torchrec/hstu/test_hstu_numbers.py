@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,20 +62,9 @@ def test_plain_modules_and_megatrons_wrapper_train_the_loops_numbers(two_ranks: 
     assert two_ranks.run(_differences, WRAPPERS, 8) == [{}, {}]
 
 
-def test_one_rank_too(one_rank: Ranks) -> None:
-    """Fifty batches, sharded over one rank."""
-    assert one_rank.run(_differences, [Case("by_stream", depth=2)], 50) == [{}]
-
-
 def test_no_process_group_is_needed_for_a_plain_model() -> None:
     """Fifty batches, in this process."""
     assert _differences([Case(wrapper="plain")], 50) == {}
-
-
-@pytest.mark.slow
-def test_every_fourth_case_on_four_ranks(four_ranks: Ranks) -> None:
-    """More ranks than cores."""
-    assert four_ranks.run(_differences, PAIRS[::4], 8, deadline_s=350) == [{}] * 4
 
 
 # ------------------------------------------------------------------------------------ workload

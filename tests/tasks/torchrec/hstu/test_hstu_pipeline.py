@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swpipe.errors import PlanError
-from swpipe.tasks.torchrec import IdentityShuffler, PipelineFactory
+from swpipe.tasks.torchrec import PipelineFactory
 from swpipe.tasks.torchrec.hstu import (
     HSTU_DEFAULT_THREAD_MAP,
     HSTU_THREAD_MAPS,
@@ -154,13 +154,6 @@ def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
         _pipeline(batch_shuffler=3)
     with pytest.raises(TypeError, match="lookahead"):
         _pipeline(lookahead=3)
-
-
-def test_a_shuffler_that_keeps_its_rows_takes_no_turn() -> None:
-    """Only those that exchange rows take turns among the collectives."""
-    with _pipeline(batch_shuffler=IdentityShuffler()) as pipe:
-        assert not any(t.nccl for t in pipe.schedule.all_tasks() if "shuffle" in t.name)
-        assert len(results(pipe, batches(3))) == 3
 
 
 def test_a_batch_lies_row_by_row() -> None:

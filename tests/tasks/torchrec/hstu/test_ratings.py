@@ -9,8 +9,6 @@ import pytest
 
 from swpipe.tasks.torchrec.hstu import Event, RatingsError, generate_ratings, read_ratings
 from tests.cli.test_cli import refused, run
-from tests.cli.test_launched import on_two_ranks
-from tests.support.scripts import Scripts
 
 
 def test_a_file_becomes_histories(tmp_path: Path) -> None:
@@ -84,13 +82,3 @@ def test_the_command_line_refuses_a_wrong_file(
     path.write_text("1 2 9 4\n")
     told = refused(capsys, "train", "--workload", "hstu", "--ratings", path)
     assert "line 1: the rating is 9" in told
-
-
-@pytest.mark.slow
-def test_the_command_line_trains_on_two_ranks(click_scripts: Scripts) -> None:
-    """Each rank has its share of the histories; the plans agree on both."""
-    args = ("--workload", "hstu", "--steps", 12, "--compare", "serial,io_data_dist_compute")
-    done = on_two_ranks(click_scripts, "train", *args)
-    assert not done.codes, done.err
-    assert "serial and io_data_dist_compute: bit-equal: 12 losses and 30 parameters" in done.out
-    assert "data: 768 rows, none malformed" in done.out

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from swpipe import PipelineTask
 from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
 from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
+from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
 from swpipe.tasks.torchrec.hstu import (
     Event,
     HSTUPipeline,
@@ -26,7 +27,6 @@ from swpipe.tasks.torchrec.hstu import (
     RankingConfig,
     SequenceBatch,
 )
-from swpipe.tasks.torchrec.hstu._torchrec import EmbeddingCollectionSharder
 from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
 from tests.tasks.torchrec.models import CPU, everything
 from tests.tasks.torchrec.trial import Outcome

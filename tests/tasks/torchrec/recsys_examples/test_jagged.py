@@ -78,24 +78,6 @@ def test_every_pipeline_trains_and_reports_as_recsys_examples_does(
     assert two_ranks.run(_differences, returns, megatron) == [{}, {}]
 
 
-def test_one_rank_too(one_rank: Ranks) -> None:
-    """Nothing to reduce, and all the same to normalise."""
-    assert one_rank.run(_differences, "tokens", False) == [{}]
-
-
-def _stale() -> list[int]:
-    """The steps whose logits are others than without staleness."""
-    exact, stale = (
-        ran(name, sequences(4))[2::3] for name in ("jagged_none", "jagged_semi_sync_sparse_dist")
-    )
-    return [k for k, (a, b) in enumerate(zip(exact, stale, strict=True)) if not torch.equal(a, b)]
-
-
-def test_semi_sync_is_stale_by_one_batch(two_ranks: Ranks) -> None:
-    """Also here; and these comparisons can fail."""
-    assert two_ranks.run(_stale) == [[1, 2, 3]] * 2
-
-
 def _slices(source: Iterator[Any], count: int) -> Iterator[Iterator[Any]]:
     """A loader's iterator in parts, as its trainer cuts it for evaluations in between."""
     for first in source:
@@ -442,19 +424,3 @@ def _custom_forward() -> bool:
 def test_a_custom_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
     """By position, as there."""
     assert two_ranks.run(_custom_forward) == [True, True]
-
-
-def _replayed() -> list[str]:
-    """Tasks that cannot be replayed."""
-    failed = []
-    with closing(created("jagged_sw_serial")) as pipeline:
-        for task in pipeline.drop_in.pipe.tasks:
-            with pipeline.drop_in.pipe.shortcut(task):
-                if (said := _said(lambda: results(pipeline, sequences(3)))) != "nothing raised":
-                    failed.append(f"{task.name}: {said}")
-    return failed
-
-
-def test_each_task_can_be_replayed(two_ranks: Ranks) -> None:
-    """What a profiler does."""
-    assert two_ranks.run(_replayed) == [[], []]
