@@ -18,7 +18,8 @@ import typer
 import swpipe
 from swpipe.cli import launched as ranks
 from swpipe.cli import options, plan_commands
-from swpipe.cli.arguments import (
+from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
+from swpipe.cli.user_inputs import (
     MEASURED,
     SERIAL,
     Opened,
@@ -29,7 +30,6 @@ from swpipe.cli.arguments import (
     load_timeline,
     save,
 )
-from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan

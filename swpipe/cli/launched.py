@@ -1,26 +1,22 @@
 """The command line on several ranks: rank 0 prints, and all ranks end alike.
 
-Under torchrun the same command runs on every rank. Rank 0 prints; the output of the others is
-discarded. A mistake of the user is often seen by one rank only (a malformed row of its own share)
-while the others wait for it in a collective, which Python cannot interrupt. So::
+Under torchrun the same command runs on every rank; only rank 0 prints. A mistake of the user is
+often seen by one rank only (a malformed row of its own share) while the others wait for it in a
+collective, which Python cannot interrupt. So::
 
     rank that sees it     puts a verdict (message, exit code) into the job's store; the first counts
     rank 0                prints the message, once, and notes in the store that it did
     every rank            then, when all are ready, ends with the verdict's exit code
 
-A rank waits for the others before anything else, at most ``JOIN_S``. The variables that torchrun
-sets may come from elsewhere, as in a container of a cluster; so only the commands that several
-ranks run together join them, and outside of torchrun they say that they wait.
+A thread on each rank polls for a verdict, and ends the process where the main thread cannot. The
+variables that torchrun sets may come from elsewhere, as in a container of a cluster: so only the
+commands that several ranks run together join them, and outside of torchrun they say that they wait.
 
-A thread on each rank polls for a verdict, and ends the process where the main thread cannot. Other
-exceptions are not changed: the rank that raised prints its traceback and ends with exit code 1,
-torchrun ends the job, and other ranks' errors name the first one
-(``swpipe._distributed.rank_checks``).
-
-A rank that fails skips the interpreter's shutdown, in which gloo sometimes aborts (exit code -6,
-after the traceback): a pending collective is completed by another rank, and gloo's thread releases
-the last reference to a tensor. For that it needs the interpreter lock, and an interpreter that is
-shutting down ends each thread that asks for it; inside a C++ destructor, that aborts.
+Other exceptions are not changed: the rank that raised prints its traceback and ends with exit code
+1, without the interpreter's shutdown, in which gloo sometimes aborts (exit code -6): a pending
+collective is completed by another rank, and gloo's thread releases the last reference to a tensor.
+For that it needs the interpreter lock, and an interpreter that is shutting down ends each thread
+that asks for it; inside a C++ destructor, that aborts.
 """
 
 from __future__ import annotations
@@ -59,9 +55,7 @@ T = TypeVar("T")
 COMMANDS = ("train", "profile", "plan", "report", "doctor")
 """The commands that several ranks run together; of plan all but show."""
 
-JOIN_S = 300.0
-"""How long a rank waits for the others when it starts."""
-
+JOIN_S = 300.0  # within which all ranks must have started
 _POLL_S = 0.2  # between two looks for a verdict
 _REPORT_S = 10.0  # within which rank 0 must have printed a verdict
 _AFTER_S = 2.0  # by which a rank that fails later ends later

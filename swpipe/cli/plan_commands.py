@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
 
 from swpipe.analysis import verify
 from swpipe.cli import options
-from swpipe.cli.arguments import (
+from swpipe.cli.launched import agree
+from swpipe.cli.user_errors import UserError, about_plan, echo
+from swpipe.cli.user_inputs import (
     MEASURED,
     TUNING_S,
     Opened,
@@ -25,8 +28,6 @@ from swpipe.cli.arguments import (
     load_timeline,
     save,
 )
-from swpipe.cli.launched import agree
-from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
@@ -147,15 +148,11 @@ def simulate(
     picture: Annotated[
         Path | None, options.file("OUT.png", "Draw the timeline: PNG, SVG or PDF.")
     ] = None,
-    timeline: Annotated[
-        Path | None, options.file("OUT.json", "Save it, for Perfetto or `trace`.")
-    ] = None,
-    width: Annotated[int, typer.Option(min=40, max=500, help="Columns of the timeline.")] = 100,
     keep: KeepCosts = None,
     **given: Any,
 ) -> None:
     """Predict a plan's timeline and interval from what its tasks cost."""
-    check_outputs(context, timeline, keep, pictures=[picture])
+    check_outputs(context, keep, pictures=[picture])
     if costs is not None:
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
@@ -170,15 +167,11 @@ def simulate(
     if measured is not None:
         whole = load_timeline(measured)
         traces["measured"] = last_iterations(whole, result.iterations)
-    try:
-        chart = format_stacked(traces, width)
-    except ValueError as error:
-        raise UserError(f"--width {width}: {error}") from error
-    echo(f"{chart}\n\n{result.format()}\n\n{bounds.format()}")
+    width = min(max(get_terminal_size().columns, 60), 200)
+    echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
     save(
         context,
         Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
-        Output("timeline:", timeline, result.trace().save),
         Output("costs written to", keep, model.save),
     )
 

@@ -45,7 +45,8 @@ class TaskTimes:
 class Trace(Rows):
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
-    What cannot be said or drawn of an empty trace raises a ValueError.
+    What cannot be said or drawn of an empty trace raises a ValueError. Pictures need matplotlib,
+    ``swpipe[plot]``; without it they raise a ModuleNotFoundError.
 
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
@@ -75,11 +76,7 @@ class Trace(Rows):
         return f"<swpipe.trace.Trace of {len(self.spans)} spans in {iterations} iterations>"
 
     def window(self, first_iteration: int, last_iteration: int) -> Trace:
-        """The trace of some iterations, both ends included. Others in that time become ``beside``.
-
-        Raises:
-            ValueError: There is no span of these iterations.
-        """
+        """The trace of some iterations, both ends included; others in that time are ``beside``."""
         wanted = [s for s in self.spans if first_iteration <= s.iteration <= last_iteration]
         if not wanted:
             have = sorted({span.iteration for span in self.spans})
@@ -274,27 +271,15 @@ class Trace(Rows):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a file that ``save`` wrote.
-
-        Raises:
-            ValueError: The file has another format.
-        """
+        """Read a file that ``save`` wrote."""
         return cls(**perfetto.load(Path(path)))
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
-        """
+        """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``."""
         plot_stacked({"": self}, path, title=title)
 
     def format(self, width: int = 100) -> str:
-        """Draw the trace for a terminal of ``width`` columns.
-
-        Raises:
-            ValueError: ``width`` is too small.
-        """
+        """Draw the trace for a terminal of ``width`` columns."""
         return format_stacked({"": self}, width)
 
 
@@ -330,11 +315,7 @@ def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
-    """Draw several traces, by heading, for a terminal, below each other on one scale.
-
-    Raises:
-        ValueError: A trace is empty, or ``width`` is too small.
-    """
+    """Draw several traces, by heading, for a terminal, below each other on one scale."""
     return chart(_panels(traces), width)
 
 
@@ -346,11 +327,7 @@ def plot_stacked(
 
 
 def svg_stacked(traces: Mapping[str, Trace]) -> str:
-    """Draw several traces, by heading, as one ``<svg>`` element.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
-    """
+    """Draw several traces, by heading, as one ``<svg>`` element."""
     return timeline.svg(_panels(traces))
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from swpipe import PipelinePlan
 from swpipe._distributed.agreement import Facts, differences
 from swpipe.cli import launched as ranks
-from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
+from swpipe.cli.user_inputs import Output, load_plan, save
 from swpipe.inference import Recording
 from swpipe.plans.clicks import PLANS
 from swpipe.plans.torchrec import sharded_clicks

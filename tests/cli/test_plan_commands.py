@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe.cli import arguments
+from swpipe.cli import user_inputs
 from swpipe.cli.user_errors import UserError
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
@@ -273,7 +273,7 @@ def test_plan_auto_keeps_to_a_time_and_shows_a_bar(
         given.update(options)
         raise UserError("that is enough")
 
-    monkeypatch.setattr(arguments, "autotune", autotune)
+    monkeypatch.setattr(user_inputs, "autotune", autotune)
     assert "enough" in refused(capsys, "plan", "auto", "--workload", "my_loop:loop", *args)
     assert (given["seconds"], given["verbose"]) == (seconds, True)
 
