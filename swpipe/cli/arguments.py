@@ -22,9 +22,8 @@ from swpipe._distributed.rank_checks import gather
 from swpipe.cli.launched import Rank
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.files import check_writable
+from swpipe.core.files import check_writable, parse_json
 from swpipe.core.messages import plain, shown
-from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve

@@ -30,8 +30,7 @@ from swpipe.cli.launched import Rank, command_facts
 from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
-from swpipe.core.plan import PipelinePlan
-from swpipe.core.plan_entries import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14

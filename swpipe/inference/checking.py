@@ -37,16 +37,15 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from swpipe._state.generators import TORCH
 from swpipe._state.owners import declared_owners
 from swpipe.analysis.validation import refusal
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.context import TypedContext
-from swpipe.core.releases import Releases
-from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.accesses import READ_WRITE, WRITE, Access
@@ -65,14 +64,12 @@ class EffectCheck:
     """What the runs of one pipeline are checked for; call it for each run.
 
     Args:
-        resolved: The pipeline's plan.
-        tasks: Its tasks, in serial order.
+        verified: The pipeline's plan and its tasks.
         device: Its device.
         every: The iterations in which all tasks are watched.
         pure: Those in which pure tasks are.
         context: The class of its contexts.
         recorder: Makes the recorder that watches a task.
-        releases: Which attributes the pipeline lets go; None where all stay.
 
     Attributes:
         depth: How many iterations may be in flight.
@@ -82,24 +79,22 @@ class EffectCheck:
 
     def __init__(
         self,
-        resolved: ResolvedPlan,
-        tasks: Sequence[PipelineTask],
+        verified: VerifiedPlan,
         device: Device,
         every: Watched,
         pure: Watched,
         context: type[TypedContext],
         recorder: Callable[[], PureRecorder],
-        releases: Releases | None,
     ) -> None:
-        self.tasks, self.device, self.plan = tuple(tasks), device, resolved.plan
-        self.releases = releases
+        self.tasks, self.device, self.plan = verified.tasks, device, verified.plan
+        self.releases = verified.releases
         self.every, self.pure = every, pure
         self.recorder = recorder
-        self.depth = resolved.plan.depth
-        self.threads = len(resolved.plan.thread_groups) > 1
+        self.depth = verified.program.depth
+        self.threads = len(self.plan.thread_groups) > 1
         self.context = context
         self._recorded = recorded_class(context)
-        self.orders = KeptOrders(resolved, tasks, streams=device.has_streams)
+        self.orders = KeptOrders(verified)
 
     def __call__(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from swpipe._engine.iterations import Engine
-from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.context import TypedContext
-from swpipe.core.resolved import ResolvedPlan
-from swpipe.core.task import PipelineTask
 from swpipe.inference.watched_iterations import Watched
 
 _PURE_SHARE = 0.02
@@ -19,8 +16,7 @@ _PURE_SHARE = 0.02
 
 def checked(
     engine: Engine,
-    resolved: ResolvedPlan,
-    tasks: Sequence[PipelineTask],
+    verified: VerifiedPlan,
     share: float | None,
     context: type[TypedContext],
 ) -> Engine:
@@ -28,8 +24,7 @@ def checked(
 
     Args:
         engine: The engine.
-        resolved: The plan.
-        tasks: In serial order.
+        verified: The plan and its tasks.
         share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
             a share of the later ones; all tasks in the first ones, unless what they declare proves
             the plan. A recording does not: it has what tasks did in a few iterations.
@@ -43,11 +38,10 @@ def checked(
             f"check_effects is {share!r}: give True, False, or the share of the iterations that "
             "are watched, above 0 and up to 1"
         )
-    depth = resolved.plan.depth
+    tasks, depth = verified.tasks, verified.program.depth
     every = pure = Watched(depth, share)
     if share is None:
-        streams = engine.device.has_streams
-        known = is_proved_by_declarations(resolved, tasks, streams=streams)
+        known = verified.proved_by_declarations()
         if known and any(task.io for task in tasks) and any(task.undeclared for task in tasks):
             from swpipe.inference.apart_states import ApartStates  # late, as below
 
@@ -61,7 +55,5 @@ def checked(
     from swpipe.inference.purity import pure_recorder
 
     recorder = partial(pure_recorder, engine.device)
-    check = EffectCheck(
-        resolved, tasks, engine.device, every, pure, context, recorder, engine.releases
-    )
+    check = EffectCheck(verified, engine.device, every, pure, context, recorder)
     return replace(engine, check=check, context=check.make_context)

@@ -9,15 +9,10 @@ only the distances 0 and 1 need to be asked, however deep the pipeline is::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-
 from swpipe._state.generators import TORCH
-from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.races import guarantees, race_problems
+from swpipe.analysis.races import race_problems
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.effects import Effects, Location
-from swpipe.core.resolved import ResolvedPlan
-from swpipe.core.task import PipelineTask
 from swpipe.errors import Problem
 from swpipe.inference.accesses import Access
 from swpipe.inference.watched_places import TaskRun, WatchedPlace
@@ -27,24 +22,15 @@ class KeptOrders:
     """What a plan keeps of the serial order.
 
     Args:
-        resolved: The plan.
-        tasks: Its tasks, in serial order.
-        streams: Whether the device has streams.
+        verified: The plan and its tasks.
     """
 
-    def __init__(
-        self, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], *, streams: bool
-    ) -> None:
-        self._resolved, self._streams = resolved, streams
-        self._random = frozenset(task.name for task in tasks if task.random)
-        self._serial = {task.name: number for number, task in enumerate(tasks)}
+    def __init__(self, verified: VerifiedPlan) -> None:
+        self._resolved, self._guaranteed = verified.resolved, verified.before
+        self._random = frozenset([task.name for task in verified.tasks if task.random])
+        self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
         self._begins: dict[tuple[str, str], tuple[int, int]] = {}
-
-    @cached_property
-    def _guaranteed(self) -> HappensBefore:  # not asked where only pure tasks are watched
-        (found,) = guarantees(self._resolved, self._streams)
-        return found
 
     def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
         """The two in their serial order."""
@@ -85,4 +71,4 @@ class KeptOrders:
             )
             for name, found in users.items()
         }
-        return race_problems(self._resolved, effects, streams=self._streams)
+        return race_problems(self._resolved, effects, guaranteed=[self._guaranteed])

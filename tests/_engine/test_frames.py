@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from swpipe._engine.frames import is_executed
+from swpipe._engine.exclusive import is_executed
 from tests.test_doors import PACKAGE, modules
 
 
