@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-torchrec peer-tests bench lint format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo test test-torchrec peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +79,7 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 
 test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
 	@PYTHONPATH="$(abspath $<)" $(PYTEST) \
-	  tests/tasks/sparse_dist tests/tasks/torchrec_pipelines tests/tasks/recsys_examples $(ARGS)
+	  tests/tasks/torchrec --ignore tests/tasks/torchrec/hstu $(ARGS)
 
 peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
 	@test -n "$(TORCHREC_TESTS)" || { \
@@ -87,12 +87,15 @@ peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkou
 	@$(BIN)/python -m tests.peer $(TORCHREC_TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
-	@$(BIN)/python -m tests.bench $(ARGS)
+	@$(BIN)/python -m bench $(ARGS)
 
 lint: $(VENV)/.lint ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+house: ## print where the package is heavy: lines, attributes, parameters, users
+	@$(PYTHON) .ci/house.py
 
 format: $(VENV)/.lint ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .
@@ -114,7 +117,7 @@ gpu-check: ## CUDA bench and tests, on PYTHON's own packages; elsewhere says tha
 	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	  several=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal"); \
 	  failed=0; \
-	  $(PYTHON) -m tests.bench.gpu || failed=1; \
+	  $(PYTHON) -m bench.gpu || failed=1; \
 	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib -p no:benchmark \
 	      -W ignore::pytest.PytestConfigWarning -q $$several $(ARGS) || failed=1; \
 	  exit $$failed; \

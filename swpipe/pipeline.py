@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from swpipe._engine.driver import Driver, Place, checked_start
+from swpipe._engine.driver import Driver, SourceLine, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
@@ -132,8 +132,8 @@ class SWPipeline(ShortcutControl[C]):
         if check_effects is not False and (check_effects is not None or engine.program.depth > 1):
             from swpipe.inference.chosen_check import checked
 
-            engine = checked(engine, verified, check_effects, self.context)
-        timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
+            engine = checked(engine, verified, check_effects)
+        timeout_s, at = self._stall_timeout_s, SourceLine.of(sys._getframe(1))
         self._driver = Driver[C](engine, self.plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
 

@@ -22,7 +22,7 @@ WORKLOADS = "tasks"
 """The package of the workloads, whose modules may need libraries of their own."""
 
 EXTRA_OF_WORKLOADS = "clicks"
-EXTRAS = ("clicks", "optimum", "plot", "report")
+EXTRAS = ("clicks", "plot")
 """What the user may install besides; functions that need one of these say so."""
 
 NOT_DECLARED = {"torchrec", "typing_extensions"}

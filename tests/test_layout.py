@@ -2,9 +2,8 @@
 
 The rooms and the directions between them (an arrow reads "imports from")::
 
-    tasks, loops ──> plans ──────────┐
-      └──────────────────────────────┼──> the framework (swpipe/*.py) ──> torch
-    tuning ──> profiler ──> planning ┘
+    tasks, loops ──> plans ──┐
+    tuning ──> profiler ──> planning ──> the framework (swpipe/*.py) ──> torch
     reporting ──> tuning, doctor, profiler, planning;  doctor ──> profiler
     swpipe/cli ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
 """
@@ -39,7 +38,7 @@ MAY_USE = {
     "doctor": ("profiler",),
     "loops": ("plans",),
     "planning": (),
-    "plans": (),
+    "plans": ("planning",),
     "profiler": ("planning",),
     "reporting": ("doctor", "planning", "profiler", "tuning"),
     "tasks": ("plans",),
@@ -50,17 +49,14 @@ MAY_USE = {
 EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
-SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "sparse_dist"}
+SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "torchrec", "transformer"}
 """A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
-LATE = ("jinja2", "matplotlib", "nvtx", "ortools", "plotly", "tabulate", "tomli_w", "tqdm")
+LATE = ("jinja2", "matplotlib", "nvtx", "tabulate", "tomli_w", "tqdm")
 """What is imported inside the functions that need it."""
-
-MAX_MODULE_LINES = 450
-MAX_FUNCTION_LINES = 50
 
 
 class Import(NamedTuple):
@@ -133,7 +129,6 @@ def test_imports_go_one_way() -> None:
         ("executor.py", "def f():\n    import torchrec"),
         ("cli/app.py", "import polars as pl"),
         ("trace.py", "import matplotlib.pyplot"),
-        ("plans/optimum.py", "from ortools.sat.python import cp_model"),
         ("plans/greedy.py", "from swpipe.tasks import anything"),
         ("plans/greedy.py", "from swpipe.profiler import anything"),
         ("inference/greedy.py", "from swpipe.planning import anything"),
@@ -310,35 +305,6 @@ def test_the_links_at_the_top_open_the_rooms(room: str) -> None:
         pytest.skip("runs against an installed swpipe")
     assert link.readlink() == Path("swpipe", room)
     assert (link / "__init__.py").is_file()
-
-
-def test_no_module_is_too_long() -> None:
-    """A module that passes 450 lines holds two ideas: split it."""
-    lengths = {
-        str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
-    assert {name: n for name, n in lengths.items() if n > MAX_MODULE_LINES} == {}
-
-
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function from its ``def`` to its end, the docstring not counted."""
-    lines = (function.end_lineno or 0) - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function) is not None:
-        lines -= (first.end_lineno or 0) - first.lineno + 1
-    return lines
-
-
-def test_no_function_is_too_long() -> None:
-    """A function of the package that passes 50 lines of code wants splitting."""
-    long = {
-        f"{path.relative_to(PACKAGE)}:{node.name}": code_lines(node)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert {name: n for name, n in long.items() if n > MAX_FUNCTION_LINES} == {}
 
 
 def test_every_test_says_what_holds() -> None:

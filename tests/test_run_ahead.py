@@ -99,7 +99,7 @@ def torchrecs(name: str) -> Callable[..., PipelinePlan]:
     """Makes the plan of one of TorchRec's classes."""
 
     def plan(**options: Any) -> PipelinePlan:
-        pipelines = pytest.importorskip("swpipe.tasks.torchrec_pipelines")
+        pipelines = pytest.importorskip("swpipe.tasks.torchrec")
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         made = getattr(pipelines, name)(model, optimizer, torch.device("cpu"), **options)
@@ -112,7 +112,7 @@ def torchrecs(name: str) -> Callable[..., PipelinePlan]:
 
 def hstu(**options: Any) -> PipelinePlan:
     """The plan of HSTU's pipeline."""
-    module = pytest.importorskip("swpipe.tasks.hstu")
+    module = pytest.importorskip("swpipe.tasks.torchrec.hstu")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with module.HSTUPipeline(model, optimizer, torch.device("cpu"), **options) as pipe:

@@ -2,7 +2,7 @@
 
 import torch
 
-from swpipe.tasks.hstu import (
+from swpipe.tasks.torchrec.hstu import (
     HSTUPipelineFactory,
     HSTURanking,
     RankingConfig,

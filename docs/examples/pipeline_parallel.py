@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from swpipe import SWPipeline
 from swpipe.plans.pipeline_parallel import torch_schedule
-from swpipe.plans.pipeline_training import ahead
+from swpipe.plans.pipeline_parallel.pipeline_training import ahead
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, PipelineTrainTasks, SerialRuntime
 from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
 

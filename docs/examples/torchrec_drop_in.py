@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe.tasks.sparse_dist import PipelineFactory
+from swpipe.tasks.torchrec import PipelineFactory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what TorchRec says of itself

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from swpipe.loops import ResumableLoop
-from swpipe.tasks.torchrec_pipelines import PrefetchTrainPipelineSparseDist
+from swpipe.tasks.torchrec import PrefetchTrainPipelineSparseDist
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what TorchRec says of itself

@@ -43,14 +43,14 @@ from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of source code."""
 
     filename: str
     line: int
 
     @classmethod
-    def of(cls, frame: FrameType) -> Place:
+    def of(cls, frame: FrameType) -> SourceLine:
         """Where a frame is."""
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
@@ -61,7 +61,7 @@ PULL_GRACE_S = 1.0
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
-def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
+def end_dropped(run: Run, watchdog: Watchdog, made_at: SourceLine) -> None:
     """End a run whose pipeline nobody refers to any more, and say so."""
     if run.ended:  # and the call that ended it was cut short before it told this finalizer
         return
@@ -103,7 +103,7 @@ class Driver(Generic[C]):
         stall_timeout_s: float | None,
         *,
         check_ranks: bool,
-        made_at: Place,
+        made_at: SourceLine,
     ) -> None:
         self.engine = engine
         self.run: Run | None = None

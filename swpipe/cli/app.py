@@ -35,7 +35,8 @@ from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.core.messages import in_ms, plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Run, Training, Workload, alternate
+from swpipe.tasks.job_run import JobRun, alternate, report
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
 from swpipe.trace import Trace
 
 if TYPE_CHECKING:
@@ -130,7 +131,6 @@ def train(
     rank: ranks.Rank | None = context.obj
     check_outputs(rank, timeline)
     work = find_workload(workload, rank)
-    training = _training(work)
     wanted = (compare or plan or work.usual_plan).split(",")
     known = [name for name in wanted if name != AUTO and (work.plans or name != SERIAL)]
     plans = {name: load_plan(name, work.plans) for name in known}
@@ -150,9 +150,9 @@ def train(
             if SERIAL in unknown:
                 plans[SERIAL] = opened.plans[SERIAL]()
     labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
-    with open_runs(training, config, labelled, steps) as runs:
+    with open_runs(work, config, labelled, steps) as runs:
         recorded = train_runs(runs)
-        echo(training.report(runs))
+        echo(report(runs))
         if tuned is not None:
             echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
         what = f"timeline of the last steps under {runs[-1].name}:"
@@ -306,7 +306,6 @@ def demo(
     from swpipe.profiler import ProfileResults
 
     work = find_workload(workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images"))
-    training = _training(work)
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(None, *files, pictures=pictures)
@@ -315,7 +314,7 @@ def demo(
     config = configured(work, {**values, **chosen}, None)
     echo(f"Training the same model ({work.name}) under both plans, in turns.")
     plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
-    with open_runs(training, config, list(plans.items()), steps) as runs:
+    with open_runs(work, config, list(plans.items()), steps) as runs:
         recorded = train_runs(runs)
         echo("\nWhat each task costs, in the plain loop and under the plan.")
         breakdown = []
@@ -327,7 +326,7 @@ def demo(
                 breakdown.append(measured)
         for results in breakdown:
             echo(f"\n{format_breakdown(results)}")
-        echo(f"\n{training.report(runs)}\nfiles:")
+        echo(f"\n{report(runs)}\nfiles:")
         both = ProfileResults(results[0] for results in breakdown)
         writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
         drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
@@ -338,29 +337,21 @@ def demo(
 # ------------------------------------------------------------------------------ train and profile
 
 
-def _training(work: Workload) -> Training:
-    if work.training is None:
-        raise UserError(
-            f"workload {work.name}: train cannot train it; use profile or plan, or give it a "
-            "Training (swpipe.tasks.workload)"
-        )
-    return work.training
-
-
 @contextmanager
 def open_runs(
-    training: Training, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
-) -> Iterator[list[Run]]:
+    work: Workload, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
+) -> Iterator[list[JobRun]]:
     """One run per named plan, of the same configuration."""
     with ExitStack() as stack:
         runs = []
         for name, plan in plans:
             with about_plan(name):
-                runs.append(stack.enter_context(training.open_run(name, config, plan, steps)))
+                run = JobRun(name, work.open_job(config), plan, steps, config.device)
+                runs.append(stack.enter_context(run))
         yield runs
 
 
-def train_runs(runs: Sequence[Run]) -> Trace:
+def train_runs(runs: Sequence[JobRun]) -> Trace:
     """Run all steps of all runs, in turns, and record the end of the last run."""
     from tqdm import tqdm
 
@@ -374,7 +365,7 @@ def train_runs(runs: Sequence[Run]) -> Trace:
     return recorded
 
 
-def format_outcome(tuned: Tuned, run: Run) -> str:
+def format_outcome(tuned: Tuned, run: JobRun) -> str:
     """The interval that was predicted for a plan, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
     expected, tried = (

@@ -30,7 +30,6 @@ from swpipe.device import resolve
 from swpipe.errors import add_note
 from swpipe.planning.limits import Limits
 from swpipe.profiler import ProfileResult, ProfileResults
-from swpipe.tasks.job_run import training_of
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, Tuned, autotune
@@ -72,7 +71,6 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
         usual_plan="serial",
         configure=lambda options: _OwnConfig(options["device"]),
         open_job=open_job,
-        training=training_of(open_job),
     )
 
 
@@ -95,7 +93,7 @@ class _OwnConfig:
     device: str | None
 
 
-class _OwnJob:
+class _OwnJob(Job):
     """What ``module:function`` returns: tasks in serial order, batches, and a class of contexts.
 
     The current directory is searched for the module, too. On several ranks the function is called
@@ -126,7 +124,7 @@ class _OwnJob:
     def tasks(self) -> tuple[PipelineTask, ...]:
         return self._tasks
 
-    def batches(self, steps: int | None = None) -> Iterator[Any]:
+    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
         return islice(self.loader, steps)
 
     @property
@@ -135,11 +133,8 @@ class _OwnJob:
             raise UserError("--steps: say how many; the workload's batches have no length")
         return len(self.loader)
 
-    def over_ranks(self, value: Any) -> list[Any]:
+    def over_ranks(self, value: Any, /) -> list[Any]:
         return [value] if self._rank is None else gather(value)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def context_of(job: Job) -> type[TypedContext] | None:

@@ -10,7 +10,6 @@ import torch
 from swpipe.core.messages import in_bytes
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.simulator import peak_of
-from swpipe.reporting.verdict import costs_of
 
 if TYPE_CHECKING:
     from swpipe.profiler import ProfileResult
@@ -22,7 +21,7 @@ def format_memory(loop: Loop, plan: PipelinePlan | None, result: ProfileResult) 
 
     On a device a second line has what its allocator counted in this process, parameters and all.
     """
-    costs = replace(costs_of(result), memory=loop.measure_memory())
+    costs = replace(result.costs, memory=loop.measure_memory())
     plan = PipelinePlan.serial(loop.tasks) if plan is None else plan
     held = peak_of(plan, costs, streams=loop.has_streams)
     lines = [] if held is None else [held.format()]

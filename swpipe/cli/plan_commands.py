@@ -33,7 +33,7 @@ from swpipe.core.messages import plain
 from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
-from swpipe.planning import Limits, auto_plan, lower_bounds, recsys14
+from swpipe.planning import Limits, auto_plan, lower_bounds
 from swpipe.planning import simulate as simulate_plan
 from swpipe.tasks.workload import DEFAULT, Plans, workloads
 from swpipe.trace import Trace, format_stacked, plot_stacked
@@ -43,9 +43,6 @@ app = typer.Typer(
     help="Infer dependences, check plans, simulate them, choose one, show one.",
     rich_markup_mode=None,
 )
-
-PAPER = {"recsys14": recsys14.plan}
-"""Published plans, whose costs come with them."""
 
 PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
 Costs = Annotated[
@@ -71,7 +68,7 @@ def show(
     """Show a plan: which task works on which iteration when, and what waits for what."""
     rank: Rank | None = context.obj
     check_outputs(rank, output)
-    loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank), **PAPER})
+    loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank)})
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
         streams = any(entry.stream is not None for entry in loaded.schedule.values())
@@ -158,7 +155,7 @@ def simulate(
     """Predict a plan's timeline and interval from what its tasks cost."""
     rank = _agreed(context)
     check_outputs(rank, timeline, keep, pictures=[picture])
-    if plan in PAPER or costs is not None:
+    if costs is not None:
         loaded, model, streams = _with_costs(plan, costs, rank)
     else:
         opened = OpenWorkload.of(workload, given, rank)
@@ -253,13 +250,10 @@ def _with_costs(
     plan: str, costs: Path | None, rank: Rank | None
 ) -> tuple[PipelinePlan, CostModel, bool]:
     """A plan, its costs, and whether they are those of a device with streams."""
-    loaded = load_plan(plan, {**_ready_made(rank), **PAPER})
-    if costs is not None:
-        model = load_file(CostModel.load, costs, "costs ")
-    elif plan in PAPER:
-        model = recsys14.costs()
-    else:
+    loaded = load_plan(plan, _ready_made(rank))
+    if costs is None:
         raise UserError("--costs: say what the plan's tasks cost, or name no plan")
+    model = load_file(CostModel.load, costs, "costs ")
     return loaded, model, any(cost.device_us for cost in model.tasks.values())
 
 

@@ -21,7 +21,7 @@ from swpipe.cli.arguments import (
     save,
 )
 from swpipe.cli.user_errors import about_plan, echo
-from swpipe.plans import sparse_dist
+from swpipe.plans.torchrec import sparse_dist
 
 
 @options.takes_workload_options

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import typer
 
 from swpipe.core.messages import escaped, one_line, plain
-from swpipe.core.tables import IN_BOXES
 from swpipe.errors import PlanError
 from swpipe.tasks.workload import InputError, TrainingFailedError
 
@@ -75,16 +74,12 @@ def exit_code(run: Callable[[], int | None]) -> int:
     """Run a command; its exit code, its error being reported in one line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may know few characters
-    unicode = (sys.stdout.encoding or "").lower() == "utf-8"
-    before = IN_BOXES.set(sys.stdout.isatty() and unicode)
     try:
         return run() or 0
     except REPORTED as error:
         message, code = verdict_on(error)
         typer.echo(f"swpipe: {message}", err=True)
         return code
-    finally:
-        IN_BOXES.reset(before)
 
 
 @contextmanager

@@ -1,9 +1,14 @@
-"""The look of pictures, and a picture as an element of a page."""
+"""Pictures by matplotlib: how they look, and a picture as a file or an element of a page."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from swpipe.core.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,16 +17,37 @@ if TYPE_CHECKING:
 # Paul Tol's "light" scheme: cells with black text, distinguishable with any kind of color blindness
 # (SRON technical note SRON/EPS/TN/09-002).
 COLORS = ("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#BBCC33")
-INK = "#222222"
-FAINT = "#777777"
-LINE = "#C4C4C4"
-GRID = "#EEEEEE"
-TITLE_SIZE, ROW_SIZE, SMALL_SIZE = 12.0, 10.0, 8.0
+INK, FAINT, LINE, GRID = "#222222", "#777777", "#C4C4C4", "#EEEEEE"
+ROW_SIZE, SMALL_SIZE = 10.0, 8.0
 """Font sizes in points."""
+
+WIDTH_IN, DPI = 10.0, 200
+
+
+@contextmanager
+def figure_of(height_in: float, title: str | None) -> Iterator[Figure]:
+    """A figure with a title, to be drawn and saved within the block.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install 'swpipe[plot]'", name=error.name
+        ) from error
+    style: Any = {"hatch.linewidth": 0.7, "svg.fonttype": "none", "text.parse_math": False}
+    with rc_context(style):
+        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+        yield figure
 
 
 def style_axes(axes: Axes) -> None:
-    """Rows with names on the left, and a faint axis below."""
+    """Rows with names on the left, milliseconds on a faint axis below."""
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(LINE)
     axes.tick_params(axis="y", length=0, labelsize=ROW_SIZE, labelcolor=INK)
@@ -31,12 +57,15 @@ def style_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure; the suffix of ``path`` selects the format."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=DPI, facecolor="white")
+
+
 def svg_of(figure: Figure) -> str:
     """The ``<svg>`` element of a figure, with its text as text, as wide as the page at most."""
-    from matplotlib import rc_context
-
     text = io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
+    figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
     element = text.getvalue().partition("<svg")[2]  # before it stands what only files have
     return f'<svg style="max-width: 100%; height: auto"{element}'

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swpipe.core.messages import counted, listed
-from swpipe.profiler.spread import Estimate
+from swpipe.profiler.spread import Estimate, ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Headroom:
     def ceiling(self) -> float:
         """The part of the step that any overlap can gain at most: 0 to 1."""
         best = self.free or self.cached
-        if best is None or not is_clear(best):
+        if best is None or not best.is_clear:
             return 0.0
         return min(1.0, best.value_s / self.step.value_s)
 
@@ -65,7 +65,7 @@ class Headroom:
 
     def _lines(self) -> Iterator[str]:
         step = self.step
-        yield f"headroom: a step takes {_ms(step.value_s)} ± {_ms(step.spread_s)}"
+        yield f"headroom: a step takes {ms(step.value_s)} ms ± {ms(step.spread_s)} ms"
         for what, saved in (
             ("with the loader's batches cached", self.cached),
             (f"with all that may overlap free ({listed(self.overlappable)})", self.free),
@@ -74,8 +74,8 @@ class Headroom:
                 continue
             left_s = max(0.0, step.value_s - saved.value_s)
             gain = f"{-min(1.0, saved.value_s / step.value_s):.0%}"
-            told = gain if is_clear(saved) else "a gain that is not told apart from 0"
-            yield f"  {what}: {_ms(left_s)} ± {_ms(saved.spread_s)}, {told}"
+            told = gain if saved.is_clear else "a gain that is not told apart from 0"
+            yield f"  {what}: {ms(left_s)} ms ± {ms(saved.spread_s)} ms, {told}"
         if self.stays:
             yield f"  stays, under every plan that keeps what is declared: {listed(self.stays)}"
         if self.note:
@@ -100,12 +100,3 @@ class Diagnosis:
         found = [f"{number}. {one}" for number, one in enumerate(self.findings, start=1)]
         head = f"{counted(len(found), 'finding') if found else 'no findings'}: {self.examined}"
         return "\n".join([head, *found, *([str(self.headroom)] if self.headroom else [])])
-
-
-def is_clear(saved: Estimate) -> bool:
-    """Whether a gain can be told apart from none."""
-    return saved.value_s > saved.spread_s
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

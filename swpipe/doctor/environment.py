@@ -17,7 +17,6 @@ _MOST_SWITCH_S = 0.02  # four times Python's own
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CUDAS_CONNECTIONS = 8  # where the variable is not set
 
-
 _SPINS = "OpenMP's threads spin while they wait, and take the cores of other threads"
 _BLOCKING = (
     ("CUDA_LAUNCH_BLOCKING", "1", True, "the host waits for every kernel: nothing overlaps"),
@@ -48,9 +47,9 @@ def environment_findings(
         text = "each operator keeps its stack, and the host reads all gradients to look for NaN"
         mend = "torch.autograd.set_detect_anomaly(False)"
         yield Finding("blocking-setting", "anomaly detection", text, mend)
-    if sys.getswitchinterval() > _MOST_SWITCH_S:
+    if (interval_s := sys.getswitchinterval()) > _MOST_SWITCH_S:
         text = "a thread that runs Python keeps the others waiting for so long"
-        place = f"switch interval of {sys.getswitchinterval():g} s"
+        place = f"switch interval of {interval_s:g} s"
         yield Finding("blocking-setting", place, text, "sys.setswitchinterval(0.005)")
     if device.has_streams:
         yield from _connection_findings(plan)
@@ -70,8 +69,7 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
     for place, number, mend in too_many:
         text = f"{number} threads or processes{each} run on {there_are} cores, and take turns"
         yield Finding("threads", place, text, f"{mend}: {max(1, there_are // ranks)} at most")
-    total = (intra_op + workers + groups) * ranks
-    if not too_many and total > 2 * there_are:
+    if not too_many and (intra_op + workers + groups) * ranks > 2 * there_are:
         text = (
             f"{intra_op} intra-op threads, {workers} loader workers and {groups} more thread "
             f"groups{each} run on {there_are} cores, and take turns"

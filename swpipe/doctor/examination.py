@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swpipe._distributed.rank_checks import is_alone
+from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import declared_effects
@@ -22,13 +23,15 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
-from swpipe.doctor.diagnosis import Diagnosis, Finding, Headroom, is_clear
+from swpipe.doctor.diagnosis import Diagnosis, Finding, Headroom
 from swpipe.doctor.environment import environment_findings
 from swpipe.doctor.headroom import measure_headroom
 from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
+from swpipe.profiler.spread import ms
 from swpipe.profiler.trial_state import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -94,9 +97,12 @@ def diagnose(
     called = None if isinstance(loader, Sequence | Iterator) else loader
     serial = PipelinePlan.serial(given)
     with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
-        recorder = _watch(pipe, batches, state, copy)
+        saved = trial_state(pipe, batches[0], state, copy)
+        recorder = _watch(pipe, saved, batches, copy)
         costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=called)
-        headroom = measure_headroom(pipe, batches[0], called, costs, rounds, state, copy)
+        pulls = None if called is None else Pulls(called)
+        timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
+        headroom = measure_headroom(timer, saved, costs, rounds)
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
     found += _graph_breaks()
@@ -107,11 +113,14 @@ def diagnose(
 
 
 def _watch(
-    pipe: SWPipeline[Any], batches: Sequence[Any], state: Any, copy: Callable[[Any], Any] | None
+    pipe: SWPipeline[Any],
+    saved: LoopState,
+    batches: Sequence[Any],
+    copy: Callable[[Any], Any] | None,
 ) -> WaitRecorder:
     recorder = WaitRecorder(pipe.device)
     feed = cycle(batches) if copy is None else map(copy, cycle(batches))
-    with trial_state(pipe, batches[0], state, copy).trial(), pipe.borrow():
+    with saved.trial(), pipe.borrow():
         for turn in range(_WARM_UP + _WATCHED):
             watched = turn >= _WARM_UP
             with (
@@ -172,9 +181,9 @@ def _graph_breaks() -> Iterator[Finding]:
 
 def _loader_findings(workers: int, costs: CostModel, headroom: Headroom) -> Iterator[Finding]:
     saved, step_s = headroom.cached, headroom.step.value_s
-    if saved is None or not is_clear(saved) or saved.value_s < _SHARE * step_s:
+    if saved is None or not saved.is_clear or saved.value_s < _SHARE * step_s:
         return
-    takes = f"{saved.value_s * 1e3:.3f} ± {saved.spread_s * 1e3:.3f} ms of a step"
+    takes = f"{ms(saved.value_s)} ± {ms(saved.spread_s)} ms of a step"
     if workers:
         text = f"the loop waits for the loader's {workers} workers, {takes}"
         mend = "more workers, or less work for each batch; prefetch_factor if batches are uneven"

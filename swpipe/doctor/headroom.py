@@ -9,10 +9,8 @@ with it. Tasks of which nothing is declared are one group. Shortcuts measure wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._state.loop import LoopState
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     EffectTable,
@@ -23,63 +21,36 @@ from swpipe.core.effects import (
 )
 from swpipe.core.plan import OTHERS, PULL
 from swpipe.doctor.diagnosis import Headroom
-from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.measured import Measured
-from swpipe.profiler.pulls import Pulls
 from swpipe.profiler.rounds import Counts, Kind, Rounds
-from swpipe.profiler.trial_state import trial_state
 
 
 def measure_headroom(
-    pipe: SWPipeline[Any],
-    batch: Any,
-    loader: Iterable[Any] | None,
-    costs: CostModel,
-    num_rounds: int,
-    state: Any,
-    copy: Callable[[Any], Any] | None,
+    timer: WindowTimer, saved: LoopState, costs: CostModel, num_rounds: int
 ) -> Headroom:
-    """Measure the headroom of an idle pipeline's tasks, and restore all state.
+    """Measure the headroom of an idle pipeline's tasks, whose plan is serial; restore all state.
 
-    Args:
-        pipe: Its plan is serial.
-        batch: Of every iteration.
-        loader: Called in every iteration; None if the batches are there already.
-        costs: Of the tasks.
-        num_rounds: 2 or more.
-        state: As for ``TaskProfiler``.
-        copy: As for ``TaskProfiler``.
+    ``timer`` calls the loader in each iteration, unless the batches are there already.
     """
-    unknown = unknown_beside(pipe.tasks)
-    apart = with_the_others(declared_effects(pipe.tasks), unknown, apart=True, body=True)
-    stays = staying(apart, costs)
+    tasks, pulls = timer.pipe.tasks, timer.pulls
+    effects = with_the_others(declared_effects(tasks), unknown_beside(tasks), apart=True, body=True)
+    stays = staying(effects, costs)
     if not is_alone():  # times differ, and the ranks replay the same tasks
         stays = gather(stays)[0]
-    pull: Kind = () if loader is None else (PULL,)
-    free: Kind = (*pull, *(one.name for one in pipe.tasks if one.name not in stays))
-    kinds = list(dict.fromkeys(kind for kind in (pull, free) if kind))
-    pulls = None if loader is None else Pulls(loader)
-    timer = WindowTimer(pipe, batch, copy, 1, 3, pipelined=False, pulls=pulls)
-    saved = trial_state(pipe, batch, state, copy)
-    rounds = Rounds(timer, Counts(1, 3, num_rounds), saved.restore_training)
+    pull: Kind = () if pulls is None else (PULL,)
+    free: Kind = (*pull, *(one.name for one in tasks if one.name not in stays))
+    counts = Counts(timer.warmup, timer.measure, num_rounds)
+    rounds = Rounds(timer, counts, saved.restore_training)
     try:
-        with saved.trial(), pipe.borrow():
+        with saved.trial(), timer.pipe.borrow():
             rounds.warm_up()
-            rounds.measure(kinds, lambda: None, exact=True)
+            rounds.measure(list(dict.fromkeys(kind for kind in (pull, free) if kind)))
     finally:
         if pulls is not None:
             pulls.end()
-    measured = Measured("headroom", timer, rounds, {}, {})
-    failed = rounds.failed.get(free)
-    return Headroom(
-        step=measured.step,
-        cached=measured.saved.get(pull),
-        free=measured.saved.get(free),
-        overlappable=free,
-        stays=stays,
-        note="" if failed is None else f"not measured: {str(failed).splitlines()[0]}",
-    )
+    gains, failed = rounds.saved, rounds.failed.get(free)
+    note = "" if failed is None else f"not measured: {str(failed).splitlines()[0]}"
+    return Headroom(rounds.step, gains.get(pull), gains.get(free), free, stays, note)
 
 
 def staying(effects: EffectTable, costs: CostModel) -> tuple[str, ...]:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from swpipe._engine.iterations import Engine
 from swpipe.analysis.verification import VerifiedPlan
-from swpipe.core.context import TypedContext
-from swpipe.inference.watched_iterations import Watched
+from swpipe.inference.watched_iterations import WatchedIterations
 
 _PURE_SHARE = 0.02
 """Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
 
 
-def checked(
-    engine: Engine,
-    verified: VerifiedPlan,
-    share: float | None,
-    context: type[TypedContext],
-) -> Engine:
+def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engine:
     """The engine, with a check of what tasks do.
 
     Args:
@@ -28,7 +21,6 @@ def checked(
         share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
             a share of the later ones; all tasks in the first ones, unless what they declare proves
             the plan. A recording does not: it has what tasks did in a few iterations.
-        context: The class of the contexts.
 
     Raises:
         ValueError: ``share`` is no such number.
@@ -39,21 +31,19 @@ def checked(
             "are watched, above 0 and up to 1"
         )
     tasks, depth = verified.tasks, verified.program.depth
-    every = pure = Watched(depth, share)
+    every = pure = WatchedIterations(depth, share)
     if share is None:
         known = verified.proved_by_declarations()
         if known and any(task.io for task in tasks) and any(task.undeclared for task in tasks):
-            from swpipe.inference.apart_states import ApartStates  # late, as below
+            from swpipe.inference.checking import ApartStates  # late, as below
 
             known = not ApartStates(tasks)  # else those that say nothing may break its word
-        every = Watched(depth, None if known else 0)
-        pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
+        every = WatchedIterations(depth, None if known else 0)
+        pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):
         return engine
     # Late: they are many modules, and a run that watches nothing needs none of them.
-    from swpipe.inference.checking import EffectCheck
-    from swpipe.inference.purity import pure_recorder
+    from swpipe.inference.checking import CheckedPlan
 
-    recorder = partial(pure_recorder, engine.device)
-    check = EffectCheck(verified, engine.device, every, pure, context, recorder)
-    return replace(engine, check=check, context=check.make_context)
+    check = CheckedPlan(verified, engine.device, every, pure)
+    return replace(engine, check=check.begin)

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import BatchAsPulled, Watched
+from swpipe.loops.batch_memory import content_of, parts_of, place_of
 from swpipe.loops.live_loaders import goes_on
+
+
+class BatchAsPulled:
+    """A batch, and what it was when it was pulled.
+
+    Args:
+        batch: The batch.
+        keep: Whether it may be given again, as the same object.
+    """
+
+    def __init__(self, batch: Any, *, keep: bool) -> None:
+        self.batch = batch if keep else None
+        buffers, leaves = parts_of(batch)
+        self._contents = [(one, content_of(one)) for one in buffers]
+        self._leaves = leaves if keep else []
+
+    def is_used_again_by(self, later: BatchAsPulled) -> bool:
+        """Whether a later batch is in memory of this one, with another content."""
+        there = {place_of(one)[0]: (one, content) for one, content in later._contents}
+        for one, content in self._contents:
+            if (place := place_of(one)[0]) and place in there:
+                other, now = there[place]
+                if now != content or (isinstance(other, Tensor) and other is not one):
+                    return True
+        return False
+
+    def changed(self) -> list[Any]:
+        """The tensors and arrays that were written since, and what was taken out of the batch."""
+        found = [one for one, content in self._contents if content_of(one) != content]
+        if self.batch is not None:
+            buffers, leaves = parts_of(self.batch)
+            left = {id(one) for one in (*buffers, *leaves)}
+            parts = (*(one for one, _ in self._contents), *self._leaves)
+            found += [one for one in parts if id(one) not in left]
+        return found
 
 
 class BatchesAhead:
@@ -18,22 +58,21 @@ class BatchesAhead:
     Args:
         loader: The loader.
         makes_batches: Whether its code in this process makes the batches.
+        most: How many there may be; 0 where nobody will ask for them.
     """
 
-    def __init__(self, loader: Any, *, makes_batches: bool) -> None:
+    def __init__(self, loader: Any, *, makes_batches: bool, most: int) -> None:
         self._kind = type(loader).__name__
         self._makes = makes_batches
-        self._holds = type(loader) in (list, tuple)  # its batches
-        self._keeps = self._holds or goes_on(loader)
-        self._batches: deque[BatchAsPulled] = deque()
+        self._keeps = goes_on(loader) or type(loader) in (list, tuple)  # which hold their batches
+        self._looks = most > 0 and (makes_batches or self._keeps)
+        self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
-        self._modified: list[Watched] = []  # what was dropped and is not as it was pulled
+        self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified
 
     def as_pulled(self, batch: Any) -> BatchAsPulled | None:
         """A batch as it is now; None where nobody asks for it."""
-        if self._makes or self._holds:
-            return BatchAsPulled(batch, keep=self._keeps)
-        return None
+        return BatchAsPulled(batch, keep=self._keeps) if self._looks else None
 
     def add(self, pulled: BatchAsPulled | None) -> None:
         """A batch was pulled.
@@ -60,10 +99,11 @@ class BatchesAhead:
         now = batches[begin : begin + len(self._batches)]
         return are_same([pulled.batch for pulled in self._batches], now)
 
-    def leave(self) -> Iterator[Any]:
-        """They are dropped; returns those that are kept."""
-        modified = [part for pulled in self._batches for part in pulled.changed()]
-        self._modified = [Watched(part) for part in modified]
+    def leave(self, count: int) -> Iterator[Any]:
+        """So many are dropped; returns those that are kept."""
+        while len(self._batches) > count:
+            self._batches.popleft()  # drained
+        self._gone = [_gone(part) for pulled in self._batches for part in pulled.changed()]
         return (pulled.batch for pulled in self._batches)
 
     def clear(self) -> None:
@@ -79,13 +119,26 @@ class BatchesAhead:
         Raises:
             RuntimeError: It has, and tasks that ran ahead have modified them.
         """
-        if not any(one.is_there for one in self._modified):
+        if all(gone() for gone in self._gone):
             return
         gc.collect()  # what only refers to itself is nobody's
-        if any(one.is_there for one in self._modified):
+        if not all(gone() for gone in self._gone):
             raise RuntimeError(
                 "tasks that ran ahead have modified batches that were dropped when the last pass "
                 f"was left, and the loader ({self._kind}) would give them again: they would be "
                 "modified twice. Let the tasks make new tensors, or the loader new batches in each "
                 "pass"
             )
+
+
+def _gone(part: Any) -> Callable[[], bool]:
+    """Tells whether nobody has it any more; a number or string may be anybody's."""
+    if isinstance(part, Tensor) and torch._C._has_storage(part):
+        expired: Callable[[], bool] = StorageWeakRef(part.untyped_storage()).expired  # type: ignore[no-untyped-call]
+        return expired
+    if not type(part).__weakrefoffset__:
+        return lambda: False
+    while isinstance(getattr(part, "base", None), type(part)):  # a view of an array
+        part = part.base
+    reference = weakref.ref(part)
+    return lambda: reference() is None

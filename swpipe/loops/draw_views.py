@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swpipe._engine.waiting import Cancelled
 from swpipe.device import on_cpu
 from swpipe.loops.loader_draws import KnownDraws, both_draw
-from swpipe.loops.pass_generators import told
 
 
 class Turns(Protocol):
@@ -124,7 +123,7 @@ class DrawViews(TorchDispatchMode):
     def _check_set(self) -> None:
         if not self._is_set():
             self._left.clear()
-            raise both_draw([told("torch")])
+            raise both_draw(["torch cpu"])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""What a loader has beside its batches that outlives a pass: its place, its epoch, its workers."""
+"""What a loader has beside its batches that outlives a pass: its place, its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from swpipe._tensors.stateful import has_state_dict
+from swpipe._values.stateful import has_state_dict
 from swpipe.core.loaders import unprepared
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 
@@ -22,16 +22,6 @@ def goes_on(loader: Any) -> bool:
     begin = getattr(type(loader), "__iter__", None)
     pythons = hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
     return pythons or isinstance(loader, _BaseDataLoaderIter)
-
-
-def epochs_of(loader: Any) -> tuple[Any, ...]:
-    """What a ``set_epoch`` of the loader or of its sampler or dataset has set."""
-    loader = loader.prepared if isinstance(loader, AccelerateLoader) else loader
-    parts = [loader]
-    for name in ("sampler", "batch_sampler", "dataset"):
-        part = getattr(loader, name, None)
-        parts += [part, getattr(part, "sampler", None)]
-    return tuple((getattr(p, "epoch", None), getattr(p, "iteration", None)) for p in parts)
 
 
 def has_own_state(loader: Any) -> bool:
@@ -77,3 +67,11 @@ def end_workers(loader: Any) -> None:
     """Let the next pass have new workers, as the first one has."""
     if has_live_workers(loader):
         torchs(loader)._iterator = None
+
+
+def length_of(loader: Any) -> float:
+    """How many batches it says it has; infinity if it does not."""
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")

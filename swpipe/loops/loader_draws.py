@@ -3,18 +3,16 @@
     plain loop     pull 1   loop 1   pull 2   loop 2   pull 3
     ahead          pull 1   pull 2   pull 3   loop 1   loop 2      they must not both draw
 
-This is for generators that all threads share and that cannot be replaced: Python's, numpy's, those
-that a sampler was given, and torch's where a loader seeds them. What a pull draws by torch's
-operators, ``DrawViews`` sees.
+This is for generators that cannot be replaced: Python's, numpy's, those that the loader was given,
+and torch's where a loader seeds them. What a pull draws by torch's operators, ``DrawViews`` sees.
 
 Some pulls are made in turn: the 2nd of each pass, and once for each loader the 16th, 128th and so
 on. A state that such a pull changes is one that the loader draws from. Then
 
 - from a default generator it draws in turn, from then on: who drew while a batch was pulled, nobody
   could tell;
-- from a generator that it was given it draws in turn until 4 pulls were measured. If others draw
-  from it between them, it goes on so. Else later pulls run beside tasks and body, and what others
-  draw is an error, seen whenever no pull is under way.
+- from a generator of its own it draws ahead, unless others have drawn from it before the 2nd pull.
+  What others draw later is an error, seen whenever no pull is under way.
 
 What was found is kept with the loader.
 
@@ -29,22 +27,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from swpipe.core.messages import listed
-from swpipe.loops.pass_generators import (
-    DEFAULTS,
-    PassGenerators,
-    States,
-    changed,
-    changed_devices,
-    told,
-)
+from swpipe.loops.pass_generators import PassGenerators, States, changed, is_default, told
 
 _EACH_PASS = 2
 """The pull that is measured in each pass: between two the loop may switch augmentation on."""
 
-_MEASURED = 4
-
-_QUIET = 4
+QUIET = 4
+"""So many draws by torch's operators are in turn before others are ahead."""
 
 
 @dataclass(slots=True)
@@ -54,7 +43,6 @@ class KnownDraws:
     Attributes:
         names: The generators that it draws from in mid-pass.
         looked: Pulls of a pass that were measured, by their numbers.
-        measured: How many pulls were, since one was known to draw.
         shared: Whether others draw from them, too, or may.
         quiet: How often it drew by torch's operators, in turn, and nobody else since the time
             before.
@@ -64,7 +52,6 @@ class KnownDraws:
 
     names: frozenset[str] = frozenset()
     looked: set[int] = field(default_factory=set)
-    measured: int = 0
     shared: bool = False
     quiet: int = 0
     torch_shared: bool = False
@@ -73,14 +60,14 @@ class KnownDraws:
     @property
     def torch_ahead(self) -> bool:
         """Whether it draws by torch's operators ahead."""
-        return self.quiet >= _QUIET and not self.torch_shared
+        return self.quiet >= QUIET and not self.torch_shared
 
-    def told(self) -> tuple[frozenset[str], frozenset[str]]:
+    def told(self) -> tuple[set[str], set[str]]:
         """The default generators that it draws from ahead, and those that it draws from in turn."""
-        in_turn = self.names & DEFAULTS
-        if self.torch_shared and self.waits >= _QUIET:
-            in_turn |= {"torch"}
-        return frozenset({"torch"} if self.torch_ahead else ()), in_turn
+        in_turn = {*filter(is_default, self.names)}
+        if self.torch_shared and self.waits >= QUIET:
+            in_turn |= {"torch cpu"}
+        return {"torch cpu"} if self.torch_ahead else set(), in_turn
 
 
 _known: dict[int, tuple[weakref.ref[Any], KnownDraws]] = {}
@@ -127,7 +114,6 @@ class LoaderDraws:
         self.after: States = {}
         self._generators = generators
         self._measures = measured
-        self._devices: set[str] = set()  # of torch's default generators; all, where none is known
 
     @property
     def names(self) -> frozenset[str]:
@@ -140,12 +126,11 @@ class LoaderDraws:
 
     def wants_turn(self, number: int) -> bool:
         """Whether a pull, by its number in the pass from 1, should be made in turn."""
-        known = self.known
-        if known.names and (known.shared or known.measured < _MEASURED):
-            return True
+        if number == _EACH_PASS:
+            return self._measures or bool(self.names)
         bits = number.bit_length()
-        looks = self._measures and number == 1 << (bits - 1) and bits % 3 == 2
-        return looks and (number == _EACH_PASS or number not in known.looked)
+        power = number == 1 << (bits - 1) and bits % 3 == 2
+        return self.known.shared or (self._measures and power and number not in self.known.looked)
 
     def before_pull(self, *, alone: bool, ahead: bool) -> States:
         """What the states are before a pull.
@@ -157,37 +142,35 @@ class LoaderDraws:
         Raises:
             RuntimeError: Others have drawn from a generator that the loader has drawn from ahead.
         """
-        if alone and self._measures:
-            before = self._generators.read()
-        else:
-            before = self._generators.read({*self.names, *self._generators.own})
+        measures = alone and self._measures
+        before = self._generators.read(None if measures else self.names | self._generators.own)
         if shared := changed(self.drawn(self.after), before):
             if ahead:
                 self._refuse(shared)
             self.known.shared = True
         return before
 
-    def after_pull(
-        self, number: int, before: States, *, alone: bool, first: bool, seen: bool = False
-    ) -> None:
-        """Note what a pull has drawn; ``seen``: torch's draws in it were seen as they came."""
+    def after_pull(self, number: int, before: States, *, alone: bool, seen: bool) -> None:
+        """Note what a pull has drawn.
+
+        Args:
+            number: Of the pull, in the pass from 1.
+            before: What the states were.
+            alone: It was made in turn; not the first, in which samplers draw their seed.
+            seen: Torch's draws in it were seen as they came.
+        """
         if not before:
             return
         self.after = self._generators.read(before)
         if alone:
-            self.known.measured += bool(self.names)
             self.known.looked.add(number)
-            if not first:
-                self.known.names |= changed(before, self.after) - ({"torch"} if seen else set())
-                self.known.shared |= not self.names.isdisjoint(DEFAULTS)
-                self._devices |= changed_devices(before, self.after)
+            found = changed(before, self.after)
+            self.known.names |= found - ({"torch cpu"} if seen else set())
+            self.known.shared |= any(map(is_default, self.names))
 
     def drawn(self, states: States) -> States:
         """Of these states, those of the generators that the loader draws from."""
-        found = {name: states[name] for name in self.names & states.keys()}
-        if "torch" in found and self._devices:
-            found["torch"] = {d: one for d, one in found["torch"].items() if d in self._devices}
-        return found
+        return {name: states[name] for name in self.names & states.keys()}
 
     def check_others(self) -> None:
         """Refuse what others have drawn since the last pull; while no pull is under way.
@@ -200,19 +183,17 @@ class LoaderDraws:
 
     def drawn_by_others(self) -> frozenset[str]:
         """From which of them others have drawn since the last pull; while none is under way."""
-        if not self.names:
-            return frozenset()
         return changed(self.drawn(self.after), self._generators.read(self.names))
 
     def _refuse(self, shared: Iterable[str]) -> None:
         self.begin()  # it is told once
-        raise both_draw(told(name) for name in sorted(shared))
+        raise both_draw(shared)
 
 
 def both_draw(names: Iterable[str]) -> RuntimeError:
     """The error where others have drawn from what the loader has drawn from ahead."""
     return RuntimeError(
-        f"the loader and the loop, a task or its body, both draw from {listed([*names])}, and the "
+        f"the loader and the loop, a task or its body, both draw from {told(names)}, and the "
         "loader has drawn ahead of the loop: they do not draw in the order of a plain loop. Let "
         "the loader's workers draw (DataLoader(num_workers=1)), give the loader, the task or the "
         "body a generator of its own, or do not pull the loader ahead"

@@ -1,12 +1,15 @@
 """One pass over a loader: what it pulls ahead, where it is, and how to get there again.
 
-An error of the loader, and the end of its batches, come when the caller has got the batches before.
-An iterator has no other pass: batches that were pulled and not handed out are given again.
-
-Where it is, what it gave last and how it is led there again, ``place_in_pass`` knows.
-
     loader's thread    pull 3 ....   pull 4 ....
     caller             hand out 2    body of 2: saves, or leaves     hand out 3
+
+Its jobs: ``place_in_pass``, where it is and how it is led there again; ``loader_draws`` and
+``draw_views``, who draws random numbers; ``pull_watch``, what others change that the loader reads;
+``batches_ahead``, whether batches stay as they were pulled; and here, the hand-over between the
+thread that pulls and the caller's.
+
+An error of the loader, and the end of its batches, come when the caller has got the batches before.
+An iterator has no other pass: batches that were pulled and not handed out are given again.
 
 Guarantees
     - The loader is called by one thread at a time: a pass that is left while a batch is pulled ends
@@ -21,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swpipe._engine.waiting import Cancelled
@@ -29,19 +32,42 @@ from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batches_ahead import BatchesAhead
-from swpipe.loops.live_loaders import (
-    epochs_of,
-    goes_on,
-    has_live_workers,
-    has_own_state,
-    torchs,
-)
-from swpipe.loops.pass_generators import States, changed
-from swpipe.loops.place_in_pass import PlaceInPass, PlacesPulled, check_length, led_back
-from swpipe.loops.pulled_loader import PulledLoader, length_of
+from swpipe.loops.draw_views import DrawViews, Turns
+from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
+from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.pass_generators import PassGenerators, States, changed
+from swpipe.loops.place_in_pass import PlacesPulled
+from swpipe.loops.pull_watch import PullWatch
 
 _LEFT_S = 600.0
 """How long a pass waits for a batch that is being pulled for the pass before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledLoader:
+    """A loader, and how its passes are pulled.
+
+    Attributes:
+        loader: The loader.
+        generators: The random generators that matter.
+        draws: What it draws in mid-pass.
+        ahead: Whether batches are pulled while earlier ones are in use.
+        most: How many of these are looked at, or may be given again.
+        makes_batches: Whether its code in this process makes the batches.
+        turns: Of the pipeline, where a thread of its own pulls while the loop's body runs.
+        watch: Watches pulls.
+        views: Give what it draws from torch's default generator.
+    """
+
+    loader: Any
+    generators: PassGenerators
+    draws: LoaderDraws
+    ahead: bool
+    most: int = 0
+    makes_batches: bool = False
+    turns: Turns | None = None
+    watch: PullWatch | None = None
+    views: DrawViews | None = None
 
 
 class LoaderPass:
@@ -54,7 +80,6 @@ class LoaderPass:
         handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
         failure: What the loader raised; the caller raises it at the end of the iterator.
-        saved: Where it began, as given.
         lost: Whether batches that were pulled ahead were dropped.
         had_live_workers: Whether it has worker processes of an earlier pass.
 
@@ -63,92 +88,43 @@ class LoaderPass:
         saved: Where to go on in mid-pass, as ``state_dict`` returned it; None for a new pass.
 
     Raises:
-        ValueError: The loader has fewer batches than were handed out, or cannot be begun again.
+        ValueError: The loader does not lead there.
     """
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
-        self._of, self.saved = of, saved
+        self._of = of
         self.had_live_workers = has_live_workers(of.loader)
-        self._epochs = epochs_of(of.loader)
-        self._places, self._has_state = PlacesPulled(of.loader), has_own_state(of.loader)
-        self._is_elsewhere = self._end_is_known = False
+        self._places = PlacesPulled(of.loader)
+        self._ahead = BatchesAhead(of.loader, makes_batches=of.makes_batches, most=of.most)
         self._again: deque[Any] = deque()
-        self._ahead = BatchesAhead(of.loader, makes_batches=of.makes_batches)
-        self.lost = False
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
-        self._pulling = self._left = False
+        self._pulling = self._left = self.lost = False
         self._part = 0  # how often it was left, and gone on with
-        self._goes_on = goes_on(of.loader)
-        self._asked = self._at_end = self.ended = False
+        self._asked = self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
-        self.handed_out = self.pulled = self.fed = 0
-        self._begin_draws()
-        if saved is not None:
-            self.handed_out = self.pulled = self.fed = saved["batches"]
-        self._at_start = of.generators.read() if saved is None else saved["at_start"]
+        self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
+        for job in (of.draws, of.watch, of.views):
+            if job is not None:
+                job.begin()
         if saved is None:
-            self._batches: Iterator[Any] = iter(of.loader)
-            self._loader_at_start = self._places.begin({})
+            self._at_start = of.generators.read()
+            self._batches, self._loader_at_start = self._places.begin()
         else:
-            self._loader_at_start = saved["loader_at_start"]
-            self._batches = self._begun_again(saved)
+            self._at_start, self._loader_at_start = saved["at_start"], saved["loader_at_start"]
+            self._batches = self._places.begin_again(of.generators, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
-        self._is_own_iterator = self._batches is of.loader
         self._sampling: list[Any] | None = None
+        self._is_own_iterator = self._batches is of.loader
         self.iterator = self._pull()
-
-    def _begin_draws(self) -> None:
-        of = self._of
-        for one in (of.draws, of.watch, of.views):
-            if one is not None:
-                one.begin()
-
-    def _begun_again(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        of = self._of
-        if self._goes_on and self.handed_out and not self._has_state:
-            raise ValueError(
-                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
-                "again: give a DataLoader or another object that makes a new iterator"
-            )
-        if not self._has_state:
-            check_length(length_of(of.loader), self.handed_out)
-        batches, places = led_back(of.loader, of.generators, saved)
-        self._is_elsewhere = places is None
-        after = {**saved["generators"], **(saved["after_pull"] or {})}
-        of.generators.write(after)
-        self._begin_draws()
-        self._epochs = epochs_of(of.loader)
-        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
-        places[-1] = replace(places[-1], after=after)
-        self._places.begin(dict(enumerate(places, self.handed_out - len(places) + 1)))
-        return batches
-
-    def check_led_back(self) -> None:
-        """Refuse the rest of another pass.
-
-        Raises:
-            ValueError: It is.
-        """
-        if self._is_elsewhere:
-            loader = type(self._of.loader).__name__
-            what = f"the state of the loader ({loader}) does not lead to" if self._has_state else ""
-            raise ValueError(
-                f"{what or f'the loader ({loader}), begun again, does not give'} the batches that "
-                f"were handed out last, up to batch {self.handed_out} of the pass: what decides "
-                "which come is in no state, such as a random generator that swpipe does not know, "
-                "or is not as it was. Resume with the same data, seeds and epoch (set_epoch); let "
-                "samplers and the dataset have their generators as attributes; or, if other "
-                "batches do not matter, say load_state_dict(state, check=False)"
-            )
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
         with self._lock:
             handed_out = self.handed_out
-            ahead = max(0, self.pulled - self.handed_out)
+            ahead = max(0, self.pulled - handed_out)
             draws = ahead or self._pulling or self._end_is_known
         places = self._places.up_to(handed_out)
         after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
@@ -157,7 +133,7 @@ class LoaderPass:
         loader = places[0].loader if places else self._loader_at_start
         again = [(one.before, one.checksum) for one in places if one.before is not None]
         return {
-            "batches": self.handed_out,
+            "batches": handed_out,
             "at_start": self._at_start,
             "generators": of.generators.read(),
             "loader": self._places.ask() if loader is None else loader,
@@ -167,11 +143,6 @@ class LoaderPass:
             "loader_draws": sorted(of.draws.names),
             "ahead": ahead,
         }
-
-    @property
-    def is_of_another_epoch(self) -> bool:
-        """Whether ``set_epoch`` was called since the pass began."""
-        return epochs_of(self._of.loader) != self._epochs
 
     @property
     def is_ahead(self) -> bool:
@@ -186,6 +157,51 @@ class LoaderPass:
         with self._lock:
             known = self.is_ahead and not self._pulling
             return self._of.draws.drawn_by_others() if known else frozenset()
+
+    # --------------------------------------------------------------- what the caller does
+
+    def make_ready(self) -> None:
+        """The caller asks for one iteration more.
+
+        Raises:
+            RuntimeError: The loop has changed what was used ahead, or drawn what the loader draws.
+        """
+        with self._lock:
+            if self._sampling is None:
+                self._sampling = read_in_pass(torchs(self._of.loader))
+            elif self._sampling or type(self._of.loader) is list:
+                self._check_unchanged(self._sampling)
+            if self._of.draws.names and self.is_ahead and not self._pulling:
+                self._of.draws.check_others()
+
+    def _check_unchanged(self, sampling: list[Any]) -> None:
+        """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
+        loader = self._of.loader
+        now = read_in_pass(torchs(loader))
+        changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
+        if type(loader) is list:
+            same = self._ahead.are_those_of(loader, self.handed_out)
+            if not same or (self._at_end and len(loader) != self.pulled):
+                changed = "the list"
+        _refuse_changed(changed)
+
+    def begin_batch(self) -> None:
+        """The caller's tasks come to the next batch, or all of its batches were handed out.
+
+        Raises:
+            RuntimeError: The loop has drawn what the loader draws, or changed what it reads.
+        """
+        of, number = self._of, self.handed_out + 1
+        if of.views is not None:
+            of.views.begin_batch(number)
+        if of.watch is not None:
+            _refuse_changed(of.watch.begin_batch(number))
+
+    def hand_out(self) -> None:
+        """The caller gets the next batch."""
+        with self._lock:
+            self.handed_out += 1
+            self._ahead.hand_out()
 
     def end(self) -> None:
         """The caller got the last batch, and asks for no more: the loader is asked, as a for would.
@@ -203,55 +219,107 @@ class LoaderPass:
         if self.failure is not None:
             raise self.failure
 
-    def make_ready(self) -> None:
-        """The caller asks for one iteration more.
+    def leave(self, *, failed: bool) -> frozenset[str]:
+        """The caller leaves the pass before its end; the pipeline pulls no more.
+
+        A batch that is being pulled is the last one.
+
+        Args:
+            failed: In the middle of an iteration, whose batch is lost.
+
+        Returns:
+            Generators that the loader has drawn from ahead, and that cannot be set back.
+        """
+        if failed and self.is_ahead:
+            self.hand_out()
+        with self._lock:
+            kept = self._ahead.leave(self.pulled - self.handed_out)
+            if goes_on(self._of.loader):
+                self._part += 1
+                self._again = deque(kept)
+                self.iterator = self._pull()
+                return frozenset()
+            self.lost = self.is_ahead or self._pulling
+        return self._set_back()
+
+    def _set_back(self) -> frozenset[str]:
+        """Set the generators back to what they were after the last batch handed out."""
+        self.release()
+        places, draws = self._places.up_to(self.handed_out), self._of.draws
+        after = places[-1].after if places else {}
+        if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
+            return frozenset()
+        if others := self.drawn_by_others() or (draws.names - after.keys()):
+            return others
+        self._of.generators.write(draws.drawn(after))
+        draws.begin()
+        return frozenset()
+
+    def goes_on(self) -> bool:
+        """Whether a new pass is the rest of this one.
 
         Raises:
-            RuntimeError: The loop has changed what was used ahead, or drawn what the loader draws.
+            RuntimeError: Tasks that ran ahead have modified its batches.
+        """
+        loader = self._of.loader
+        if self.lost and self._is_own_iterator:
+            raise RuntimeError(
+                f"the loader ({type(loader).__name__}) is its own iterator, and batches "
+                "that were pulled ahead were dropped when the last pass was left: whether a new "
+                "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
+                "do not pull it ahead"
+            )
+        self.check_modified()
+        return goes_on(loader) and not self.ended
+
+    def check_modified(self) -> None:
+        """Refuse to go on where the loader may give batches again that were dropped.
+
+        Raises:
+            RuntimeError: Tasks that ran ahead have modified them.
+        """
+        self._ahead.check_modified()
+
+    def undo(self) -> None:
+        """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
+        self.release()
+        generators = self._of.generators
+        if not (self.pulled or changed(self._when_begun, generators.read())):
+            generators.write(self._at_start)
+
+    def release(self) -> None:
+        """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
+        with self._lock:
+            self._left = True
+            self._batches = iter(())
+            self._again.clear()
+            self._ahead.clear()
+            self._at_end = True
+
+    def close(self) -> None:
+        """Let an iterator that was given go, too; there is no other pass."""
+        self.release()
+        self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
+
+    def await_pull(self) -> None:
+        """Wait until no batch is being pulled any more.
+
+        Raises:
+            RuntimeError: The loader does not return.
         """
         with self._lock:
-            if self._sampling is None:
-                self._sampling = read_in_pass(torchs(self._of.loader))
-            elif self._sampling or type(self._of.loader) is list:
-                self._check_unchanged(self._sampling)
-            if self._of.draws.names and self.is_ahead and not self._pulling:
-                self._of.draws.check_others()
+            if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
+                raise RuntimeError(
+                    f"the loader ({type(self._of.loader).__name__}) has not returned for "
+                    f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"
+                )
 
-    def begin_batch(self) -> None:
-        """The caller's tasks come to the next batch, or all of its batches were handed out.
-
-        Raises:
-            RuntimeError: The loop has drawn what the loader draws, or changed what it reads.
-        """
-        of, number = self._of, self.handed_out + 1
-        if of.views is not None:
-            of.views.begin_batch(number)
-        if of.watch is not None and (changed := of.watch.begin_batch(number)):
-            self._refuse_changed(changed)
+    # --------------------------------------------------------------- what the pulling thread does
 
     def pull_alone(self, most: int) -> None:
         """Pull so many batches in all now, while nothing else runs."""
         while self.pulled < most and not self._at_end and self._advance(alone=True):
             pass
-
-    def _check_unchanged(self, sampling: list[Any]) -> None:
-        """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
-        loader = self._of.loader
-        now = read_in_pass(torchs(loader))
-        changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
-        if type(loader) is list:
-            same = self._ahead.are_those_of(loader, self.handed_out)
-            if not same or (self._at_end and len(loader) != self.pulled):
-                changed = "the list"
-        self._refuse_changed(changed)
-
-    def _refuse_changed(self, changed: str) -> None:
-        if changed:
-            raise RuntimeError(
-                f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
-                "would get others now. Change it between two passes, or do not pull the "
-                "loader ahead"
-            )
 
     def _pull(self) -> Iterator[Any]:
         current = self._part
@@ -272,8 +340,7 @@ class LoaderPass:
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
-        of = self._of
-        number = self.pulled + 1
+        of, number = self._of, self.pulled + 1
         if (of.turns is not None or not of.ahead) and of.draws.wants_turn(number):
             alone = True
             if of.turns is not None:
@@ -306,18 +373,17 @@ class LoaderPass:
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure, ended = error, True
         # At the end samplers may draw once more.
-        known = self._note_draws(number, before, alone or (ended and failure is None))
+        found = self._note_draws(number, before, alone or (ended and failure is None))
         if of.watch is not None:
-            self._refuse_changed(of.watch.changed)
-        looks = of.turns is not None and not ended
-        pulled = self._ahead.as_pulled(batch) if looks else None
+            _refuse_changed(of.watch.changed)
+        pulled = None if ended else self._ahead.as_pulled(batch)
         if not ended:  # it may take a while, and the caller must not wait for it
             after = of.draws.after if before else {}
-            self._places.note(number, self.handed_out, batch, known, after)
+            self._places.note(number, self.handed_out, batch, found, after)
         with self._lock:
             if ended and not self._left:
-                self.failure, self._at_end, self._end_is_known = failure, True, failure is None
-                self._batches = iter(())
+                self.failure, self._batches, self._at_end = failure, iter(()), True
+                self._end_is_known = failure is None
             if ended or self._left:
                 return False
             self._ahead.add(pulled)
@@ -328,112 +394,21 @@ class LoaderPass:
     def _note_draws(self, number: int, before: States, alone: bool) -> States:
         """Note what a pull has drawn; returns the states in which it found the generators."""
         of, found = self._of, States()
-        if of.views is not None and of.views.found is not None:
-            found = {"torch": {"cpu": of.views.found}}
-        of.draws.after_pull(number, before, alone=alone, first=not self._asked, seen=bool(found))
         if of.views is not None:
+            if of.views.found is not None:
+                found = {"torch cpu": of.views.found}
             of.views.pulled(number)
+        of.draws.after_pull(number, before, alone=alone and self._asked, seen=bool(found))
         if self._prepared is not None and not self._asked:
             self._prepared.after_pull()
         self._asked = True
         return {**before, **found}
 
-    def hand_out(self) -> None:
-        """The caller gets the next batch."""
-        with self._lock:
-            self.handed_out += 1
-            self._ahead.hand_out()
 
-    def leave(self, *, failed: bool) -> frozenset[str]:
-        """The caller leaves the pass before its end; the pipeline pulls no more.
-
-        A batch that is being pulled is the last one.
-
-        Args:
-            failed: In the middle of an iteration, whose batch is lost.
-
-        Returns:
-            Generators that the loader has drawn from ahead, and that cannot be set back.
-        """
-        if failed and self.is_ahead:
-            self.hand_out()
-        with self._lock:
-            kept = self._ahead.leave()
-            if self._goes_on:
-                self._part += 1
-                self._again = deque(kept)
-                self.iterator = self._pull()
-                return frozenset()
-            self.lost = self.is_ahead or self._pulling
-        return self._set_back()
-
-    def _set_back(self) -> frozenset[str]:
-        """Set the generators back to what they were after the last batch handed out."""
-        self.release()
-        places, draws = self._places.up_to(self.handed_out), self._of.draws
-        after = places[-1].after if places else {}
-        if not (self._of.turns is not None and draws.names and draws.after and self.is_ahead):
-            return frozenset()
-        if others := self.drawn_by_others() or (draws.names - after.keys()):
-            return frozenset(others)
-        self._of.generators.write(draws.drawn(after))
-        draws.begin()
-        return frozenset()
-
-    def await_pull(self) -> None:
-        """Wait until no batch is being pulled any more.
-
-        Raises:
-            RuntimeError: The loader does not return.
-        """
-        with self._lock:
-            if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
-                raise RuntimeError(
-                    f"the loader ({type(self._of.loader).__name__}) has not returned for "
-                    f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"
-                )
-
-    def close(self) -> None:
-        """Let an iterator that was given go, too; there is no other pass."""
-        self.release()
-        self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
-
-    def undo(self) -> None:
-        """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
-        self.release()
-        generators = self._of.generators
-        if not (self.pulled or changed(self._when_begun, generators.read())):
-            generators.write(self._at_start)
-
-    def release(self) -> None:
-        """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
-        with self._lock:
-            self._left = True
-            self._batches = iter(())
-            self._again.clear()
-            self._ahead.clear()
-            self._at_end = True
-
-    def goes_on(self) -> bool:
-        """Whether a new pass is the rest of this one.
-
-        Raises:
-            RuntimeError: Tasks that ran ahead have modified its batches.
-        """
-        if self.lost and self._is_own_iterator:
-            raise RuntimeError(
-                f"the loader ({type(self._of.loader).__name__}) is its own iterator, and batches "
-                "that were pulled ahead were dropped when the last pass was left: whether a new "
-                "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
-                "do not pull it ahead"
-            )
-        self.check_modified()
-        return self._goes_on and not self.ended
-
-    def check_modified(self) -> None:
-        """Refuse to go on where the loader may give batches again that were dropped.
-
-        Raises:
-            RuntimeError: Tasks that ran ahead have modified them.
-        """
-        self._ahead.check_modified()
+def _refuse_changed(changed: str) -> None:
+    if changed:
+        raise RuntimeError(
+            f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
+            "would get others now. Change it between two passes, or do not pull the "
+            "loader ahead"
+        )

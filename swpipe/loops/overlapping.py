@@ -34,12 +34,11 @@ from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draw_views import DrawViews
-from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
+from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_draws import LoaderDraws, known_draws
-from swpipe.loops.loader_pass import LoaderPass
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.pull_watch import PullWatch
-from swpipe.loops.pulled_loader import PulledLoader
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
@@ -59,12 +58,6 @@ _DRAWS_IN_TURN = (
     "loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of its "
     "own"
 )
-
-_GONE = {
-    "iterations": ": overlap() records nothing, and what may run ahead is declared, by pure=True "
-    "of a task and pull_ahead=True of the loader. Leave it out",
-}
-"""Arguments that there were."""
 
 
 @dataclass(frozen=True)
@@ -113,89 +106,48 @@ class OverlappedLoop(ResumableLoop[C]):
     ) -> None:
         self.overlap = overlap
         self._ahead, self._said = ahead, said
-        self._told: frozenset[str] = frozenset()  # default generators that the loader draws from
+        self._told: set[str] = set()  # default generators that the loader draws from
         super().__init__(pipe, loader)
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        loader, ahead = self._loader, self.overlap.loader_ahead
+        loader, inner = self._loader, torchs(self._loader)
         # Where it is known to be apart, it draws from nothing but what it was given.
-        apart = is_apart(torchs(loader), draws_watched=True)
-        given = generators_in_pass(torchs(loader))
-        names = [name for name, one in generators.own.items() if any(one is g for g in given)]
-        if not ahead:
+        apart = is_apart(inner, draws_watched=True)
+        if not self.overlap.loader_ahead:
             draws = LoaderDraws(generators, measured=not apart)
-            return PulledLoader(loader, generators, draws, ahead)
-        known = known_draws(torchs(loader))
+            return PulledLoader(loader, generators, draws, ahead=False)
+        known = known_draws(inner)
         views = None if apart else DrawViews(self.pipe, known, kept=goes_on(loader))
+        names = generators.named(generators_in_pass(inner))
         return PulledLoader(
             loader,
             generators,
             LoaderDraws(generators, names, measured=not apart, known=known),
-            ahead,
+            ahead=True,
+            most=self.pipe.plan.depth,
             makes_batches=not apart,
             turns=self.pipe,
-            watch=None if views is None else PullWatch(views, self.pipe, torchs(loader)),
+            watch=None if views is None else PullWatch(views, self.pipe, inner),
             views=views,
         )
 
-    def _rest_of_left(self) -> LoaderPass | None:
-        left = self._pass
-        return left if left is not None and left.goes_on() else None
-
-    def _new_pass(self) -> LoaderPass:
-        left = self._pass
-        if left is not None and left.lost and not self._said and has_live_workers(self._loader):
-            raise RuntimeError(
-                "the last pass was left, and the loader's workers, which live on, have made "
-                "batches that were pulled ahead and dropped: what they draw or count would not be "
-                "that of a plain loop. Let each pass have new ones, by "
-                "DataLoader(persistent_workers=False), or say by "
-                "overlap(pull_ahead=True) that they draw and count nothing"
-            )
-        if left is not None:
-            left.await_pull()
-        return super()._new_pass()
-
     def _begin(self, current: LoaderPass) -> None:
-        """The first batches are pulled when they are asked for."""
         self._ahead.begin = current.begin_batch
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
         current.make_ready()
-        known = self._pulled.draws.known
-        if not (known.names or known.quiet or known.waits):
-            return  # it does not draw
-        ahead, in_turn = known.told()
-        for told_of, text in ((ahead, _DRAWS_AHEAD), (in_turn, _DRAWS_IN_TURN)):
+        for told_of, text in zip(
+            self._pulled.draws.known.told(), (_DRAWS_AHEAD, _DRAWS_IN_TURN), strict=True
+        ):
             if new := told_of - self._told:
                 self._told |= new
-                names = listed([told(name) for name in sorted(new)])
-                warnings.warn(text.format(names), RuntimeWarning, stacklevel=self._frames)
+                warnings.warn(text.format(told(new)), RuntimeWarning, stacklevel=self._frames)
 
-    def _count(self, current: LoaderPass) -> None:
-        """Nothing: only what the body got was handed out."""
-
-    def _pipeline_state(self) -> dict[str, int]:
-        # No task of an iteration in flight has changed any state.
-        return self.pipe.state_dict(check=not self.pipe.in_flight)
-
-    def _drop(self, current: LoaderPass) -> None:
-        if self._is_complete(current):
-            self.pipe.settle()  # its end is found
-        self.pipe.drop()  # no task of these iterations has changed any state
+    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
+        super()._drop(current, failed=failed)
         self._ahead.drop()
-
-    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
-        if drawn := current.leave(failed=failed):
-            warnings.warn(
-                f"the pass was left, and the loader has drawn ahead from "
-                f"{listed(sorted(map(told, drawn)))}, from which the loop draws, too: what is "
-                "drawn from now on is not what a plain loop draws",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def close(self) -> None:
         """End the threads. An iterator that was given is let go: its ``finally`` may run."""
@@ -203,7 +155,7 @@ class OverlappedLoop(ResumableLoop[C]):
         _pulled.pop(id(self._loader), None)
         if self._running is None and goes_on(self._loader) and self._pass is not None:
             self._pass.close()
-            self._pass = self._rest = None
+            self._pass = self._loaded = None
             self._loader = ()
             self._pulled = replace(self._pulled, loader=())
 
@@ -232,7 +184,6 @@ def overlap(
     check_effects: bool | float | None = None,
     keep: Sequence[str] | None = None,
     run_ahead: int | None = None,
-    **gone: Any,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
 
@@ -261,7 +212,6 @@ def overlap(
         keep: The attributes that the body reads; all others go as soon as no task can use them
             any more, as for ``PipelinePlan.keep``. None: all stay.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
-        gone: Nothing; an argument that there was is an error that says what replaces it.
 
     Raises:
         ValueError: ``pull_ahead`` is True over an iterator that another loop pulls from; or
@@ -275,8 +225,6 @@ def overlap(
         RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
             a default generator: ahead, so that the loop must not begin to, or in turn.
     """
-    for name in gone:
-        raise TypeError(f"overlap() has no argument {name!r}{_GONE.get(name, '')}")
     if pull_ahead is not None and type(pull_ahead) is not bool:
         raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))

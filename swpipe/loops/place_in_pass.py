@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -27,7 +27,14 @@ from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES
 from swpipe.loops.batch_memory import checksum_of
-from swpipe.loops.live_loaders import end_workers, has_own_state, lives_on, torchs
+from swpipe.loops.live_loaders import (
+    end_workers,
+    goes_on,
+    has_own_state,
+    length_of,
+    lives_on,
+    torchs,
+)
 from swpipe.loops.pass_generators import PassGenerators, States
 
 _COMPARED = 4
@@ -74,16 +81,40 @@ class PlacesPulled:
         self._is_data = type(loader) in SEQUENCES  # at hand as it is
         self._state: Any = None  # before the next pull
 
-    def begin(self, known: Mapping[int, PlaceInPass]) -> Any:
-        """A pass begins, or goes on after these; returns the loader's state then, if it is known.
+    def begin(self) -> tuple[Iterator[Any], Any]:
+        """The batches of a new pass, and the loader's state then, if it is known.
 
         Another kind of loader than torch's may have none before it was asked for a batch.
         """
-        self._known = {**known}
-        pulled = any(one.before is not None for one in known.values())
-        if self._has_state and (pulled or isinstance(self._loader, DataLoader)):
+        batches = iter(self._loader)
+        if self._has_state and isinstance(self._loader, DataLoader):
             self._state = self.ask()
-        return self._state
+        return batches, self._state
+
+    def begin_again(self, generators: PassGenerators, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """The rest of a pass, led back to where a state was saved; the generators are set.
+
+        Raises:
+            ValueError: The loader gives other batches, or fewer than were handed out; or cannot be
+                begun again, or does not take its state.
+        """
+        handed_out = saved["batches"]
+        if not self._has_state:
+            if goes_on(self._loader) and handed_out:
+                raise ValueError(
+                    f"the loader is an iterator ({type(self._loader).__name__}), which cannot be "
+                    "begun again: give a DataLoader or another object that makes a new iterator"
+                )
+            _check_length(length_of(self._loader), handed_out)
+        batches, places = _led_back(self._loader, generators, saved)
+        after = {**saved["generators"], **(saved["after_pull"] or {})}
+        generators.write(after)
+        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
+        places[-1] = replace(places[-1], after=after)
+        self._known = dict(enumerate(places, handed_out - len(places) + 1))
+        if self._has_state and (saved["again"] or isinstance(self._loader, DataLoader)):
+            self._state = self.ask()
+        return batches
 
     def ask(self) -> Any:
         """The loader's own state now; None if it has none."""
@@ -120,17 +151,13 @@ class PlacesPulled:
         return max((place for place in known if place <= first), default=min(known, default=0))
 
 
-def led_back(
+def _led_back(
     loader: Any, generators: PassGenerators, saved: Mapping[str, Any]
-) -> tuple[Iterator[Any], list[PlaceInPass] | None]:
-    """The rest of a pass, and what was pulled again; None if that was other batches.
-
-    Raises:
-        ValueError: The loader does not take a state, or has fewer batches than were handed out.
-    """
-    batches: Iterator[Any] = iter(())
+) -> tuple[Iterator[Any], list[PlaceInPass]]:
+    """The rest of a pass, and what was pulled again."""
+    again, own = saved["again"], saved["loader"]
     for way, (state, number) in enumerate(_beginnings(loader, saved)):
-        if way and number > len(saved["again"]):
+        if way and number > len(again):
             warnings.warn(
                 f"the state of the loader ({type(loader).__name__}) does not lead to the batches "
                 f"that were handed out last: {number} batches of the pass are read again",
@@ -141,13 +168,22 @@ def led_back(
         generators.write(saved["at_start"])
         batches = iter(loader) if state is None else set_back(loader, state)
         with _of_state(loader, state):
-            found = sum(1 for _ in islice(batches, number - len(saved["again"])))
+            found = sum(1 for _ in islice(batches, number - len(again)))
             places, same = _pulled_again(loader, generators, batches, saved)
-        if saved["loader"] is None:
-            check_length(found + len(places), number)
-        if same and len(places) == len(saved["again"]):
+        if own is None:
+            _check_length(found + len(places), number)
+        if same and len(places) == len(again):
             return batches, places
-    return batches, None
+    kind = type(loader).__name__
+    what = f"the loader ({kind}), begun again, does not give"
+    raise ValueError(
+        f"{what if own is None else f'the state of the loader ({kind}) does not lead to'} the "
+        f"batches that were handed out last, up to batch {saved['batches']} of the pass: what "
+        "decides which come is in no state, such as a random generator that swpipe does not know, "
+        "or is not as it was. Resume with the same data, seeds and epoch (set_epoch); let "
+        "samplers and the dataset have their generators as attributes; or, if other "
+        "batches do not matter, say load_state_dict(state, check=False)"
+    )
 
 
 def _pulled_again(
@@ -204,12 +240,7 @@ def _of_state(loader: Any, state: Any) -> Iterator[None]:
         ) from error
 
 
-def check_length(found: float, handed_out: int) -> None:
-    """Refuse a loader with so few batches.
-
-    Raises:
-        ValueError: They are fewer than were handed out.
-    """
+def _check_length(found: float, handed_out: int) -> None:
     if found < handed_out:
         raise ValueError(
             f"the loader has {found} batches, but {handed_out} were handed out before the state "

@@ -7,14 +7,13 @@
 A function mode, which is of one thread, sees each call of torch's Python functions. Those that may
 draw run under ``DrawViews``. Of tensors that a pull reads ahead it is looked, before the loop
 begins with the batch, whether others have modified them since: in the first 16 such pulls. What the
-loader reads otherwise than by torch's functions is its author's word.
+loader reads otherwise than by torch's functions, or writes itself, is its author's word.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from multiprocessing.util import register_after_fork
@@ -28,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from swpipe.loops.draw_views import DrawViews, Turns
 
-_PLAIN = (Tensor, Parameter)
+Reads = dict[int, tuple[weakref.ref[Tensor], int]]
+"""Tensors by id, and their versions."""
 
+_PLAIN = (Tensor, Parameter)
 
 _FIRST = 16
 """So many pulls are watched in any case."""
@@ -52,57 +53,46 @@ class PullWatch(TorchFunctionMode):
 
     def __init__(self, views: DrawViews, turns: Turns, loader: Any) -> None:
         super().__init__()
-        self.changed = ""
         self._views, self._turns = views, turns
         sized = loader, getattr(loader, "dataset", None)
         self._sized: list[Any] = [one for one in sized if hasattr(type(one), "__len__")]
-        self._lengths: dict[int, int] = {}  # after the last pull
-        self._active = self._reads = self._writes = False
+        self._active = self._reads = self._writing = False
         self._number = self._watched = 0  # of the pull; so many pulls
-        self._lock = threading.Lock()  # for versions, and who has written
-        self._read: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, in this pull
-        self._written: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by the loader, how often
-        self._ahead: deque[tuple[int, Any]] = deque()  # what pulls have read ahead
-        self._sharing: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by storage
+        self._read: Reads = {}  # in this pull
+        self._ahead: deque[tuple[int, Reads]] = deque()  # what pulls have read ahead
+        self._own: set[int] = set()  # storages that the loader writes
         register_after_fork(self, PullWatch._leave)
+        self.begin()
 
     def begin(self) -> None:
         """A new pass begins."""
-        self._lengths = {}
+        self._lengths: dict[int, int] = {}  # after the last pull
         self.changed = ""
         self._ahead.clear()
-        self._sharing.clear()
+        self._own.clear()
 
     def pull(self, number: int) -> Self:
         """A pull is made within the block, by its number in the pass from 1."""
-        if self._sized:
-            now = self._lengths_now()
-            if any(self._lengths.get(one, length) != length for one, length in now.items()):
-                self.changed = "the length of the loader or of its dataset"
+        now = self._lengths_now()
+        if any(self._lengths.get(one, length) != length for one, length in now.items()):
+            self.changed = "the length of the loader or of its dataset"
         self._number, self._reads = number, self._watched < _FIRST
         return self
 
     def begin_batch(self, number: int) -> str:
         """The loop comes to the batch of a pull: what others have changed of what it read."""
         while self._ahead and self._ahead[0][0] <= number:
-            place, read = self._ahead.popleft()
-            for reference, before in read.values():
+            for reference, version in self._ahead[0][1].values():
                 tensor = reference()
-                with self._lock:
-                    changed = tensor is not None and self._others(tensor) != before
-                    if changed and self._writes:  # and it is not known yet how often
-                        self._ahead.appendleft((place, read))
-                        return ""
-                if changed:
+                if tensor is None or tensor._version == version:
+                    continue
+                if self._writing:  # perhaps the loader itself: look again later
+                    return ""
+                if _storage(tensor) not in self._own:
                     kind = str(tensor.dtype).removeprefix("torch.")
                     return f"a tensor that the loader reads ({kind} {list(tensor.shape)})"
+            self._ahead.popleft()
         return ""
-
-    def _others(self, tensor: Tensor) -> int:
-        """How often others have modified it; within the lock."""
-        reference, written = self._written.get(id(tensor), (None, 0))
-        own = reference is not None and reference() is tensor
-        return tensor._version - (written if own else 0)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -112,8 +102,7 @@ class PullWatch(TorchFunctionMode):
     def __exit__(self, *failure: object) -> None:
         self._active = False
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        if self._sized:
-            self._lengths = self._lengths_now()
+        self._lengths = self._lengths_now()
         if self._read:
             self._watched += 1
             self._ahead.append((self._number, self._read))
@@ -140,52 +129,28 @@ class PullWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._reads or self._ahead:
-            tensors = [*_tensors_of(args)]
-            if self._reads and not self._turns.is_in_turn:
-                self._note_read(tensors)
-            if "out" in kwargs or _may_write(func):
-                return self._noted_write(tensors, func, args, kwargs)
-        return self._called(func, args, kwargs)
+        if not (self._reads or self._ahead):
+            return self._called(func, args, kwargs)
+        tensors = [*_tensors_of((*args, kwargs.get("out")))]
+        if self._reads and not self._turns.is_in_turn:
+            for one in tensors:
+                self._read.setdefault(id(one), (weakref.ref(one), one._version))
+        if not ("out" in kwargs or _may_write(func)):
+            return self._called(func, args, kwargs)
+        before = [one._version for one in tensors]
+        self._writing = True
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            written = zip(tensors, before, strict=True)
+            self._own.update(_storage(one) for one, then in written if one._version != then)
+            self._writing = False
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _may_draw(func):
             with self._views:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _note_read(self, tensors: list[Tensor]) -> None:
-        for one in tensors:
-            if id(one) not in self._read:
-                reference = weakref.ref(one)
-                self._sharing[_storage(one)].append(reference)
-                with self._lock:
-                    self._read[id(one)] = reference, self._others(one)
-
-    def _noted_write(
-        self, tensors: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        sharing = [one for key in {*map(_storage, tensors)} for one in self._sharing.get(key, ())]
-        read = {id(one): one for reference in sharing if (one := reference()) is not None}
-        before = [one._version for one in read.values()]
-        if _may_draw(func):  # and wait until the loop goes on, which must not wait for it
-            self._writes = True
-            try:
-                return self._called(func, args, kwargs)
-            finally:
-                with self._lock:
-                    self._count_written(read, before)
-        with self._lock:
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._count_written(read, before)
-
-    def _count_written(self, read: dict[int, Tensor], before: list[int]) -> None:
-        for one, version in zip(read.values(), before, strict=True):
-            written = one._version - self._others(one) + one._version - version
-            self._written[id(one)] = weakref.ref(one), written
-        self._writes = False
 
 
 def _tensors_of(args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -12,13 +12,13 @@ first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from swpipe._distributed.rank_checks import rank_count
-from swpipe.core.messages import listed, shown
+from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
@@ -29,14 +29,14 @@ from swpipe.loops.live_loaders import (
     has_own_state,
     has_place,
     is_prepared_with_state,
+    length_of,
     torchs,
 )
 from swpipe.loops.loader_draws import LoaderDraws
-from swpipe.loops.loader_pass import LoaderPass
+from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, told
 from swpipe.loops.place_in_pass import set_back
-from swpipe.loops.pulled_loader import PulledLoader, length_of
-from swpipe.loops.saved_state import VERSION, checked
+from swpipe.loops.saved_state import OF_PLACE, checked, complete
 from swpipe.pipeline import SWPipeline
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
@@ -61,8 +61,8 @@ class ResumableLoop(Generic[Out]):
 
     A pass begins at ``iter(loop)``, as that of a plain loop; batches are pulled when they are asked
     for. A pass that is left early, by ``break`` or an exception, drops what was pulled ahead if no
-    task can have changed anything for it. Otherwise it stays in flight, for ``drain`` of the
-    pipeline.
+    task can have changed anything for it; a loader that is an iterator gives it again in the next
+    pass. Otherwise it stays in flight, for ``drain`` of the pipeline.
 
     Attributes:
         pipe: The pipeline.
@@ -79,6 +79,7 @@ class ResumableLoop(Generic[Out]):
     """
 
     counted = False
+    _said = True  # that workers which live on draw and count nothing
 
     def __init__(
         self,
@@ -98,10 +99,21 @@ class ResumableLoop(Generic[Out]):
         where = resolve(getattr(pipe, "device", None) if device is None else device)
         self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
         self._pass: LoaderPass | None = None
-        self._rest: LoaderPass | None = None  # of the pass of a state that was loaded
+        self._loaded: Mapping[str, Any] | None = None  # leads to the next pass
         self._running: LoaderPass | None = None
         self._left = False  # early
         self._dropped = False  # what was in flight then
+
+    def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
+        # What is not pulled ahead is drawn in the order of a plain loop.
+        pipe, most = self.pipe, 0
+        ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
+        if isinstance(pipe, SWPipeline) and goes_on(self._loader):
+            most = pipe.plan.depth - 1
+        draws = LoaderDraws(generators, generators.own if ahead else (), measured=True)
+        return PulledLoader(self._loader, generators, draws, ahead, most)
+
+    # ------------------------------------------------------------------------------ states
 
     def state_dict(self, *, rest: bool | None = None, check: bool = True) -> dict[str, Any]:
         """What to save beside models and optimizers, in the body of the loop or between passes.
@@ -123,8 +135,12 @@ class ResumableLoop(Generic[Out]):
             RuntimeError: A run that goes on from here would not surely have the numbers of one that
                 was never stopped; it says why, and what to do.
         """
-        state: dict[str, Any] = {"version": VERSION, "ranks": rank_count()}
-        state["pipeline"] = self._pipeline_state()
+        pipe = self.pipe
+        if self._pulled.turns is not None and isinstance(pipe, SWPipeline):
+            # No task of an iteration in flight has changed any state, and no pull is waited for.
+            pipeline = pipe.state_dict(check=not pipe.in_flight)
+        else:
+            pipeline = pipe.state_dict()
         if self._left and rest is None:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
@@ -133,11 +149,13 @@ class ResumableLoop(Generic[Out]):
             )
         # A task with random=True may be running, which has seeded the generators for itself.
         with self._pulled.generators.exclusive():
-            return state | self._place(rest, check)
+            return complete(pipeline, self._place(rest, check))
 
-    def _place(self, rest: bool | None, check: bool) -> dict[str, Any]:
+    def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
         """What a state has beside the pipeline's."""
         current = self._pass
+        if self._loaded is not None and current is None:
+            return {name: self._loaded[name] for name in OF_PLACE}
         if current is None or (self._left and not rest):
             return self._between_passes(check)
         if others := self._others_in_flight(current):
@@ -154,205 +172,42 @@ class ResumableLoop(Generic[Out]):
         self._check_place(current, check)
         return current.state_dict(check=check)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
-        """Let the next pass go on where a state was saved, in this process or another.
-
-        Call it before the first pass, after models and optimizers are loaded. The pipeline may have
-        another plan. Random generators are set as they were. A loader without a state of its own is
-        begun again, and the batches that were handed out are skipped. One with a state is set back;
-        if it does not give the batches again that were handed out last, it is begun again, too.
-
-        Args:
-            state: What ``state_dict`` returned on this rank.
-            check: Refuse, when the pass begins, a loader that does not give them again; and a state
-                of another number of ranks, on which a loader has other batches.
-
-        Raises:
-            RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
-                were dropped when the last one was left, and the loader has them.
-            ValueError: The loader has fewer batches than were handed out, or cannot be begun again;
-                or the state is not that of such a loop.
-        """
-        self._refuse_running()
-        loader, generators = self._loader, self._pulled.generators
-        state = checked(state, type(self).__name__, loader, generators, same_ranks=check)
-        if self._pass is not None:
-            self._pass.check_modified()
-        self._pulled.draws.known.names |= frozenset(state["loader_draws"])
-        end_workers(loader)
-        self._pass = self._rest = None
-        if not check:
-            state = {**state, "again": [(before, None) for before, _ in state["again"]]}
-        if state["batches"] or state["after_pull"] is not None:  # the pass had begun
-            self._pass = self._rest = LoaderPass(self._pulled, state)
-        else:
-            if state["loader"] is not None:
-                set_back(loader, state["loader"])
-            generators.write(state["generators"])
-        self.pipe.load_state_dict(state["pipeline"])
-        self._left = False
-
-    def __iter__(self) -> Iterator[Out]:
-        """What the pipeline returns for each batch. The pass begins now, as that of a ``for``.
-
-        The first batch is pulled when it is asked for. While another pass has not ended, this one
-        begins then, too.
-
-        Raises:
-            RuntimeError: At the first batch: another pass has not ended.
-            ValueError: A state was loaded, and the loader does not give the batches again that were
-                handed out last before it was saved.
-        """
-        running = self._running
-        if running is not None and self._is_complete(running):  # and is asked for nothing more
-            self._end(running, failed=False)
-        contexts = self._iterate()
-        next(contexts)
-        return contexts
-
-    def _begun(self) -> LoaderPass:
-        """The pass of a state that was loaded, the rest of one that was left, or a new one."""
-        if self._left and not isinstance(self.pipe, SWPipeline):  # which refuses it itself
-            self._refuse_left()
-        rest = self._rest
-        if rest is not None:
-            if rest.is_of_another_epoch:
-                rest = LoaderPass(self._pulled, rest.saved)
-            rest.check_led_back()
-        self._rest = None
-        current = self._pass = rest or self._rest_of_left() or self._new_pass()
-        self._dropped = self._left = False
-        return current
-
-    def _iterate(self) -> Iterator[Out]:
-        current = self._begun() if self._running is None else None
-        runs = failed = False
-        try:
-            yield None  # type: ignore[misc]  # to ``__iter__``
-            self._refuse_running()
-            current = self._pass = current or self._begun()
-            self._dropped = self._left = False
-            self._running, runs = current, True
-            self._begin(current)
-            iterator = current.iterator
-            while True:
-                self._make_ready(current)
-                try:
-                    out = self.pipe.progress(iterator)
-                except StopIteration:
-                    current.ended = True
-                    current.begin_batch()
-                    if current.failure is not None:
-                        raise current.failure from None
-                    return
-                except BaseException:
-                    failed = True
-                    raise
-                current.hand_out()
-                yield out
-                del out
-                if self._running is not current:  # a new pass has ended it
-                    return
-        finally:
-            if current is not None and runs and self._running is current:
-                self._end(current, failed=failed)
-            elif current is not None and not runs:
-                self._forget(current)
-
-    def _end(self, current: LoaderPass, *, failed: bool) -> None:
-        """The pass is over, or left."""
-        self._running = None
-        if isinstance(self._loader, AccelerateLoader):
-            self._loader.leave()
-        if not current.ended:
-            self._drop(current)
-            if self._is_complete(current):
-                current.end()
-        if current.ended:
-            current.release()
-        else:
-            self._leave(current, failed=failed)
-        self._left = not current.ended
-
-    def _forget(self, current: LoaderPass) -> None:
-        """A pass was begun, and nobody asked for a batch: a trainer looks whether this iterates."""
-        if not goes_on(self._loader):
-            current.undo()
-            if self._pass is current and not current.handed_out:
-                self._pass = None
-
-    def _is_complete(self, current: LoaderPass) -> bool:
-        """Whether all was handed out, by the loader's length."""
-        return current.handed_out == length_of(self._loader)
-
-    def __len__(self) -> int:
-        """The loader's length."""
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        # What is not pulled ahead is drawn in the order of a plain loop.
-        ahead = not isinstance(self.pipe, SWPipeline) or self.pipe.plan.depth > 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), measured=True)
-        return PulledLoader(self._loader, generators, draws, ahead)
-
-    def _new_pass(self) -> LoaderPass:
-        return LoaderPass(self._pulled)
-
-    def _rest_of_left(self) -> LoaderPass | None:
-        """The pass that was left, where a new one goes on with it."""
-        return None
-
-    def _begin(self, current: LoaderPass) -> None:
-        """A pass begins, or goes on."""
-        if self._pulled.ahead and not current.pulled:
-            current.pull_alone(2)
-
-    def _make_ready(self, current: LoaderPass) -> None:
-        """The next iteration is asked for."""
-
-    def _count(self, current: LoaderPass) -> None:
-        """Set how many batches were handed out, ``drain`` included."""
-        if isinstance(self.pipe, SWPipeline):
-            self.pipe.settle()
-            in_flight = self.pipe.in_flight
-        else:
-            in_flight = self.pipe.state_dict()["in_flight"]
-        current.handed_out = current.fed - in_flight
-
-    def _pipeline_state(self) -> dict[str, int]:
-        return self.pipe.state_dict()
-
-    def _drop(self, current: LoaderPass) -> None:
-        """Drop what is in flight, if nothing can have changed by it."""
-        pipe = self.pipe
-        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
-            return
-        if any(early_changes(pipe.plan, pipe.tasks)):
-            return
-        self._count(current)
-        pipe.drop()
-        self._dropped = True
-
-    def _leave(self, current: LoaderPass, *, failed: bool) -> None:
-        """The pass is left before its end."""
-        if self._dropped:
-            current.release()
-
-    def _refuse_left(self) -> None:
-        if in_flight := self.pipe.state_dict()["in_flight"]:
+    def _check_place(self, current: LoaderPass, check: bool) -> None:
+        """Refuse to save in mid-pass where no state leads back to the same batches and draws."""
+        if shared := current.drawn_by_others():
             raise RuntimeError(
-                f"batches of the pass that was left early are in flight ({in_flight}): call "
-                "drain() before the next pass"
+                "the loader and something else, a task or the body of the loop, draw from "
+                f"{told(shared)}, and the loader has drawn ahead: call drain() before you save, "
+                "let the loader's workers draw (DataLoader(num_workers=1)), or give tasks "
+                "random=True"
             )
-
-    def _others_in_flight(self, current: LoaderPass) -> int:
-        pipe = self.pipe
-        return pipe.in_flight_of_others(current.iterator) if isinstance(pipe, SWPipeline) else 0
-
-    def _refuse_running(self) -> None:
-        if self._running is not None:
+        if check and current.handed_out and not has_place(self._loader):
             raise RuntimeError(
-                "a pass over this loop has not ended: leave its for, or close() its iterator, first"
+                f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
+                "DataLoader over a map-style dataset, and does not say where it is in its pass: "
+                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
+                "save between two passes; or, if it gives the same batches whenever it is begun, "
+                "by state_dict(check=False)"
+            )
+        if check:
+            self._check_loader(live=current.had_live_workers)
+
+    def _check_loader(self, *, live: bool) -> None:
+        """Refuse one that keeps what is in no state."""
+        if live:
+            raise RuntimeError(
+                "the loader's workers live on from pass to pass, and what they have drawn or "
+                "counted is in no state: let each pass have new ones, by "
+                "DataLoader(persistent_workers=False); or, if they draw and count nothing, save by "
+                "state_dict(check=False)"
+            )
+        if is_prepared_with_state(self._loader):
+            raise RuntimeError(
+                "Accelerate prepared the loader with use_stateful_dataloader=True: it begins a "
+                "pass before the first one is asked for, and its state does not lead back to the "
+                "same batches, in swpipe or without: leave it out of DataLoaderConfiguration, and "
+                "this loop is resumed without; or, if other batches do not matter, save by "
+                "state_dict(check=False)"
             )
 
     def _between_passes(self, check: bool) -> dict[str, Any]:
@@ -382,42 +237,208 @@ class ResumableLoop(Generic[Out]):
             "ahead": 0,
         }
 
-    def _check_place(self, current: LoaderPass, check: bool) -> None:
-        """Refuse to save in mid-pass where no state leads back to the same batches and draws."""
-        if shared := current.drawn_by_others():
+    def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
+        """Let the next pass go on where a state was saved, in this process or another.
+
+        Call it before the first pass, after models and optimizers are loaded. The pipeline may have
+        another plan. Random generators are set as they were. When the pass begins, a loader without
+        a state of its own is begun again, and the batches that were handed out are skipped. One
+        with a state is set back; if it does not give the batches again that were handed out last,
+        it is begun again, too.
+
+        Args:
+            state: What ``state_dict`` returned on this rank.
+            check: Refuse, when the pass begins, a loader that does not give them again; and a state
+                of another number of ranks, on which a loader has other batches.
+
+        Raises:
+            RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
+                were dropped when the last one was left, and the loader has them.
+            ValueError: The state is not that of such a loop.
+        """
+        self._refuse_running()
+        loader, generators = self._loader, self._pulled.generators
+        state = checked(state, type(self).__name__, loader, generators, same_ranks=check)
+        if self._pass is not None:
+            self._pass.check_modified()
+        self._pulled.draws.known.names |= frozenset(state["loader_draws"])
+        end_workers(loader)
+        self._pass = self._loaded = None
+        if state["batches"] or state["after_pull"] is not None:  # the pass had begun
+            again = state["again"] if check else [(before, None) for before, _ in state["again"]]
+            self._loaded = {**state, "again": again}
+        elif state["loader"] is not None:
+            set_back(loader, state["loader"])
+        generators.write(state["generators"])
+        self.pipe.load_state_dict(state["pipeline"])
+        self._left = False
+
+    # ------------------------------------------------------------------------------ passes
+
+    def __iter__(self) -> Iterator[Out]:
+        """What the pipeline returns for each batch. The pass begins now, as that of a ``for``.
+
+        The first batch is pulled when it is asked for. While another pass has not ended, this one
+        begins then, too.
+
+        Raises:
+            RuntimeError: At the first batch: another pass has not ended.
+            ValueError: A state was loaded, and the loader has fewer batches than were handed out
+                before, does not give the last of these again, or cannot be begun again.
+        """
+        running = self._running
+        if running is not None and self._is_complete(running):  # and is asked for nothing more
+            self._end(running, failed=False)
+        contexts = self._iterate()
+        next(contexts)
+        return contexts
+
+    def _begun(self) -> LoaderPass:
+        """The pass of a state that was loaded, the rest of one that was left, or a new one."""
+        left, pipe = self._pass, self.pipe
+        ours = isinstance(pipe, SWPipeline)  # which refuses it itself
+        if self._left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
             raise RuntimeError(
-                "the loader and something else, a task or the body of the loop, draw from "
-                f"{listed(sorted(map(told, shared)))}, and the loader has drawn ahead: call "
-                "drain() before you save, let the loader's workers draw "
-                "(DataLoader(num_workers=1)), or give tasks random=True"
+                f"batches of the pass that was left early are in flight ({in_flight}): call "
+                "drain() before the next pass"
             )
-        if check and current.handed_out and not has_place(self._loader):
+        if self._loaded is not None:
+            current = LoaderPass(self._pulled, self._loaded)
+        elif left is not None and left.goes_on():
+            current = left
+        else:
+            if left is not None:
+                self._check_lost(left)
+                left.await_pull()
+            current = LoaderPass(self._pulled)
+        self._pass = current
+        self._dropped = self._left = False
+        return current
+
+    def _iterate(self) -> Iterator[Out]:
+        current = self._begun() if self._running is None else None
+        runs = failed = False
+        try:
+            yield None  # type: ignore[misc]  # to ``__iter__``
+            self._refuse_running()
+            current = self._pass = current or self._begun()
+            self._dropped = self._left = False
+            self._running, self._loaded, runs = current, None, True
+            self._begin(current)
+            iterator = current.iterator
+            while True:
+                self._make_ready(current)
+                try:
+                    out = self.pipe.progress(iterator)
+                except StopIteration:
+                    current.ended = True
+                    current.begin_batch()
+                    if current.failure is not None:
+                        raise current.failure from None
+                    return
+                except BaseException:
+                    failed = True
+                    raise
+                current.hand_out()
+                yield out
+                del out
+                if self._running is not current:  # a new pass has ended it
+                    return
+        finally:
+            if current is not None and runs and self._running is current:
+                self._end(current, failed=failed)
+            elif current is not None and not runs:
+                self._forget(current)
+
+    def _begin(self, current: LoaderPass) -> None:
+        """A pass begins, or goes on."""
+        if self._pulled.ahead and not current.pulled:
+            current.pull_alone(2)
+
+    def _make_ready(self, current: LoaderPass) -> None:
+        """The next iteration is asked for."""
+
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        """The pass is over, or left."""
+        self._running = None
+        if isinstance(self._loader, AccelerateLoader):
+            self._loader.leave()
+        complete = self._is_complete(current)
+        if not current.ended:
+            self._drop(current, failed=failed)
+            if complete and self.counted:
+                current.end()
+        if current.ended:
+            current.release()
+        elif self._dropped and (drawn := current.leave(failed=failed)):
+            warnings.warn(
+                f"the pass was left, and the loader has drawn ahead from {told(drawn)}, from "
+                "which the loop draws, too: what is drawn from now on is not what a plain loop "
+                "draws",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        current.ended = current.ended or complete
+        self._left = not current.ended
+
+    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
+        """Drop what is in flight, if nothing can have changed by it."""
+        pipe = self.pipe
+        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
+            return
+        if any(early_changes(pipe.plan, pipe.tasks)):
+            return
+        if self.counted and self._is_complete(current) and not pipe.closed:
+            pipe.settle()  # its end is found
+        if not failed:  # which has dropped it
+            self._count(current)
+        pipe.drop()
+        self._dropped = True
+
+    def _check_lost(self, left: LoaderPass) -> None:
+        """Refuse a new pass after one that was left, where what was dropped shows in it."""
+        if left.lost and not self._said and has_live_workers(self._loader):
             raise RuntimeError(
-                f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
-                "DataLoader over a map-style dataset, and does not say where it is in its pass: "
-                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
-                "save between two passes; or, if it gives the same batches whenever it is begun, "
-                "by state_dict(check=False)"
+                "the last pass was left, and the loader's workers, which live on, have made "
+                "batches that were pulled ahead and dropped: what they draw or count would not be "
+                "that of a plain loop. Let each pass have new ones, by "
+                "DataLoader(persistent_workers=False), or say by "
+                "overlap(pull_ahead=True) that they draw and count nothing"
             )
-        if check:
-            self._check_loader(live=current.had_live_workers)
 
-    def _check_loader(self, *, live: bool) -> None:
-        """Refuse one that keeps what is in no state."""
-        if live:
-            raise RuntimeError(_LIVE)
-        if is_prepared_with_state(self._loader):
-            raise RuntimeError(_PREPARED)
+    def _forget(self, current: LoaderPass) -> None:
+        """A pass was begun, and nobody asked for a batch: a trainer looks whether this iterates."""
+        if not goes_on(self._loader):
+            current.undo()
+            if self._pass is current:
+                self._pass = None
 
+    def _count(self, current: LoaderPass) -> None:
+        """Set how many batches were handed out, ``drain`` included."""
+        pipe = self.pipe
+        if self._pulled.turns is not None:  # only what the body got was handed out
+            return
+        if isinstance(pipe, SWPipeline):
+            if not pipe.closed:
+                pipe.settle()
+            current.handed_out = current.fed - pipe.in_flight
+        else:
+            current.handed_out = current.fed - pipe.state_dict()["in_flight"]
 
-_LIVE = (
-    "the loader's workers live on from pass to pass, and what they have drawn or counted is in no "
-    "state: let each pass have new ones, by DataLoader(persistent_workers=False); or, if they draw "
-    "and count nothing, save by state_dict(check=False)"
-)
-_PREPARED = (
-    "Accelerate prepared the loader with use_stateful_dataloader=True: it begins a pass before the "
-    "first one is asked for, and its state does not lead back to the same batches, in swpipe or "
-    "without: leave it out of DataLoaderConfiguration, and this loop is resumed without; or, if "
-    "other batches do not matter, save by state_dict(check=False)"
-)
+    def _is_complete(self, current: LoaderPass) -> bool:
+        """Whether all was handed out, by the loader's length."""
+        return current.handed_out == length_of(self._loader)
+
+    def _others_in_flight(self, current: LoaderPass) -> int:
+        pipe = self.pipe
+        return pipe.in_flight_of_others(current.iterator) if isinstance(pipe, SWPipeline) else 0
+
+    def _refuse_running(self) -> None:
+        if self._running is not None:
+            raise RuntimeError(
+                "a pass over this loop has not ended: leave its for, or close() its iterator, first"
+            )
+
+    def __len__(self) -> int:
+        """The loader's length."""
+        return len(self._loader)  # type: ignore[arg-type]

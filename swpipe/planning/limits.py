@@ -27,37 +27,32 @@ class Limits:
             neither a task nor a name.
     """
 
-    in_flight: int = 5
-    threads: int = 4
-    frozen: tuple[str, ...] = ()
+    in_flight: int
+    threads: int
+    frozen: tuple[str, ...]
 
     def __init__(
         self, in_flight: int = 5, threads: int = 4, frozen: Iterable[TaskRef] = ()
     ) -> None:
-        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-        counts = {"iterations in flight": in_flight, "thread groups": threads}
+        refs = (frozen,) if isinstance(frozen, str) else tuple(frozen)
         problems = [
             Problem(f"the limit on {what} is {shown(value)}: give an integer from 1 to {_MOST}")
-            for what, value in counts.items()
+            for what, value in (("iterations in flight", in_flight), ("thread groups", threads))
             if type(value) is not int or not 1 <= value <= _MOST
         ]
         problems += [
             Problem(f"frozen has {shown(ref)}, which is neither a task nor a task's name")
-            for ref in frozen
+            for ref in refs
             if not isinstance(ref, str | PipelineTask)
         ]
         if problems:
             raise PlanError(problems)
         object.__setattr__(self, "in_flight", in_flight)
         object.__setattr__(self, "threads", threads)
-        object.__setattr__(self, "frozen", names_of(frozen))
+        object.__setattr__(self, "frozen", names_of(refs))
 
     def check(self, plan: PipelinePlan) -> None:
-        """Check that the plan has all frozen tasks.
-
-        Raises:
-            PlanError: It lists the frozen tasks that the plan does not have.
-        """
+        """Raise PlanError with the frozen tasks that the plan does not have."""
         if unknown := [name for name in self.frozen if name not in plan.schedule]:
             rule = f"which the plan does not have (it has: {listed(plan.schedule)})"
             mend = "correct the name, or leave it out of frozen"

@@ -1,10 +1,10 @@
 """Cost models: what the tasks of a pipeline take on this machine, on these batches.
 
     serial          host, CPU and device times; then, beside a thread that competes for the
-                    interpreter lock (``swpipe.profiler.gil``), the time each task holds that lock
+                    interpreter lock, the time each task holds that lock
     pipelined=True  host and device times while the plan runs
-    both            the time of a hand-over between two threads (``swpipe.profiler.handover``), and
-                    what shows while the device is behind (``swpipe.profiler.device_behind``)
+    both            the time of a hand-over between two threads (``swpipe.profiler.thread_costs``),
+                    and what shows while the device is behind
 
 In a serial measurement each task has the machine to itself. Under a plan, tasks that run at the
 same time share cores, caches and memory bandwidth, and memory allocation on a worker thread may be
@@ -16,8 +16,17 @@ Times are means over the runs on a batch, then over batches: slow runs are part 
 interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
 task's CPU time.
 
-A device time is measured while the device is behind the host, if it ever is. If not, it includes
-idle time of the device: see ``WindowTimer.device_times_s``.
+Which tasks wait for the device only shows while it is behind::
+
+    thread    read  forward  step  item ...........|    ``.item()`` waits for all that was launched
+    device    ...##### forward ######## step ######|    before it on its stream
+
+A task that only launches takes as long on its thread whether the device is behind or not. One that
+blocks takes longer when the device is behind, and always returns when the device has nothing left.
+And only if the device begins a task's work after the task has returned, the time between the events
+before and after that work has no idle time in it. So serial iterations run twice: with the device
+idle before each task, and back to back. Where the device is never behind, neither can be told, and
+device times are those of ``WindowTimer.device_times_s``.
 """
 
 from __future__ import annotations
@@ -25,23 +34,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
+from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
+from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.device_behind import device_behind
-from swpipe.profiler.gil import GilContender, GilTimes
-from swpipe.profiler.handover import measure_handover_s
-from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.host import HostObserver, HostTimes
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
+from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
 from swpipe.profiler.trial_state import trial_state
+from swpipe.trace.recorder import timed_event
 
 _US = 1e6
+
+_LOOKS = 50
+"""An idle device reaches a new event while one looks so often."""
+
+_LEAST_S = 20e-6
+"""Differences of host times from here on count."""
 
 
 def measure_costs(
@@ -87,7 +103,7 @@ def measure_costs(
     pulls = None if loader is None else Pulls(loader)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
-    Counts(num_warmup, num_measure, num_rounds=2)
+    Counts(num_warmup, num_measure)
     pipe.check_idle("measuring costs")
     saved = trial_state(pipe, batches[0], state, copy)
     found: list[CostModel] = []
@@ -122,7 +138,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     if timer.pulls is not None:
         times.put_first(PULL, timer.pulls.runs)
     gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
-    blocking_s, exact_s = device_behind(timer)
+    blocking_s, exact_s = _while_behind(timer)
     device_s = timer.device_times_s() | exact_s
     host_s, cpu_s = times.host_s, times.cpu_s
     for name, mean_s in blocking_s.items():  # without the wait
@@ -144,3 +160,97 @@ def _gil_s(timer: WindowTimer) -> dict[str, float]:
         with timer.pipe.observe(times):
             timer.window()
     return {name: min(runs) for name, runs in times.runs.items()}
+
+
+# ------------------------------------------------------------------------- a device that is behind
+
+
+def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float]]:
+    """What is only seen while the device is behind; seconds.
+
+    Returns:
+        Each task that blocks, with its time on its thread if the device is idle before; and task to
+        the time of its work on the device, where that is known without idle time.
+    """
+    blocking_s: dict[str, float] = {}
+    device_s: dict[str, float] = {}
+    if timed_event(timer.pipe.device) is None:
+        return blocking_s, device_s
+    alone, behind = _watch(timer, idle=True), _watch(timer, idle=False)
+    for name, runs in alone.runs.items():
+        took_s = [run.wall_s for run in runs[timer.warmup :]]
+        late = [
+            (run.wall_s, work)
+            for run, work in zip(behind.runs[name], behind.work[name], strict=True)
+            if work.begins_late
+        ]
+        least_s = median(took_s) + _LEAST_S
+        if late and all(wall_s > least_s and not work.is_left for wall_s, work in late):
+            blocking_s[name] = fmean(took_s)
+        if exact_s := [work.device_s for _, work in late if work.is_all_late]:
+            device_s[name] = fmean(exact_s)
+    return blocking_s, device_s
+
+
+def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
+    """Watch serial iterations, one right after the other."""
+    pipe = timer.pipe
+    watch = _DeviceWatch((task.name for task in pipe.tasks), pipe.device, idle=idle)
+    first = pipe.next_iteration
+    with pipe.observe(watch):
+        for number in range(first, first + timer.warmup + timer.measure):
+            batch = timer.batch if timer.copy is None else timer.copy(timer.batch)
+            pipe.run_one_serial_iter(batch, number)
+    pipe.device.synchronize()
+    return watch
+
+
+class _DeviceWork(NamedTuple):
+    """What a task gave its stream: the events around it, and where the stream was.
+
+    Attributes:
+        begins_late: Whether the stream had not come to it when the task began.
+        is_all_late: The same when the task returned.
+        is_left: Whether any was left when the task returned.
+    """
+
+    before: Any
+    after: Any
+    begins_late: bool
+    is_all_late: bool
+    is_left: bool
+
+    @property
+    def device_s(self) -> float:
+        """From one event to the other."""
+        return float(self.before.elapsed_time(self.after)) / 1e3
+
+
+class _DeviceWatch(HostObserver):
+    """Observes serial iterations; the device is idle before each task if ``idle``."""
+
+    def __init__(self, tasks: Iterable[str], device: Device, *, idle: bool) -> None:
+        super().__init__(tasks)
+        self.work: dict[str, list[_DeviceWork]] = {name: [] for name in self.runs}
+        self._device, self._idle = device, idle
+        self._before: tuple[Any, bool] | None = None
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        if self._idle:
+            self._device.synchronize()
+        self._before = self._mark()
+        super().start(ins, iteration)
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        super().stop(ins, iteration, exists)
+        if ins.task in self.work and self._before is not None:
+            before, late = self._before
+            is_all_late = not before.query()
+            after, left = self._mark()
+            self.work[ins.task].append(_DeviceWork(before, after, late, is_all_late, left))
+
+    def _mark(self) -> tuple[Any, bool]:
+        """A new event on the stream, and whether there is work before it."""
+        event: Any = self._device.new_event(timing=True)
+        event.record(self._device.current_stream())
+        return event, not any(event.query() for _ in range(_LOOKS))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from swpipe.core.tables import table
-from swpipe.profiler.spread import Estimate
+from swpipe.profiler.spread import Estimate, ms
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TimeChange:
     """How much a time changed: all in seconds per iteration; None for what was not measured.
 
     Attributes:
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """Such as "longer", if the change is beyond the interval; else "same"."""
+        """Whether it is "longer" or "shorter" by more than the interval, or the "same"."""
         if self.saved_s is None or self.spread_s is None:
             return ""
         if abs(self.saved_s) <= self.spread_s:
@@ -55,13 +55,11 @@ class ProfileDiff:
     """What changed from one profile to another: the iteration, and each task's exposed time.
 
     Attributes:
-        iteration: The change of an iteration.
-        tasks: Those of the tasks' exposed times.
         of: What was compared, in words.
     """
 
-    iteration: Change
-    tasks: tuple[Change, ...]
+    iteration: TimeChange
+    tasks: tuple[TimeChange, ...]
     of: str = ""
 
     @property
@@ -92,8 +90,3 @@ class ProfileDiff:
 
     def __str__(self) -> str:
         return self.format()
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds, to the microsecond."""
-    return f"{1e3 * seconds:.3f}"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.task import ByTask
-from swpipe.profiler.advice import Advice
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.rank_times import RankTimes, RankWait, rank_waits
-from swpipe.profiler.spread import Estimate
-from swpipe.profiler.together import limiting
+from swpipe.profiler.spread import Estimate, ms
 
-Mode = Literal["serial", "pipelined"]
+LIMITING = 0.9
+"""A thread group that is busy for so much of an iteration may set its pace."""
 
-MIN_BLOCKED_S = 1e-4
-MIN_BLOCKED_SHARE = 0.25
+MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
@@ -25,20 +26,33 @@ _BY_TASK = (
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """Several tasks that were shortcut together. All times are seconds per iteration.
+class Advice:
+    """A change, and what it promises.
 
     Attributes:
-        what: What they have in common, in words.
-        tasks: Their names.
-        raw_s: How much shorter an iteration is if all of them cost nothing.
-        spread_s: Half-width of the 95% interval of ``raw_s``.
+        change: What to change, in words.
+        task: The task that it is about; "" for a plan that moves several.
+        saved_s: How much shorter an iteration is predicted to be, in seconds.
+        spread_s: Half-width of the interval of ``saved_s``.
+        limit: What limits iterations then; "" where that is not predicted.
+        not_moved: Why the task is not moved instead; "" if it is.
+        plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
     """
 
-    what: str
-    tasks: tuple[str, ...]
-    raw_s: float
+    change: str
+    task: str
+    saved_s: float
     spread_s: float
+    limit: str = ""
+    not_moved: str = ""
+    plan: str = ""
+
+    @property
+    def text(self) -> str:
+        """One sentence or two."""
+        then = f"; then limited by {self.limit}" if self.limit else ""
+        why = f" Not moved: {self.not_moved}." if self.not_moved else ""
+        return f"{self.change}: saves {ms(self.saved_s)} ± {ms(self.spread_s)} ms{then}.{why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class Figures:
     """The fields of ``ProfileResult``, which says what each of them is."""
 
     batch: str
-    mode: Mode
+    mode: Literal["serial", "pipelined"]
     baseline_s: float
     baseline_median_s: float
     baseline_spread_s: float
@@ -59,7 +73,6 @@ class Figures:
     blocked_s: Mapping[str, float]
     device_s: Mapping[str, float]
     busy_s: Mapping[str, float]
-    joint: tuple[Joint, ...]
     advice: tuple[Advice, ...]
     num_warmup: int
     num_measure: int
@@ -68,7 +81,6 @@ class Figures:
     already_shortcut: tuple[str, ...] = ()
     not_measured: Mapping[str, str] = field(default_factory=dict)
     interrupted: bool = False
-    disturbed: int | None = None
     no_work: tuple[str, ...] = ()
     other_load: OtherLoad | None = None
     ranks: tuple[RankTimes, ...] = ()
@@ -82,6 +94,15 @@ class Figures:
     def tasks(self) -> tuple[str, ...]:
         """The measured tasks, in serial order."""
         return tuple(self.exposed_s)
+
+    @property
+    def step(self) -> Estimate:
+        """An iteration, with its interval."""
+        return Estimate(self.baseline_s, self.baseline_spread_s)
+
+    def exposed(self, name: str) -> Estimate | None:
+        """The exposed time of a task as it was measured; None where it was not."""
+        return Estimate(self.raw_s[name], self.spread_s[name]) if name in self.raw_s else None
 
     @property
     def own_s(self) -> Mapping[str, float]:
@@ -112,12 +133,6 @@ class Figures:
         ]
         return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
 
-    def exposed(self, name: str) -> Estimate | None:
-        """The exposed time of a task as it was measured; None where it was not."""
-        if name not in self.raw_s:
-            return None
-        return Estimate(self.raw_s[name], self.spread_s[name])
-
     @property
     def limiting(self) -> tuple[str, ...]:
         """Thread groups that are busy for 90% of an iteration; the busiest come first.
@@ -126,3 +141,34 @@ class Figures:
         have little exposed time, whatever they take.
         """
         return limiting(self.busy_s, self.baseline_s)
+
+    @property
+    def costs(self) -> CostModel:
+        """What the tasks cost, for a planner or the simulator."""
+        return costs_of(self.host_s, self.device_s)
+
+
+def costs_of(host_s: Mapping[str, float], device_s: Mapping[str, float]) -> CostModel:
+    """What tasks cost that take so many seconds."""
+    return CostModel(
+        {
+            name: TaskCost(1e6 * seconds, device_us=1e6 * device_s.get(name, 0.0))
+            for name, seconds in host_s.items()
+        }
+    )
+
+
+def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
+    """Thread group to the seconds per iteration in which it runs tasks, or calls the loader."""
+    busy: dict[str, float] = defaultdict(float)
+    if PULL in host_s:
+        busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
+    for name, schedule in plan.schedule.items():
+        busy[schedule.thread_group] += host_s[name]
+    return dict(busy)
+
+
+def limiting(busy: Mapping[str, float], step_s: float) -> tuple[str, ...]:
+    """Thread groups that may set the pace; the busiest come first."""
+    found = [group for group, seconds in busy.items() if seconds >= LIMITING * step_s]
+    return tuple(sorted(found, key=lambda group: -busy[group]))

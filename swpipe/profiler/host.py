@@ -44,7 +44,7 @@ class HostObserver(Observer):
 
 
 class HostTimes:
-    """Times of tasks in some of the iterations that were observed."""
+    """Times of tasks in some of the iterations that were observed; seconds per iteration."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
         self._kept: dict[str, list[TaskRun]] = {name: [] for name in tasks}
@@ -67,10 +67,7 @@ class HostTimes:
 
     @property
     def host_s(self) -> dict[str, float]:
-        """Task to the mean seconds per iteration for which it occupies its thread.
-
-        The mean, so that slow runs count in full.
-        """
+        """Task to the mean time for which it occupies its thread: slow runs count in full."""
         return {name: fmean(run.wall_s for run in runs) for name, runs in self._kept.items()}
 
     @property
@@ -86,7 +83,7 @@ class HostTimes:
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        """Task to the mean seconds per iteration for which its thread is on the CPU."""
+        """Task to the mean time for which its thread is on the CPU."""
         return {name: fmean(run.cpu_s for run in runs) for name, runs in self._kept.items()}
 
     @property

@@ -17,19 +17,80 @@ Garbage is collected as in training: it is part of the step.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from swpipe.core.effects import UNKNOWN, Effects
+from swpipe.core.loaders import is_apart
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.host import HostTimes
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.host import HostTimes, TaskRun
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
+
+
+class Pulls:
+    """Calls a loader once per iteration, as training does, and drops what it returns.
+
+    It is begun again at its end. The iterations get the batch that is profiled.
+
+    Attributes:
+        effects: What its calls may touch.
+        runs: The calls until now.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self.effects = Effects() if is_apart(loader) else UNKNOWN
+        self._batches: Iterator[Any] | None = None
+        self._on = True
+        self.runs: list[TaskRun] = []
+
+    def __call__(self) -> None:
+        """Pull a batch.
+
+        Raises:
+            ValueError: There is none.
+            BaseException: Whatever the loader raised.
+        """
+        if self._on:
+            wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            self._next()
+            wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+            self.runs.append(TaskRun(len(self.runs), wall_s, cpu_s))
+
+    def _next(self) -> None:
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self._loader)
+            for _batch in self._batches:
+                return
+            self._batches = None
+        raise ValueError(
+            "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
+            "or another object that makes a new iterator"
+        )
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Pull nothing meanwhile."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def end(self) -> None:
+        """Let the loader's iterator go: its workers end."""
+        self._batches = None
+
+    def begin(self) -> None:
+        """Forget the calls so far: in the first one a loader starts its workers."""
+        self.runs.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +120,7 @@ class WindowTimer:
         Under the plan, ``depth`` iterations may be in flight at a change, and threads that were
         ahead may stay ahead for one more. The time of the next one begins when that is retired.
         """
-        least = self.pipe.plan.depth + 2 if self.pipelined else 1
-        return max(self.warmup, least)
+        return max(self.warmup, self.pipe.plan.depth + 2 if self.pipelined else 1)
 
     def window(self, times: HostTimes | None = None) -> list[float]:
         """Seconds per iteration, one or more samples; ``times`` gets those of each task."""
@@ -70,7 +130,7 @@ class WindowTimer:
             measured = run.iterate(self.num_warmup, self.measure)
             run.end()
         if times and seen:
-            times.add(seen, run.iterations(measured))
+            times.add(seen, run.numbers[measured])
         return self.spans(run.seconds()[measured])
 
     def device_times_s(self) -> dict[str, float]:
@@ -89,19 +149,15 @@ class WindowTimer:
         measured = Trace(span for span in trace.spans if span.iteration >= first).task_times()
         return {each.task: each.mean_s for each in measured if each.row.kind == "stream"}
 
-    def run(self) -> Run:
+    def run(self) -> TimedRun:
         """Begin a run of iterations."""
-        feed = _Feed(self.batch, self.copy, self.pulls or _nothing)
-        return (PlanRun if self.pipelined else SerialRun)(self.pipe, feed)
+        feed = _Feed(self.batch, self.copy, self.pulls)
+        return (TimedRun if self.pipelined else SerialRun)(self.pipe, feed)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
         """Means of as many neighbouring iterations as the pipeline is deep."""
         span = min(self.pipe.plan.depth, len(seconds)) if self.pipelined else 1
         return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
-
-
-def _nothing() -> None:
-    """Nobody asked to be called."""
 
 
 class _Feed:
@@ -111,11 +167,12 @@ class _Feed:
     """
 
     def __init__(
-        self, batch: Any, copy: Callable[[Any], Any] | None, pull: Callable[[], object] = _nothing
+        self,
+        batch: Any,
+        copy: Callable[[Any], Any] | None,
+        pull: Callable[[], object] | None = None,
     ) -> None:
-        self._batch = batch
-        self._copy = copy
-        self._pull = pull
+        self._batch, self._copy, self._pull = batch, copy, pull
         self._ahead: deque[Any] = deque()
 
     def prepare(self, count: int) -> None:
@@ -129,61 +186,82 @@ class _Feed:
     def __next__(self) -> Any:
         if not self._ahead:
             raise StopIteration
-        self._pull()
+        if self._pull is not None:
+            self._pull()
         return self._ahead.popleft()
 
 
-class Run(ABC):
-    """Iterations in a row."""
+class TimedRun:
+    """Iterations in a row under the plan; each that is counted is one that was retired.
+
+    Attributes:
+        numbers: Those of the iterations.
+    """
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        self._pipe = pipe
-        self._feed = feed
-        self._numbers: list[int] = []
+        self._pipe, self._feed = pipe, feed
+        self.numbers: list[int] = []
+        self._marks: list[Any] = []  # when each was retired
 
     def iterate(
-        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = _nothing
+        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = lambda: None
     ) -> slice:
-        """Run iterations; returns where the measured ones are in ``seconds``.
+        """Run iterations; returns where the measured ones are in ``seconds`` and ``numbers``.
 
         ``begin_to_measure`` is called between the two kinds, and should take no time.
         """
-        begin = len(self._numbers) + warmup
+        begin = len(self.numbers) + warmup
         self._feed.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
                 begin_to_measure()
-            self._numbers.append(self._next())
+            self.numbers.append(self._next())
         return slice(begin, begin + measure)
-
-    def iterations(self, measured: slice) -> Sequence[int]:
-        """The numbers of the iterations at these places."""
-        return self._numbers[measured]
-
-    @abstractmethod
-    def _next(self) -> int:
-        """Run one iteration; returns its number."""
-
-    @abstractmethod
-    def seconds(self) -> list[float]:
-        """The time of each iteration; call this after ``end``."""
-
-    def _ahead(self) -> int:
-        """How many more batches the next iteration takes than one."""
-        return 0
 
     def end(self) -> None:
         """Let the iterations in flight end; they are not counted."""
         self._pipe.drain()
 
+    def seconds(self) -> list[float]:
+        """The time from the retirement before to that of each iteration; call it after ``end``."""
+        if not self._on_device:
+            return [0.0, *(late - early for early, late in pairwise(self._marks))]
+        self._pipe.device.synchronize()
+        return [0.0, *(early.elapsed_time(late) / 1e3 for early, late in pairwise(self._marks))]
 
-class SerialRun(Run):
-    """Serial iterations."""
+    @cached_property
+    def _on_device(self) -> bool:
+        return timed_event(self._pipe.device) is not None
+
+    def _ahead(self) -> int:
+        """How many more batches the next iteration takes than one."""
+        return 0 if self._pipe.in_flight else self._pipe.plan.depth - 1
+
+    def _next(self) -> int:
+        """Run one iteration; returns its number."""
+        number: int = self._pipe.progress(self._feed).iter_idx
+        if self._on_device:  # the caller's stream waits for the retired iteration
+            mark: Any = self._pipe.device.new_event(timing=True)
+            mark.record(self._pipe.device.current_stream())
+        else:
+            mark = time.perf_counter()
+        self._marks.append(mark)
+        return number
+
+
+class SerialRun(TimedRun):
+    """Serial iterations in a row, each timed on its own."""
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         super().__init__(pipe, feed)
         self._first = pipe.next_iteration
         self._seconds: list[float] = []
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+    def _ahead(self) -> int:
+        return 0
 
     def _next(self) -> int:
         number = self._first + len(self._seconds)
@@ -194,35 +272,3 @@ class SerialRun(Run):
         wait()
         self._seconds.append(time.perf_counter() - begin_s)
         return number
-
-    def seconds(self) -> list[float]:
-        return self._seconds
-
-
-class PlanRun(Run):
-    """Iterations under the plan; each that is counted is one that was retired."""
-
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        super().__init__(pipe, feed)
-        self._on_device = timed_event(pipe.device) is not None
-        self._marks: list[Any] = []  # when each was retired
-
-    def _ahead(self) -> int:
-        return 0 if self._pipe.in_flight else self._pipe.plan.depth - 1
-
-    def _next(self) -> int:
-        number: int = self._pipe.progress(self._feed).iter_idx
-        if self._on_device:  # the caller's stream waits for the retired iteration
-            mark: Any = self._pipe.device.new_event(timing=True)
-            mark.record(self._pipe.device.current_stream())
-        else:
-            mark = time.perf_counter()
-        self._marks.append(mark)
-        return number
-
-    def seconds(self) -> list[float]:
-        """The time from the retirement before to that of each iteration."""
-        if not self._on_device:
-            return [0.0, *(late - early for early, late in pairwise(self._marks))]
-        self._pipe.device.synchronize()
-        return [0.0, *(early.elapsed_time(late) / 1e3 for early, late in pairwise(self._marks))]

@@ -26,22 +26,22 @@ import torch
 from torch import Tensor
 
 from swpipe._state.loop import LoopState
-from swpipe._state.owners import Owners
-from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
+from swpipe._values.owners import Owners
+from swpipe._values.storages import Storages, nbytes
+from swpipe._values.walk import leaves_in, map_tensors, tensors_held, unsharded
 from swpipe.analysis.last_readers import users_of, uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import KEPT, Block, TaskMemory, joined
-from swpipe.device import Device
+from swpipe.device import CpuDevice, Device
 from swpipe.inference.operators import OperatorRecorder, tensors_of
-from swpipe.inference.storages import Storages, nbytes, unsharded
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.trial_state import trial_state
 
-Key: TypeAlias = tuple[str, int]
-"""Memory: "storage" and its number, or "object" and the id of a bytes object or an array."""
+Key: TypeAlias = int
+"""Memory: the number of a storage, or the inverted id, below 0, of a bytes object or an array."""
 
 ITERATIONS = 3
 """How many iterations run on each batch."""
@@ -109,18 +109,10 @@ def measure_memory(
     return max(found, key=lambda one: one.serial_peak(names))
 
 
-class _Size(NamedTuple):
-    """Of a storage, with a tensor that has it, or of another object."""
-
-    bytes: int
-    tensor: Tensor | None = None
-
-
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Memory, from the task that made it; -1 is the pull."""
+    """Memory, from the task that made it to the one that frees it; -1 is the pull."""
 
-    key: Key
     bytes: int
     iteration: int
     begin: int
@@ -210,30 +202,51 @@ class _MemoryLog:
 
     def made(self, tensor: Tensor) -> None:
         """An operator made the memory of a tensor."""
-        new = _sizes(tensor)
-        size = sum(size.bytes for key, size in new.items() if key not in self._live)
+        size = sum(size for key, size in nbytes(tensor).items() if key not in self._live)
         if self._may_hold + size > _STEP * self._most + _LEAST:
             self._look(removed=self._before)
             self._most = max(self._most, self._may_hold + size)
-        self._add(new)
+        self._add_tensor(tensor)
 
-    def _add(self, sizes: Mapping[Key, _Size], name: str = "") -> None:
-        for key, (size, tensor) in sizes.items():
-            if tensor is not None:
-                [*self._storages.add(tensor)]
+    def _add_tensor(self, tensor: Tensor, name: str = "") -> set[Key]:
+        [*self._storages.add(tensor)]
+        return self._add(nbytes(tensor), name)
+
+    def _add(self, sizes: Mapping[Key, int], name: str = "") -> set[Key]:
+        for key, size in sizes.items():
             if key not in self._live and size:
-                self._live[key] = piece = _Piece(key, size, self._iteration, self._task)
+                self._live[key] = piece = _Piece(size, self._iteration, self._task)
                 self._events.append(_Event(piece, self._task, size))
                 self._may_hold += size
             if key in self._live:
                 self._live[key].name = self._live[key].name or name
+        return {*sizes}
 
     def _find(self, ctx: Any) -> dict[str, set[Key]]:
         """What each attribute of the context reaches."""
-        found = _memory(vars(ctx))
-        for name, sizes in found.items():
-            self._add(sizes, name)
-        return {name: {*sizes} for name, sizes in found.items()}
+        found: dict[str, set[Key]] = {}
+        places = set()  # of tensors: arrays may have the same memory
+        for name, value in vars(ctx).items():
+            found[name] = set()
+            for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
+                found[name] |= self._add_tensor(tensor, name)
+                if type(tensor) is Tensor and tensor.layout is torch.strided:
+                    places.add(tensor.untyped_storage().data_ptr())
+        for name, value in vars(ctx).items():
+            for leaf in leaves_in(value):
+                whole = leaf
+                while isinstance(
+                    getattr(base := getattr(whole, "base", None), "nbytes", None), int
+                ):
+                    whole = base  # a view counts as what it is a view of
+                place = getattr(whole, "__array_interface__", {}).get("data", (0,))[0]
+                if isinstance(leaf, bytes | bytearray):
+                    found[name] |= self._add({~id(leaf): len(leaf)}, name)
+                elif isinstance(whole, Tensor):
+                    found[name] |= self._add_tensor(whole, name)
+                elif isinstance(getattr(whole, "nbytes", None), int) and place not in places:
+                    found[name] |= self._add({~id(whole): whole.nbytes}, name)
+        return found
 
     def _look(self, reached: Set[Key] | None = None, removed: Set[Key] = frozenset()) -> None:
         """Find out which memory is gone; arrays are, if nothing reaches them.
@@ -241,9 +254,8 @@ class _MemoryLog:
         ``reached`` is None within a task, where that is not known.
         """
         for key, piece in [*self._live.items()]:
-            is_storage = key[0] == "storage"
             there = reached is None or key in reached
-            if not (self._storages.alive(key[1]) if is_storage else there):
+            if not (self._storages.alive(key) if key >= 0 else there):
                 piece.end, piece.removed = self._task, key in removed
                 self._events.append(_Event(piece, self._task, -piece.bytes))
                 del self._live[key]
@@ -283,7 +295,7 @@ class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Tells a log what operators make."""
 
     def __init__(self, log: _MemoryLog) -> None:
-        super().__init__(Storages())
+        super().__init__(CpuDevice())
         self._log = log
 
     def __torch_dispatch__(
@@ -297,33 +309,6 @@ class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
                 if not nbytes(tensor).keys() <= old:
                     self._log.made(tensor)
         return result
-
-
-def _memory(attributes: Mapping[str, Any]) -> dict[str, dict[Key, _Size]]:
-    """Attribute to its memory."""
-    found: dict[str, dict[Key, _Size]] = {name: {} for name in attributes}
-    places = set()  # of tensors: arrays may have the same memory
-    for name, value in attributes.items():
-        for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
-            found[name] |= _sizes(tensor)
-            if type(tensor) is Tensor and tensor.layout is torch.strided:
-                places.add(tensor.untyped_storage().data_ptr())
-    for name, value in attributes.items():
-        for leaf in leaves_in(value):
-            if isinstance(leaf, bytes | bytearray):
-                found[name]["object", id(leaf)] = _Size(len(leaf))
-            elif isinstance(getattr(leaf, "nbytes", None), int):
-                while isinstance(getattr(base := getattr(leaf, "base", None), "nbytes", None), int):
-                    leaf = base  # noqa: PLW2901 - a view counts as what it is a view of
-                if isinstance(leaf, Tensor):
-                    found[name] |= _sizes(leaf)
-                elif getattr(leaf, "__array_interface__", {}).get("data", (0,))[0] not in places:
-                    found[name]["object", id(leaf)] = _Size(leaf.nbytes)
-    return found
-
-
-def _sizes(tensor: Tensor) -> dict[Key, _Size]:
-    return {("storage", number): _Size(size, tensor) for number, size in nbytes(tensor).items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -26,12 +26,7 @@ _IDLE, _IO_WAIT, _GUEST = 3, 4, 8  # columns of /proc/stat; guest time is in use
 
 @dataclass(frozen=True, slots=True)
 class OtherLoad:
-    """What other processes used of the machine.
-
-    Attributes:
-        used: Cores, in the mean.
-        cores: How many there are, for this process.
-    """
+    """How many cores other processes used, in the mean, of those that this process has."""
 
     used: float
     cores: int
@@ -71,15 +66,13 @@ class LoadSoFar(NamedTuple):
 def load_so_far(*, is_rank: bool = False) -> LoadSoFar | None:
     """The core time used until now; None where the machine does not tell.
 
-    Args:
-        is_rank: Other ranks of the job run on this machine.
+    ``is_rank``: other ranks of the job run on this machine.
     """
     try:
-        cores = sorted(os.sched_getaffinity(0))
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         ticks = os.sysconf("SC_CLK_TCK")
-        lines = (_PROC / "stat").read_text().splitlines()
-        wanted = {f"cpu{core}" for core in cores}
-        columns = [[*map(int, row[1:])] for row in map(str.split, lines) if row[0] in wanted]
+        rows = map(str.split, (_PROC / "stat").read_text().splitlines())
+        columns = [[*map(int, row[1:])] for row in rows if row[0] in cores]
         own = _tree_ticks(os.getppid() if is_rank else os.getpid())
     except (AttributeError, OSError, ValueError):
         return None
@@ -94,9 +87,8 @@ def _tree_ticks(root: int) -> int:
     for path in _PROC.glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             of = path.read_text().rpartition(")")[2].split()  # a name may have any character
-            pid = int(path.parent.name)
-            used[pid] = sum(map(int, of[11:15]))
-            children[int(of[1])].append(pid)
+            used[int(path.parent.name)] = sum(map(int, of[11:15]))
+            children[int(of[1])].append(int(path.parent.name))
     total, ahead = 0, [root]
     while ahead:
         pid = ahead.pop()

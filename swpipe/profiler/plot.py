@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from swpipe.core.files import replacing
 from swpipe.core.pictures import (
     COLORS,
     FAINT,
@@ -14,7 +14,8 @@ from swpipe.core.pictures import (
     INK,
     LINE,
     SMALL_SIZE,
-    TITLE_SIZE,
+    figure_of,
+    save_figure,
     style_axes,
     svg_of,
 )
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN, DPI = 10.0, 200
 BAR_IN, ROW_GAP_IN, FRAME_IN = 0.24, 0.14, 1.1
 TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
@@ -43,42 +43,50 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: ``series`` is empty.
     """
-    figure = _drawn(series)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=DPI, facecolor="white")
+    with _drawn(series) as figure:
+        save_figure(figure, path)
 
 
 def bar_chart_svg(series: Sequence[Bars]) -> str:
     """The same as an ``<svg>`` element."""
-    return svg_of(_drawn(series))
+    with _drawn(series) as figure:
+        return svg_of(figure)
 
 
-def _drawn(series: Sequence[Bars]) -> Figure:
+@contextmanager
+def _drawn(series: Sequence[Bars]) -> Iterator[Figure]:
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, no display
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing needs matplotlib: install it with pip install 'swpipe[plot]'", name=error.name
-        ) from error
-
     tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
     row_in = BAR_IN * len(series) + ROW_GAP_IN
-    figure = Figure(figsize=(WIDTH_IN, FRAME_IN + row_in * len(tasks)), layout="constrained")
-    axes = figure.subplots()
-    style_axes(axes)
-    for index, bars in enumerate(series):
-        places = {name: k * row_in + (index + 0.5) * BAR_IN for k, name in enumerate(tasks)}
-        _draw_bars(axes, bars, places, COLORS[index % len(COLORS)])
-    middle_in = BAR_IN * len(series) / 2
-    axes.set_yticks([place * row_in + middle_in for place in range(len(tasks))], tasks)
-    axes.invert_yaxis()  # the first task on top
-    axes.set_xlim(left=0)
-    axes.margins(x=0.15)
-    figure.suptitle(TITLE, x=0.01, ha="left", fontsize=TITLE_SIZE, color=INK)
-    _draw_legend(axes, [bars.label for bars in series])
-    return figure
+    with figure_of(FRAME_IN + row_in * len(tasks), TITLE) as figure:
+        from matplotlib.patches import Patch
+
+        axes = figure.subplots()
+        style_axes(axes)
+        for index, bars in enumerate(series):
+            places = {name: k * row_in + (index + 0.5) * BAR_IN for k, name in enumerate(tasks)}
+            _draw_bars(axes, bars, places, COLORS[index % len(COLORS)])
+        middle_in = BAR_IN * len(series) / 2
+        axes.set_yticks([place * row_in + middle_in for place in range(len(tasks))], tasks)
+        axes.invert_yaxis()  # the first task on top
+        axes.set_xlim(left=0)
+        axes.margins(x=0.15)
+        if any(bars.label for bars in series):
+            axes.legend(
+                handles=[
+                    Patch(color=COLORS[index % len(COLORS)], label=bars.label)
+                    for index, bars in enumerate(series)
+                ],
+                loc="lower right",
+                bbox_to_anchor=(1, 1),
+                borderpad=0,
+                ncols=len(series),
+                frameon=False,
+                fontsize=SMALL_SIZE,
+                labelcolor=FAINT,
+            )
+        yield figure
 
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
@@ -105,22 +113,3 @@ def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) 
             fontsize=SMALL_SIZE,
             color=INK,
         )
-
-
-def _draw_legend(axes: Axes, labels: Sequence[str]) -> None:
-    """The colors, above the bars on the right."""
-    from matplotlib.patches import Patch
-
-    axes.legend(
-        handles=[
-            Patch(color=COLORS[index % len(COLORS)], label=label)
-            for index, label in enumerate(labels)
-        ],
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        borderpad=0,
-        ncols=len(labels),
-        frameon=False,
-        fontsize=SMALL_SIZE,
-        labelcolor=FAINT,
-    )

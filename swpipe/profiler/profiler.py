@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
+import torch.distributed as dist
+
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.owners import given_state
+from swpipe._values.owners import given_state
 from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.evaluation import result_of
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.measured import Measured
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.advice import LoopFacts, advise
+from swpipe.profiler.figures import busy_s, costs_of
+from swpipe.profiler.measure import Pulls, WindowTimer
+from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import Counts, Kind, Rounds
-from swpipe.profiler.together import joint_kinds
+from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
 from swpipe.profiler.trial_state import trial_state
+
+NO_WORK_S, NO_WORK_SHARE = 20e-6, 0.01
+"""A task that takes less, in seconds and as a part of an iteration, may have nothing to do."""
 
 
 class TaskProfiler:
@@ -136,9 +142,9 @@ class TaskProfiler:
         """
         from tqdm import tqdm
 
-        if target_spread_ms is not None and not target_spread_ms > 0:
-            raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
+        if spread_s is not None and not spread_s > 0:
+            raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
         counts = Counts(num_warmup, num_measure, num_rounds, seconds, spread_s)
         batches = list(batches)
         labels = _labels(len(batches), labels)
@@ -156,16 +162,25 @@ class TaskProfiler:
                 )
                 rounds = Rounds(timer, counts, saved.restore_training)
                 with saved.trial(), self.pipe.borrow():
-                    step_s, times = rounds.warm_up()
+                    rounds.warm_up()
                     device_s = timer.device_times_s()
-                    joint: dict[Kind, str] = {}
-                    if pipelined:
-                        joint = joint_kinds(self.pipe.plan, names, times.host_s, step_s)
-                        if not is_alone():  # times differ
-                            joint = gather(joint)[0]
-                    rounds.measure([*alone, *joint], bar.update)
-                found = Measured(label, timer, rounds, joint, device_s)
-                results.append(result_of(found, tuple(map(str, saved.owners)), left_out))
+                    rounds.measure(alone, bar.update)
+                found = replace(
+                    _result_of(rounds, device_s),
+                    batch=label,
+                    put_back=tuple(map(str, saved.owners)),
+                    already_shortcut=left_out,
+                )
+                times = rounds.times[BASE]
+                loop = LoopFacts(
+                    self.pipe.tasks,
+                    self.pipe.plan,
+                    costs_of(times.host_s, device_s),
+                    self.pipe.device.has_streams,
+                    sum(times.cpu_s.values()),
+                    None if timer.pulls is None else timer.pulls.effects,
+                )
+                results.append(replace(found, advice=advise(found, loop)))
         return ProfileResults(results)
 
     def _names(
@@ -200,3 +215,82 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     if len(labels) != count:
         raise ValueError(f"{len(labels)} labels for {count} batches: give one per batch, or none")
     return list(labels)
+
+
+def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
+    """From what was measured to a result, without its label and advice."""
+    timer, times, step, saved = rounds.timer, rounds.times[BASE], rounds.step, rounds.saved
+    in_others_s = {
+        name: {n: s for n, s in times.shorter_in(rounds.times[name,]).items() if n != name}
+        for name in _alone(saved)
+    }
+    if timer.pulls is not None:
+        times.put_first(PULL, timer.pulls.runs)
+    exposed, failed = _alone(saved), _alone(rounds.failed)
+    host_s, blocked_s, usual_s = times.host_s, times.blocked_s, times.median_s
+    names = [name for name in host_s if name in exposed or name in failed]
+    least_s = min(NO_WORK_S, NO_WORK_SHARE * step.value_s)
+    result = ProfileResult(
+        batch="",
+        mode="pipelined" if timer.pipelined else "serial",
+        baseline_s=step.value_s,
+        baseline_median_s=median(rounds.spans_s),
+        baseline_spread_s=step.spread_s,
+        exposed_s={n: min(max(0.0, each.value_s), step.value_s) for n, each in exposed.items()},
+        raw_s={name: each.value_s for name, each in exposed.items()},
+        spread_s={name: each.spread_s for name, each in exposed.items()},
+        replay_s=_alone(rounds.replays_s),
+        in_others_s=in_others_s,
+        host_s={name: host_s[name] for name in names},
+        blocked_s={name: blocked_s[name] for name in names},
+        device_s={name: device_s[name] for name in names if name in device_s},
+        busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
+        advice=(),
+        num_warmup=timer.warmup,
+        num_measure=timer.measure,
+        num_rounds=len(rounds.base_s),
+        not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
+        interrupted=rounds.interrupted,
+        no_work=tuple(
+            name
+            for name, each in exposed.items()
+            if usual_s[name] + device_s.get(name, 0.0) < least_s and not each.is_clear
+        ),
+        other_load=rounds.other_load,
+        collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
+    )
+    if is_alone():
+        return result
+    own = RankTimes(
+        rank=dist.get_rank(),
+        baseline_s=step.value_s,
+        exposed_s={name: max(0.0, each.value_s) for name, each in exposed.items()},
+        spread_s=dict(result.spread_s),
+        host_s=host_s,
+        error_s=times.error_s,
+        in_others_s=in_others_s,
+    )
+    return replace(result, ranks=tuple(gather(own)))
+
+
+def _alone(of: Mapping[Kind, Any]) -> dict[str, Any]:
+    """By task, what was found of each alone."""
+    return {kind[0]: value for kind, value in of.items() if len(kind) == 1}
+
+
+def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) -> ProfileResults:
+    """Profile a pipeline's tasks on several batches, and print the report on rank 0.
+
+    As the function of that name in recsys-examples.
+
+    Args:
+        pipeline: One with a ``drop_in``, or with a ``pipe``; no batch may be in flight. On several
+            ranks, call it on all.
+        batches: On the host, as the data loader gives them; at least one.
+        options: Of ``TaskProfiler.profile_many``.
+    """
+    pipe = getattr(pipeline, "drop_in", pipeline).pipe
+    results = TaskProfiler(pipe).profile_many(batches, **options)
+    if is_alone() or dist.get_rank() == 0:
+        results.print_report()
+    return results

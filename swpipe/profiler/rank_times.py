@@ -15,10 +15,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table
-from swpipe.profiler.diff import ms
+from swpipe.profiler.spread import ms
 
 _SIGMAS = 2.0
 _LEAST = 0.02
@@ -27,16 +28,11 @@ _LEAST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The times of one rank; seconds per iteration, by task.
+    """The times of one rank; seconds per iteration, by task, as in ``ProfileResult``.
 
     Attributes:
         rank: Its number.
-        baseline_s: Of an iteration.
-        exposed_s: As in ``ProfileResult``.
-        spread_s: As in ``ProfileResult``.
-        host_s: As in ``ProfileResult``.
         error_s: The standard error of ``host_s``.
-        in_others_s: As in ``ProfileResult``.
     """
 
     rank: int
@@ -71,10 +67,14 @@ class RankWait:
     @property
     def text(self) -> str:
         """One line."""
+        waits, longer = (
+            listed([f"{name} {ms(s)}" for name, s in of.items()], 4)
+            for of in (self.waits_in, self.longer_there)
+        )
         return (
             f"rank {self.rank} waits for rank {self.waits_for}: {ms(self.seconds)} ± "
-            f"{ms(self.spread_s)} ms per iteration, in {_in_ms(self.waits_in)}; "
-            f"rank {self.waits_for} takes longer in {_in_ms(self.longer_there)}"
+            f"{ms(self.spread_s)} ms per iteration, in {waits}; "
+            f"rank {self.waits_for} takes longer in {longer}"
         )
 
 
@@ -123,29 +123,42 @@ def _wait(
     )
 
 
-def over_ranks(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> Iterator[str]:
+class Ends(NamedTuple):
+    """A time over the ranks, and the rank on which it is the longest."""
+
+    median_s: float
+    worst_s: float
+    rank: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankTimes], seconds: Sequence[float]) -> Ends:
+        """Of times by rank."""
+        worst = max(range(len(ranks)), key=seconds.__getitem__)
+        return cls(median(seconds), seconds[worst], ranks[worst].rank)
+
+
+def host_ends(ranks: Sequence[RankTimes]) -> dict[str, Ends]:
+    """Task to its time on the host, over the ranks."""
+    return {name: Ends.of(ranks, [of.host_s[name] for of in ranks]) for name in ranks[0].host_s}
+
+
+def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """A table with a row for the iteration and one per task, and who waits for whom."""
-    rows = [("iteration", *_ends({of.rank: of.baseline_s for of in ranks}), "", "", "")]
-    for name in ranks[0].host_s:
+    step = Ends.of(ranks, [of.baseline_s for of in ranks])
+    rows = [("iteration", *_cells(step), "", "", "")]
+    for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
         if all(name in of.exposed_s for of in ranks):
-            exposed = _ends({of.rank: of.exposed_s[name] for of in ranks})
-        rows.append((name, *exposed, *_ends({of.rank: of.host_s[name] for of in ranks})))
+            exposed = _cells(Ends.of(ranks, [of.exposed_s[name] for of in ranks]))
+        rows.append((name, *exposed, *_cells(host)))
     titles = [f"over {len(ranks)} ranks"]
     for what in ("exposed ms", "host ms"):
         titles += [f"{what}\nmedian", "\nworst", "\nrank"]
     yield table(titles, rows)
-    waits = rank_waits(ranks, collectives)
     yield from (wait.text for wait in waits)
     if not waits:
         yield "no rank waits for another by more than the measurement's error"
 
 
-def _ends(of: Mapping[int, float]) -> tuple[str, str, str]:
-    """The median, the worst, and on which rank that is."""
-    worst = max(of, key=of.__getitem__)
-    return ms(median(of.values())), ms(of[worst]), str(worst)
-
-
-def _in_ms(of: Mapping[str, float]) -> str:
-    return listed([f"{name} {ms(s)}" for name, s in of.items()], 4)
+def _cells(ends: Ends) -> tuple[str, str, str]:
+    return ms(ends.median_s), ms(ends.worst_s), str(ends.rank)

@@ -6,22 +6,23 @@ import json
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TextIO, overload
+from typing import Any, Self, TextIO
 
 from swpipe.core.files import parse_json, write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
-from swpipe.profiler.advice import Advice
-from swpipe.profiler.diff import Change, ProfileDiff
-from swpipe.profiler.figures import Figures, Joint
+from swpipe.profiler.diff import ProfileDiff, TimeChange
+from swpipe.profiler.figures import Advice, Figures
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
-from swpipe.profiler.spread import Estimate
+
+_COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
+_OF_EARLIER_VERSIONS = {"disturbed", "joint"}
 
 
 class Report(Rows):
@@ -105,9 +106,7 @@ class ProfileResult(Figures, Report):
             default in CUDA) is on the CPU: compare ``host_s``.
         device_s: How long the work that the task queued takes on its stream; empty without streams.
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
-        joint: Tasks that were shortcut together: those of the busiest thread group, and those of
-            all groups that are ``limiting`` if these are several; only under the plan.
-        advice: The changes that promise most, at most three; the best comes first.
+        advice: The changes that promise most, at most three; another plan comes first.
         num_warmup: Iterations before each visit that were not timed.
         num_measure: Iterations timed in each visit, in the mean.
         num_rounds: Visits behind each figure; of some, if there was a limit in seconds or to the
@@ -118,8 +117,6 @@ class ProfileResult(Figures, Report):
             and were not measured.
         not_measured: Task to the reason why it could not be measured. It has no exposed time.
         interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
-        disturbed: How many visits were measured again, since another process took a core from them;
-            None where the machine does not tell.
         no_work: Tasks that have nothing to do: they take less than 20 us and 1% of an iteration,
             and iterations are no shorter without them.
         other_load: What other processes used of the machine; None where it does not tell.
@@ -137,7 +134,7 @@ class ProfileResult(Figures, Report):
         rows = []
         for name in self.host_s:
             row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
-            for what in ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay"):
+            for what in _COLUMNS:
                 seconds = getattr(self, f"{what}_s").get(name)
                 row[f"{what}_ms"] = None if seconds is None else 1e3 * seconds
             row["baseline_ms"] = 1e3 * self.baseline_s
@@ -156,13 +153,16 @@ class ProfileResult(Figures, Report):
         for name, exposed_s in self.exposed_s.items():
             writer.add_scalar(f"swpipe/{self.mode}/exposed_ms/{name}", 1e3 * exposed_s, step)
 
+    def _bars(self) -> list[Bars]:
+        label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
+        return [Bars(label, self.exposed_s, self.spread_s)]
+
     def diff(self, after: ProfileResult) -> ProfileDiff:
         """What changed from this profile to ``after``, with 95% intervals."""
         names = dict.fromkeys((*self.host_s, *after.host_s))
-        steps = [Estimate(each.baseline_s, each.baseline_spread_s) for each in (self, after)]
         return ProfileDiff(
-            Change.of("iteration", *steps),
-            tuple(Change.of(name, self.exposed(name), after.exposed(name)) for name in names),
+            TimeChange.of("iteration", self.step, after.step),
+            tuple(TimeChange.of(name, self.exposed(name), after.exposed(name)) for name in names),
             self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
         )
 
@@ -181,21 +181,18 @@ class ProfileResult(Figures, Report):
             ValueError: The keys are not the attributes of a result. Those that have defaults may be
                 missing, as in a file of an earlier version.
         """
-        names = {each.name for each in fields(cls)}
-        optional = {
-            each.name
-            for each in fields(cls)
-            if each.default is not MISSING or each.default_factory is not MISSING
-        }
-        if not isinstance(data, dict) or not names - optional <= set(data) <= names:
+        every = {each.name for each in fields(cls)}
+        needed = {e.name for e in fields(cls) if e.default is e.default_factory is MISSING}
+        if isinstance(data, dict):
+            data = {key: data[key] for key in data if key not in _OF_EARLIER_VERSIONS}
+        if not isinstance(data, dict) or not needed <= set(data) <= every:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
-            rule = f"{sorted(names - optional)}, and may have {sorted(optional)}"
+            rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
             raise ValueError(f"a profile result has the keys {rule}; not {got}")
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
         _check_figures(data)
         try:
             parts = {
-                "joint": tuple(Joint(**{**e, "tasks": tuple(e["tasks"])}) for e in data["joint"]),
                 "advice": tuple(Advice(**each) for each in data["advice"]),
                 "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
                 "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
@@ -204,16 +201,12 @@ class ProfileResult(Figures, Report):
             raise ValueError(f"a part of a profile result is damaged: {error}") from error
         return cls(**{**data, **lists, **parts})
 
-    def _bars(self) -> list[Bars]:
-        label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
-        return [Bars(label, self.exposed_s, self.spread_s)]
-
 
 def _check_figures(data: Mapping[str, Any]) -> None:
     """Refuse what cannot be the times of a profile, in a file that was edited or damaged."""
     if wrong := [key for key in data if key.endswith("_s") and not _is_times(data[key])]:
         raise ValueError(f"a profile result has numbers of seconds in {listed(wrong)}")
-    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "joint": list, "advice": list}
+    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "advice": list}
     for key, kind in (kinds | {"host_s": dict, "batch": str, "mode": str}).items():
         if not isinstance(data[key], kind):
             raise ValueError(f"a profile result has a {kind.__name__} in {key}")
@@ -228,37 +221,14 @@ def _is_times(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-class ProfileResults(Report, Sequence[ProfileResult]):
+class ProfileResults(Report, tuple[ProfileResult, ...]):
     """The results of several batches, in the order of the batches."""
 
-    def __init__(self, results: Iterable[ProfileResult]) -> None:
-        self._results = tuple(results)
-
-    @overload
-    def __getitem__(self, index: int) -> ProfileResult: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> ProfileResults: ...
-
-    def __getitem__(self, index: int | slice) -> ProfileResult | ProfileResults:
-        if isinstance(index, slice):
-            return ProfileResults(self._results[index])
-        return self._results[index]
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProfileResults) and self._results == other._results
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"ProfileResults({list(self._results)!r})"
+    __slots__ = ()
 
     def format_report(self) -> str:
         """One batch in full; several with a summary line each, side by side in one table."""
-        return result_text.several(self._results)
+        return result_text.several(self)
 
     def diff(self, after: ProfileResults) -> tuple[ProfileDiff, ...]:
         """What changed from these profiles to those of the same batches, batch by batch.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from swpipe.core.messages import counted, listed
+from swpipe.core.messages import listed
 from swpipe.core.tables import table
-from swpipe.profiler.diff import ms
 from swpipe.profiler.figures import Figures
 from swpipe.profiler.rank_times import over_ranks
+from swpipe.profiler.spread import ms
 
-_EXPOSED = ("exposed ms", "± ms", "% of baseline", "own ms")
 _READ = (
     "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
     "such intervals contain the true value; < x: not told apart from 0; own: what the task takes\n"
@@ -35,12 +34,12 @@ def one(result: Figures) -> str:
     rows = []
     for name in result.host_s:
         less_s = {} if name in result.no_work else result.in_others_s.get(name, {})
-        others = (f"{other} {ms(s)}" for other, s in less_s.items())
+        others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
+        exposed, spread, share, own = _exposed(result, name)
         cells = (ms(of[name]) if name in of else "" for of in times.values())
-        rows.append((name, *_exposed(result, name), *cells, ", ".join(others)))
-    titles = ("task", *_EXPOSED, *times, "in others ms")
-    notes = (*_notes(result), f"put back: {put_back(result.put_back)}")
-    return "\n".join([*_heads([result]), table(titles, rows), *notes, _READ])
+        rows.append((name, exposed, spread, share, own, *cells, others))
+    titles = ("task", "exposed ms", "± ms", "% of baseline", "own ms", *times, "in others ms")
+    return _with_notes([result], table(titles, rows))
 
 
 def several(results: Sequence[Figures]) -> str:
@@ -49,25 +48,26 @@ def several(results: Sequence[Figures]) -> str:
         return "no batches were profiled"
     if len(results) == 1:
         return one(results[0])
-    headers = ["task"]
+    titles = ["task"]
     for result in results:
-        first, *others = (*_EXPOSED, "in others ms")
-        headers += [f"{result.batch}\n{first}", *(f"\n{title}" for title in others)]
+        titles += [f"{result.batch}\nexposed ms", "\n± ms", "\nown ms"]
     rows = []
     for name in dict.fromkeys(name for result in results for name in result.host_s):
-        cells = [(*_exposed(result, name), _in_others(result, name)) for result in results]
-        rows.append([name, *(cell for of in cells for cell in of)])
-    notes = dict.fromkeys(note for r in results for note in _notes(r, f" on {r.batch}"))
-    back = dict.fromkeys(f"put back: {put_back(result.put_back)}" for result in results)
-    return "\n".join([*_heads(results), table(headers, rows), *notes, *back, _READ])
+        cells = (_exposed(result, name) for result in results)
+        rows.append([name, *(c for value, spread, _, own in cells for c in (value, spread, own))])
+    return _with_notes(results, table(titles, rows))
 
 
-def _heads(results: Sequence[Figures]) -> Iterator[str]:
+def _with_notes(results: Sequence[Figures], rows: str) -> str:
     loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
-    if loads:
-        yield max(loads, key=lambda load: load.used).text
-    for result in results:
-        yield _summary(result)
+    busy = [max(loads, key=lambda load: load.used).text] if loads else []
+    on = [f" on {result.batch}" if len(results) > 1 else "" for result in results]
+    notes = (
+        note for result, batch in zip(results, on, strict=True) for note in _notes(result, batch)
+    )
+    back = (f"put back: {put_back(result.put_back)}" for result in results)
+    said = dict.fromkeys([*notes, *back])
+    return "\n".join([*busy, *map(_summary, results), rows, *said, _READ])
 
 
 def _summary(result: Figures) -> str:
@@ -84,68 +84,40 @@ def _summary(result: Figures) -> str:
 # --------------------------------------------------------------------------------------- cells
 
 
-def _exposed(result: Figures, name: str) -> tuple[str, ...]:
-    """The cells below ``_EXPOSED`` for one task; "<" is what is not told apart from 0."""
+def _exposed(result: Figures, name: str) -> tuple[str, str, str, str]:
+    """Exposed time, its spread, its share, and the task's own; "<": not told apart from 0."""
     exposed = result.exposed(name)
     if exposed is None:
         return "not measured" if name in result.host_s else "", "", "", ""
     if name in result.no_work:
         return "no work", "", "", ""
-    own = "" if _is_below(*exposed) else ms(result.own_s[name])
-    return *_value(result, *exposed), own
-
-
-def _in_others(result: Figures, name: str) -> str:
-    exposed = result.exposed(name)
-    if exposed is None or name in result.no_work or _is_below(*exposed):
-        return ""
-    return ms(result.exposed_s[name] - result.own_s[name])
-
-
-def _is_below(value_s: float, spread_s: float) -> bool:
-    """Whether a time is not told apart from 0."""
-    return 0 < spread_s >= abs(value_s)
-
-
-def _value(result: Figures, value_s: float, spread_s: float) -> tuple[str, str, str]:
-    """A time that is saved, its spread, and its share of an iteration, all of which is the most."""
-    below = _is_below(value_s, spread_s)
+    value_s, spread_s = exposed
+    below = 0 < spread_s >= abs(value_s)
     shown_s = max(0.0, value_s) + spread_s if below else value_s
-    shown_s = min(shown_s, result.baseline_s)
+    shown_s = min(shown_s, result.baseline_s)  # an iteration cannot get shorter by more
     share = shown_s / result.baseline_s if result.baseline_s else 0.0
-    sign = "< " if below else ""
-    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}"
+    sign, own = ("< ", "") if below else ("", ms(result.own_s[name]))
+    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}", own
 
 
 # --------------------------------------------------------------------------------------- notes
 
 
-def _notes(result: Figures, on_batch: str = "") -> Iterator[str]:
+def _notes(result: Figures, on_batch: str) -> Iterator[str]:
     if result.busy_s:
         yield f"limits iterations{on_batch}: {_limits(result)}"
     blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
     yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
     for name, why in result.not_measured.items():
         yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
-    for joint in result.joint:
-        value, spread, share = _value(result, joint.raw_s, joint.spread_s)
-        yield (
-            f"together{on_batch}: {value} ± {spread} ms ({share}%) for {joint.what}: "
-            f"{', '.join(joint.tasks)}"
-        )
     for number, advice in enumerate(result.advice, 1):
         yield f"do next{on_batch}, {number}: {advice.text}"
     if not result.advice:
         yield f"do next{on_batch}: {_NO_ADVICE}"
     if result.ranks:
-        yield from over_ranks(result.ranks, result.collectives)
+        yield from over_ranks(result.ranks, result.rank_waits)
     if result.interrupted:
         yield f"interrupted{on_batch}: not all rounds were measured"
-    if result.disturbed is None:
-        yield "disturbance by other processes: this machine does not tell"
-    elif result.disturbed:
-        many = counted(result.disturbed, "visit")
-        yield f"disturbed by other processes{on_batch}: {many}, measured again"
     if result.already_shortcut:
         yield f"shortcut already, so not measured: {', '.join(result.already_shortcut)}"
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -32,10 +32,9 @@ from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import Run, WindowTimer
+from swpipe.profiler.measure import TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
-from swpipe.profiler.run_queue import disturbed, waited_s
-from swpipe.profiler.spread import on_the_line, time_saved
+from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
 
 Kind: TypeAlias = tuple[str, ...]
 """The tasks that are shortcut in a visit; ``PULL`` where the loader is not called."""
@@ -74,7 +73,7 @@ class Counts:
 
     num_warmup: int
     num_measure: int
-    num_rounds: int
+    num_rounds: int = LEAST_ROUNDS
     seconds: float | None = None
     target_spread_s: float | None = None
 
@@ -99,6 +98,7 @@ class Rounds:
     """The visits that were measured so far.
 
     Attributes:
+        timer: Runs the iterations.
         base_s: The mean time of an iteration without a shortcut, round by round.
         spans_s: All times of iterations without a shortcut, as ``WindowTimer.spans``.
         saved_s: Kind to the differences that ``time_saved`` takes.
@@ -106,30 +106,16 @@ class Rounds:
         in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
         failed: Kind to why it could not be measured; it is in none of the others.
         interrupted: Ctrl-C came before the last round.
-        disturbed: How many visits were measured again, since another process took a core from them
-            (``swpipe.profiler.run_queue``); None where the machine does not tell.
         other_load: What other processes used of the machine; None where it does not tell.
 
     Args:
-        timer: Runs the iterations.
         restore: Called after each round.
-        enter: What is done to the tasks of a kind during its visits; None to shortcut them, and
-            not to call the loader.
     """
 
-    def __init__(
-        self,
-        timer: WindowTimer,
-        counts: Counts,
-        restore: Callable[[], object],
-        enter: Callable[[Kind], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        self._timer = timer
-        self._enter = enter or self._shortcut
-        self._counts = counts
-        self._restore = restore
+    def __init__(self, timer: WindowTimer, counts: Counts, restore: Callable[[], object]) -> None:
+        self.timer, self._counts, self._restore = timer, counts, restore
         self._rng = random.Random(0)
-        self._kind, self._exact = BASE, False
+        self._kind = BASE
         self.base_s: list[float] = []
         self.spans_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
@@ -137,36 +123,45 @@ class Rounds:
         self.in_backward_s: dict[Kind, list[float]] = {}
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
-        self.disturbed: int | None = None if waited_s() is None else 0
         self.other_load: OtherLoad | None = None
-        self._shares: list[float | None] = []
 
-    @contextmanager
-    def _shortcut(self, kind: Kind) -> Iterator[None]:
-        pulls = self._timer.pulls if PULL in kind else None
-        off = nullcontext() if pulls is None else pulls.off()
-        with off, self._timer.pipe.shortcut(*_tasks_of(kind)):
-            yield
+    # ------------------------------------------------------------------------- what was measured
 
-    def warm_up(self) -> tuple[float, HostTimes]:
-        """Iterations without shortcuts: the first ones allocate and compile.
+    @property
+    def step(self) -> Estimate:
+        """An iteration in which all tasks run."""
+        return mean_of(self.base_s)
 
-        Returns:
-            Seconds per iteration, and the times of all tasks: a first estimate.
-        """
-        _, (_, seconds) = self._run(visits(()))
-        first = self.times[BASE]
+    @property
+    def replays_s(self) -> dict[Kind, float]:
+        """What the replays of each kind took, per iteration."""
+        return {
+            kind: fmean(self.in_backward_s[kind])
+            + sum(self.times[kind].host_s[name] for name in _tasks_of(kind))
+            for kind in self.saved_s
+        }
+
+    @property
+    def saved(self) -> dict[Kind, Estimate]:
+        """How much shorter an iteration is if the tasks of each kind cost nothing."""
+        replays_s = self.replays_s
+        alone = not (self.timer.pipelined or self.timer.pipe.device.has_streams)
+        return {
+            kind: with_replay(estimate, replays_s[kind], alone=alone)
+            for kind, estimate in time_saved(self.saved_s).items()
+        }
+
+    # ------------------------------------------------------------------------------- measuring
+
+    def warm_up(self) -> None:
+        """Iterations that do not count: the first ones allocate and compile."""
+        self._run(visits(()))
         self.times[BASE] = self._new_times()
-        if self._timer.pulls is not None:
-            self._timer.pulls.begin()
-        return fmean(seconds), first
+        if self.timer.pulls is not None:
+            self.timer.pulls.begin()
 
-    def measure(
-        self, kinds: Sequence[Kind], tick: Callable[[], object], *, exact: bool = False
-    ) -> None:
-        """Measure kinds of shortcuts; call ``tick`` after each visit to a single task.
-
-        What several tasks save together is measured in two rounds, in all of them if ``exact``.
+    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
+        """Measure kinds of shortcuts; call ``tick`` after each visit.
 
         One with which iterations fail, and only with it, is left out from there on. On several
         ranks it fails the profile: the others may wait in a collective.
@@ -177,7 +172,6 @@ class Rounds:
         """
         self.saved_s = {kind: [] for kind in kinds}
         self.times |= {kind: self._new_times() for kind in kinds}
-        self._exact = exact
         begin_s, load = time.perf_counter(), load_so_far(is_rank=not is_alone())
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
@@ -194,18 +188,11 @@ class Rounds:
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """The kinds for the next round; none at the end."""
-        counts, done = self._counts, len(self.base_s)
-        kinds = [
-            kind
-            for kind, of in self.saved_s.items()
-            if self._exact or len(kind) == 1 or len(of) < LEAST_ROUNDS
-        ]
+        counts, done, kinds = self._counts, len(self.base_s), list(self.saved_s)
         if done < LEAST_ROUNDS:
             return kinds
         if counts.fixed:
-            # A visit that was disturbed is made again, in up to half as many rounds more.
-            again = [kind for kind in kinds if len(self.saved_s[kind]) < counts.num_rounds]
-            return again if done < 1.5 * counts.num_rounds else []
+            return kinds if done < counts.num_rounds else []
         in_time = counts.seconds is None or elapsed_s * (1 + 1 / done) <= counts.seconds
         if not in_time or done == MAX_ROUNDS:
             return []
@@ -219,9 +206,7 @@ class Rounds:
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:
         """What rank 0 wants; times differ."""
-        if self._counts.fixed or is_alone():
-            return wanted
-        return gather(wanted)[0]
+        return wanted if self._counts.fixed or is_alone() else gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         while True:
@@ -236,13 +221,8 @@ class Rounds:
                 continue
             base = [seconds for kind, seconds in found if kind == BASE]
             self.base_s.append(fmean(map(fmean, base)))
-            self.spans_s += [span for seconds in base for span in self._timer.spans(seconds)]
-            out = [False] * len(found)
-            # Each kind needs two differences; and ranks would not agree on which to measure again.
-            if self.disturbed is not None and len(self.base_s) > LEAST_ROUNDS and is_alone():
-                out = disturbed(self._shares)
-                self.disturbed += sum(out)
-            for kind, saved_s in differences(found, out).items():
+            self.spans_s += [span for seconds in base for span in self.timer.spans(seconds)]
+            for kind, saved_s in differences(found).items():
                 self.saved_s[kind].append(saved_s)
             return
 
@@ -254,11 +234,10 @@ class Rounds:
             del self.saved_s[kind], self.times[kind]
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
-        timer, pipe, where = self._timer, self._timer.pipe, []
-        self._shares = []
-        run, seen = timer.run(), self.times[BASE].observer()
+        where: list[slice] = []
+        run, seen = self.timer.run(), self.times[BASE].observer()
         try:
-            with pipe.observe(seen):
+            with self.timer.pipe.observe(seen):
                 for kind in order:
                     where.append(self._visit(run, kind))
                     if len(kind) == 1:
@@ -272,30 +251,26 @@ class Rounds:
             self._restore()
         seconds = run.seconds()
         for kind, measured in zip(order, where, strict=True):
-            self.times[kind].add(seen, set(run.iterations(measured)))
+            self.times[kind].add(seen, set(run.numbers[measured]))
         return [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
 
-    def _visit(self, run: Run, kind: Kind) -> slice:
-        timer, self._kind = self._timer, kind
-        least = timer.pipe.plan.depth if timer.pipelined else 1
-        length = max(least, timer.measure)
+    def _visit(self, run: TimedRun, kind: Kind) -> slice:
+        timer, self._kind = self.timer, kind
+        length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
-        extra_before_s = 0.0
         replayed = _tasks_of(kind)
+        extra_s = 0.0
 
         def begin_to_measure() -> None:
-            nonlocal extra_before_s
-            extra_before_s = timer.pipe.replay_in_backward_s(*replayed)
+            nonlocal extra_s
+            extra_s = -timer.pipe.replay_in_backward_s(*replayed)
 
         try:
-            with self._enter(kind) if kind else nullcontext():
-                begin_s, waited_before_s = time.perf_counter(), waited_s()
+            with self._shortcut(kind) if kind else nullcontext():
                 measured = run.iterate(timer.num_warmup, length, begin_to_measure)
-                extra_s = timer.pipe.replay_in_backward_s(*replayed) - extra_before_s
+                extra_s += timer.pipe.replay_in_backward_s(*replayed)
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
-                took_s = time.perf_counter() - begin_s
-                self._shares.append(_share(waited_before_s, waited_s(), took_s))
                 if not is_alone():
                     run.end()
                 timer.pipe.check_shortcuts()
@@ -305,8 +280,15 @@ class Rounds:
             add_note(error, f"swpipe: while profiling {what}")
             raise
 
+    @contextmanager
+    def _shortcut(self, kind: Kind) -> Iterator[None]:
+        pulls = self.timer.pulls if PULL in kind else None
+        off = nullcontext() if pulls is None else pulls.off()
+        with off, self.timer.pipe.shortcut(*_tasks_of(kind)):
+            yield
+
     def _new_times(self) -> HostTimes:
-        return HostTimes(task.name for task in self._timer.pipe.tasks)
+        return HostTimes(task.name for task in self.timer.pipe.tasks)
 
 
 def visits(order: Sequence[Kind]) -> list[Kind]:
@@ -315,30 +297,20 @@ def visits(order: Sequence[Kind]) -> list[Kind]:
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
 
 
-def differences(round_: Sequence[Visit], out: Sequence[bool] = ()) -> dict[Kind, float]:
-    """How much shorter the iterations of each kind were than those around them.
+def differences(round_: Sequence[Visit]) -> dict[Kind, float]:
+    """By how much each kind's iterations were shorter than those without a shortcut around it.
 
-    Args:
-        round_: The visits of a round.
-        out: Which of these do not count, and so nothing that would be compared with them.
+    These are taken from the line between the two visits without one.
     """
-    out = out or [False] * len(round_)
+    bases = [index for index, (kind, _) in enumerate(round_) if kind == BASE]
     saved_s: dict[Kind, float] = {}
-    bases = [place for place, (kind, _) in enumerate(round_) if kind == BASE]
     for before, after in pairwise(bases):
-        ends_s = fmean(round_[before][1]), fmean(round_[after][1])
-        between = round_[before + 1 : after]
-        for place, (kind, seconds) in enumerate(between, 1):
-            if out[before] or out[after] or out[before + place]:
-                continue
-            saved_s[kind] = on_the_line(*ends_s, place, len(between)) - fmean(seconds)
+        first_s, last_s = (fmean(round_[place][1]) for place in (before, after))
+        for place in range(before + 1, after):
+            kind, seconds = round_[place]
+            share = (place - before) / (after - before)
+            saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
     return saved_s
-
-
-def _share(before_s: float | None, after_s: float | None, took_s: float) -> float | None:
-    if before_s is None or after_s is None or not took_s:
-        return None
-    return (after_s - before_s) / took_s
 
 
 def _tasks_of(kind: Kind) -> Kind:

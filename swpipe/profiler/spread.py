@@ -1,10 +1,4 @@
-"""Exposed times with 95% intervals, from visits to each kind of shortcut in one run of iterations.
-
-A visit is a few iterations in a row with the same tasks shortcut. In a round each kind is visited
-once, in a random order; before, after and between every three there is a visit without a shortcut::
-
-    round 1    base   read   decode   copy   base   forward   backward   step   base
-    round 2    base   step   decode   read   base   backward   copy   forward   base
+"""Times with 95% intervals, from the visits of ``swpipe.profiler.rounds``.
 
 The time of a visit is the mean of its iterations, since throughput is a mean: what is slow every
 eighth time costs an eighth of that in each step. A visit is compared with the time on the line
@@ -42,6 +36,29 @@ class Estimate(NamedTuple):
     value_s: float
     spread_s: float
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether it can be told apart from nothing."""
+        return self.value_s > self.spread_s
+
+    @property
+    def text(self) -> str:
+        """Milliseconds with their interval; "< x" for what is not told apart from 0."""
+        if 0 < self.spread_s >= self.value_s:
+            return f"< {in_ms(max(0.0, self.value_s) + self.spread_s)}"
+        return f"{in_ms(self.value_s)} ± {in_ms(self.spread_s)}"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, to the microsecond."""
+    return f"{1e3 * seconds:.3f}"
+
+
+def in_ms(seconds: float) -> str:
+    """Milliseconds, with three digits that count, such as "1.25", "12.5" and "125"."""
+    value = 1e3 * seconds
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
 
 def student_95(freedom: int) -> float:
     """The two-sided 95% point of Student's distribution.
@@ -53,19 +70,6 @@ def student_95(freedom: int) -> float:
         return _STUDENT_95[freedom - 1]
     z = _NORMAL_95
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
-def on_the_line(before_s: float, after_s: float, place: int, places: int) -> float:
-    """What a visit at ``place`` of ``places`` between two others would be without a shortcut.
-
-    Args:
-        before_s: The visit without a shortcut before these.
-        after_s: The one after these.
-        place: From 1 to ``places``.
-        places: How many visits there are between the two.
-    """
-    share = place / (places + 1)
-    return before_s * (1 - share) + after_s * share
 
 
 def mean_of(by_round: Sequence[float]) -> Estimate:
@@ -97,13 +101,10 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
 def with_replay(saved: Estimate, replay_s: float, *, alone: bool) -> Estimate:
     """Add what the replay took, so that the estimate is that of an iteration without the task.
 
-    Args:
-        saved: How much shorter the iteration is with a replay instead of the task.
-        replay_s: The time of the replay.
-        alone: Nothing overlaps the task, so that the replay counts in full. Otherwise other work
-            may hide it, or wait for it: threads share the interpreter lock, which a replay holds
-            even where the task itself did not. It counts between nothing and in full. The estimate
-            is the middle, and the interval has both ends.
+    ``alone``: nothing overlaps the task, so that the replay counts in full. Otherwise other work
+    may hide it, or wait for it: threads share the interpreter lock, which a replay holds even where
+    the task itself did not. It counts between nothing and in full: the estimate is the middle, and
+    the interval has both ends.
     """
     if alone:
         return Estimate(saved.value_s + replay_s, saved.spread_s)

@@ -19,8 +19,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.measure import WindowTimer
-from swpipe.profiler.pulls import Pulls
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.trial_state import trial_state
 
@@ -64,24 +63,18 @@ def try_plans(
     tasks = tuple(tasks)
     if not plans or not batches:
         raise ValueError("give at least one plan and one batch to try it on")
-    Counts(num_warmup, num_measure, num_rounds=2)
+    Counts(num_warmup, num_measure)
     samples: dict[str, list[float]] = {name: [] for name in plans}
     pulls = None if loader is None else Pulls(loader)
+    said: Any = {"device": device, "context": context, "check_effects": False}
     with ExitStack() as stack:
-        pipes = {
-            name: stack.enter_context(
-                SWPipeline(plan, tasks, device=device, context=context, check_effects=False)
-            )
-            for name, plan in plans.items()
-        }
-        first = next(iter(pipes.values()))
-        saved = trial_state(first, batches[0], state, copy)
+        pipes = {n: stack.enter_context(SWPipeline(p, tasks, **said)) for n, p in plans.items()}
+        saved = trial_state(next(iter(pipes.values())), batches[0], state, copy)
         order = list(pipes)
         for turn, batch in enumerate(batches):
             for name in order if turn % 2 else reversed(order):
-                timer = WindowTimer(
-                    pipes[name], batch, copy, num_warmup, num_measure, pipelined=True, pulls=pulls
-                )
-                with saved.trial(), pipes[name].borrow():
+                pipe, counts = pipes[name], (num_warmup, num_measure)
+                timer = WindowTimer(pipe, batch, copy, *counts, pipelined=True, pulls=pulls)
+                with saved.trial(), pipe.borrow():
                     samples[name] += timer.window()
     return {name: median(each) for name, each in samples.items()}

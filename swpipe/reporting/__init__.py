@@ -1,17 +1,15 @@
 """One report on a loop: what bounds its step, how much overlap can still gain, what to do next."""
 
-from swpipe.reporting.loop_figures import LoopFigures, PromisedChange
+from swpipe.reporting.account import Ceiling, StepAccount, StepPart, StepVerdict
 from swpipe.reporting.measuring import report
-from swpipe.reporting.step_parts import StepPart
-from swpipe.reporting.step_report import StepReport
-from swpipe.reporting.verdict import Ceiling, Verdict
+from swpipe.reporting.step_report import PromisedChange, StepReport
 
 __all__ = [
     "Ceiling",
-    "LoopFigures",
     "PromisedChange",
+    "StepAccount",
     "StepPart",
     "StepReport",
-    "Verdict",
+    "StepVerdict",
     "report",
 ]

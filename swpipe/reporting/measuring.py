@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, repeat
@@ -27,8 +27,7 @@ from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.doctor import Finding, diagnose
-from swpipe.doctor.diagnosis import is_clear
+from swpipe.doctor import diagnose
 from swpipe.errors import PlanError
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
@@ -37,10 +36,8 @@ from swpipe.profiler.advice import MOST
 from swpipe.profiler.rounds import LEAST_ROUNDS
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial_state import trial_state
-from swpipe.reporting.loop_figures import PromisedChange
-from swpipe.reporting.step_parts import Roles, step_parts
-from swpipe.reporting.step_report import StepReport
-from swpipe.reporting.verdict import ceiling_of, costs_of, verdict_on_step
+from swpipe.reporting.account import account_of
+from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
 
@@ -80,9 +77,9 @@ def report(
         context: As for ``SWPipeline``.
         loader: What training takes its batches from, such as a ``DataLoader``: its calls are
             measured, too. With None a batch costs nothing.
-        ready_made: Name to plan, such as those of ``swpipe.plans.sparse_dist``. They are tried
-            where nothing else is advised but to make tasks faster; not those for other tasks, and
-            those that could give other numbers than the serial loop.
+        ready_made: Name to plan, such as those of ``swpipe.plans.torchrec.sparse_dist``. They are
+            tried where nothing else is advised but to make tasks faster; not those for other tasks,
+            and those that could give other numbers than the serial loop.
         rounds: Visits to each task, and trials of each plan; 2 or more. More make intervals
             narrower.
         progress: Called with one line before each step.
@@ -115,36 +112,56 @@ def report_on(
     everyone: list[_Measured] = loop.gather(found)
     rank = max(range(len(everyone)), key=lambda number: everyone[number].profile.baseline_s)
     profile, trace, cpu_s = everyone[rank]
-    roles = Roles.of(_ordered_like(inferred, runs_under))
-    parts = step_parts(trace.critical_path(), profile, roles)
-    costs = replace(costs_of(profile), memory=loop.measure_memory())
-    predicted = memory = None
+    account = account_of(
+        profile,
+        trace.critical_path(),
+        _ordered_like(inferred, runs_under),
+        streams=loop.has_streams,
+        cpu_s=cpu_s,
+    )
+    costs = replace(profile.costs, memory=loop.measure_memory())
+    predicted = None
     with suppress(PlanError):  # too large to simulate
         predicted = simulate(runs_under, costs, streams=loop.has_streams)
-        memory = predicted.memory
+    memory = None if predicted is None else predicted.memory
     changes = _tried(loop, runs_under, profile, rounds)
-    ceiling = ceiling_of(inferred, roles, profile, streams=loop.has_streams, cpu_s=cpu_s)
     tried: dict[str, Estimate] = {}
-    if ceiling.is_worth_it and not any(one.advice.plan for one in changes):
-        others = _others(ready_made, runs_under)
-        fitting = {name: one for name, one in others.items() if keeps_order(loop, recording, one)}
+    if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
+        fitting = {
+            name: one
+            for name, one in _others(ready_made, runs_under).items()
+            if keeps_order(loop, recording, one)
+        }
         tried = _trial(loop, runs_under, fitting, rounds)
         changes = (*_best(loop, runs_under, fitting, tried, rounds), *changes)[:MOST]
+    loop.progress("looking for what keeps work from overlapping")
+    findings = diagnose(
+        loop.tasks,
+        loop.batches if loop.loader is None else loop.loader,
+        plan=plan,
+        device=loop.device,
+        context=loop.context,
+        rounds=LEAST_ROUNDS,
+    ).findings
     return StepReport(
         name=name,
         plan=runs_under,
-        verdict=verdict_on_step(parts, profile),
-        ceiling=ceiling,
-        parts=parts,
+        account=account,
         changes=changes,
         profile=profile,
         measured=trace,
         predicted=None if predicted is None else predicted.trace(),
         predicted_s=None if predicted is None else predicted.ii_us / 1e6,
         memory=memory if memory is not None and memory.bytes else None,
-        findings=loop.gather(_findings(loop, plan))[rank],
+        # Whether the machine is busy is said first, of the time in which the profile was taken.
+        findings=tuple(o for o in loop.gather(findings)[rank] if o.rule != "busy-machine"),
         rank=rank,
-        machine=_machine(loop),
+        machine={
+            "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
+            "cores": str(cores()),
+            "torch": torch.__version__,
+            "Python": platform.python_version(),
+        },
         ready_made=tried,
     )
 
@@ -155,21 +172,6 @@ class _Measured(NamedTuple):
     profile: ProfileResult
     trace: Trace
     cpu_s: float
-
-
-def _findings(loop: Loop, plan: PipelinePlan | None) -> tuple[Finding, ...]:
-    loop.progress("looking for what keeps work from overlapping")
-    batches = loop.batches if loop.loader is None else loop.loader
-    found = diagnose(
-        loop.tasks,
-        batches,
-        plan=plan,
-        device=loop.device,
-        context=loop.context,
-        rounds=LEAST_ROUNDS,
-    ).findings
-    # Whether the machine is busy is said first, of the time in which the profile was taken.
-    return tuple(one for one in found if one.rule != "busy-machine")
 
 
 def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _Measured:
@@ -184,7 +186,9 @@ def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _M
         loop.progress("recording a timeline")
         wanted = int(_TRACED_S / profile.baseline_s) if profile.baseline_s else _MOST_TRACED
         steps = max(loop.gather(min(_MOST_TRACED, max(_LEAST_TRACED, wanted))))
-        batches = _batches(loop)
+        # Begun again at its end.
+        feed = repeat(loop.batches if loop.loader is None else loop.loader)
+        batches = chain.from_iterable(feed)
         with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
             pipe.run(islice(batches, _WARM_UP))
             begin_s = time.process_time()
@@ -193,11 +197,6 @@ def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _M
             cpu_s = (time.process_time() - begin_s) / steps
     # Threads of OpenMP may use a core while they wait.
     return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
-
-
-def _batches(loop: Loop) -> Iterator[Any]:
-    """Batches from the loader, begun again at its end, or the ones that there are."""
-    return chain.from_iterable(repeat(loop.batches if loop.loader is None else loop.loader))
 
 
 def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelinePlan:
@@ -223,6 +222,9 @@ def _ordered_like(inferred: PipelinePlan, plan: PipelinePlan) -> PipelinePlan:
     return replace(inferred, schedule=schedule)
 
 
+# ---------------------------------------------------------------------------------------- trials
+
+
 def _tried(
     loop: Loop, plan: PipelinePlan, profile: ProfileResult, rounds: int
 ) -> tuple[PromisedChange, ...]:
@@ -230,7 +232,7 @@ def _tried(
     plans = {each.change: PipelinePlan.from_json(each.plan) for each in profile.advice if each.plan}
     tried = _trial(loop, plan, plans, rounds)
     changes = [PromisedChange(each, tried.get(each.change)) for each in profile.advice]
-    rank = {name: 0 if is_clear(saved) else 2 for name, saved in tried.items()}
+    rank = {name: 0 if saved.is_clear else 2 for name, saved in tried.items()}
     return tuple(
         sorted(changes, key=lambda one: (rank.get(one.advice.change, 1), -one.advice.saved_s))
     )
@@ -280,19 +282,10 @@ def _best(
     Of several the best one has had luck, too.
     """
     name = max(tried, key=lambda name: tried[name].value_s, default="")
-    if not name or not is_clear(tried[name]):
+    if not name or not tried[name].is_clear:
         return ()
     again = _trial(loop, plan, {name: plans[name]}, rounds)[name]
-    if not is_clear(again):
+    if not again.is_clear:
         return ()
     words = f"run it under the ready-made plan {name}"
-    return (PromisedChange(Advice(words, "", *tried[name], "", "", plans[name].to_json()), again),)
-
-
-def _machine(loop: Loop) -> dict[str, str]:
-    return {
-        "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
-        "cores": str(cores()),
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-    }
+    return (PromisedChange(Advice(words, "", *tried[name], plan=plans[name].to_json()), again),)

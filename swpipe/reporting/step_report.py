@@ -2,22 +2,183 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from swpipe.core.files import write_atomically
-from swpipe.reporting.loop_figures import LoopFigures, in_ms
-from swpipe.reporting.page import page_of
+from swpipe.core.messages import listed
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.doctor import Finding
+from swpipe.profiler import Advice, ProfileResult
+from swpipe.profiler.rank_times import Ends, host_ends
+from swpipe.profiler.spread import Estimate, in_ms
+from swpipe.reporting.account import (
+    BETWEEN,
+    LOADER,
+    Ceiling,
+    StepAccount,
+    StepPart,
+    StepVerdict,
+)
+from swpipe.reporting.charts import SHOWN, exposed_chart, timeline_chart
+from swpipe.trace import PeakMemory, Trace
+
+_APART = 0.05  # of a step: smaller differences are not told
 
 
-class StepReport(LoopFigures):
-    """A report. Its attributes are its figures; it prints, and it is a page.
+@dataclass(frozen=True, slots=True)
+class PromisedChange:
+    """A change that is advised, and what it gave when it was tried.
 
-    Attributes: see ``LoopFigures``.
+    Attributes:
+        advice: What to change, what it promises, and the plan to try.
+        tried: How much shorter an iteration was under that plan, in seconds, with a 95% interval;
+            None where the change needs another program, and not only another plan.
     """
 
-    __slots__ = ()
+    advice: Advice
+    tried: Estimate | None = None
+
+    @property
+    def promised(self) -> str:
+        """The promise, in milliseconds."""
+        return f"{in_ms(self.advice.saved_s)} ± {in_ms(self.advice.spread_s)} ms"
+
+    @property
+    def gave(self) -> str:
+        """What the trial gave, in milliseconds; "" if it was not tried."""
+        if self.tried is None:
+            return ""
+        given = "{} ± {} ms".format(*map(in_ms, self.tried))
+        return given + ("" if self.kept else ", not as promised")
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the promise and what was measured are the same, within their intervals."""
+        if self.tried is None:
+            return None
+        apart_s = abs(self.tried.value_s - self.advice.saved_s)
+        return apart_s <= self.tried.spread_s + self.advice.spread_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A report: what was measured of a loop, and what follows. It prints, and it is a page.
+
+    On several ranks it is of the slowest one.
+
+    Attributes:
+        name: Of the loop.
+        plan: What it runs under.
+        account: What its step is spent on, what bounds it, and what overlap can still gain.
+        changes: At most three: those that need no more than another plan first, if it saved
+            something when it was tried; of these the one that promises most.
+        profile: Exposed times.
+        measured: The timeline of the same loop.
+        predicted: The timeline that the simulator predicts for the plan from the profile's costs;
+            None where it is too large.
+        predicted_s: The time of an iteration in it, in seconds.
+        findings: What keeps work from overlapping.
+        rank: The rank that all else is about.
+        machine: What it was measured on, in words: key to value.
+        ready_made: What each ready-made plan saved when it was tried; empty where another plan is
+            advised, or none is for these tasks.
+        memory: What the iterations in flight hold at most, by the same simulation; None if nothing.
+    """
+
+    name: str
+    plan: PipelinePlan
+    account: StepAccount
+    changes: tuple[PromisedChange, ...]
+    profile: ProfileResult
+    measured: Trace
+    predicted: Trace | None
+    predicted_s: float | None
+    findings: tuple[Finding, ...] = ()
+    rank: int = 0
+    machine: Mapping[str, str] = field(default_factory=dict)
+    ready_made: Mapping[str, Estimate] = field(default_factory=dict)
+    memory: PeakMemory | None = None
+
+    @property
+    def verdict(self) -> StepVerdict:
+        """What bounds the step."""
+        return self.account.verdict
+
+    @property
+    def ceiling(self) -> Ceiling:
+        """How much any overlap can still gain."""
+        return self.account.ceiling
+
+    @property
+    def parts(self) -> tuple[StepPart, ...]:
+        """The step, split into parts that add up to it."""
+        return self.account.parts
+
+    @property
+    def busy(self) -> str:
+        """Whether other work disturbed what was measured, in a sentence; "" if not."""
+        load = self.profile.other_load
+        return f"{capitalised(load.text)}." if load is not None and load.is_busy else ""
+
+    @property
+    def next_step(self) -> str:
+        """What to do next, in a sentence or two."""
+        if self.changes:
+            return f"{capitalised(self.changes[0].advice.change)}."
+        if self.ceiling.is_worth_it:
+            return "Measure longer, or say of more tasks what they touch."
+        longest = max(self.parts, key=lambda part: part.seconds)
+        return f"Overlap can gain nothing more. Make {longest.task} take less time."
+
+    @property
+    def why_no_plan(self) -> str:
+        """What the ceiling takes, and why no plan is advised that comes nearer; "" if one is."""
+        if not self.ceiling.is_worth_it or any(one.advice.plan for one in self.changes):
+            return ""
+        said = [self.ceiling.needs]
+        reasons = {one.advice.task: one.advice.not_moved for one in self.changes}
+        told = [task for task in (*self.ceiling.beside, *reasons) if reasons.get(task)]
+        if told:
+            said.append(f"{capitalised(told[0])} is not moved: {reasons[told[0]]}.")
+        else:
+            said.append("No change to the plan promises more than its uncertainty.")
+        if self.ready_made:
+            tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.ready_made.items())
+            said.append(f"Ready-made plans saved, when they were tried: {tried}.")
+        return " ".join(said)
+
+    def format(self) -> str:
+        """The verdict, the ceiling and the next step, a line each."""
+        return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def _lines(self) -> Iterator[str]:
+        ceiling, step = self.ceiling, self.profile.step
+        if self.busy:
+            yield self.busy
+        yield f"{self.verdict.bound}. {self.verdict.why}"
+        yield f"step: {in_ms(step.value_s)} ± {in_ms(step.spread_s)} ms"
+        yield (
+            f"ceiling: any overlap can save {in_ms(ceiling.saved_s)} ms at most "
+            f"({ceiling.share:.0%}); then limited by {ceiling.limit}"
+        )
+        if self.why_no_plan:
+            yield f"no plan: {self.why_no_plan}"
+        yield f"next step: {self.next_step}"
+        for change in self.changes[:1]:
+            tried = f"; when it was tried, it saved {change.gave}" if change.gave else ""
+            yield f"  promises {change.promised}{tried}"
+        if self.memory is not None:
+            yield self.memory.format()
 
     def to_html(self) -> str:
         """The report as one page, which needs no network and no other file."""
@@ -31,33 +192,139 @@ class StepReport(LoopFigures):
         """The page in a frame of its own, so that its style is not the notebook's."""
         return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="900"></iframe>'
 
-    def format(self) -> str:
-        """The verdict, the ceiling and the next step, a line each."""
-        return "\n".join(self._lines())
 
-    def __str__(self) -> str:
-        return self.format()
+def capitalised(text: str) -> str:
+    """The text, with a capital at the beginning."""
+    return text[:1].upper() + text[1:]
 
-    def _lines(self) -> Iterator[str]:
-        ceiling, profile = self.ceiling, self.profile
-        if self.busy:
-            yield self.busy
-        yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield f"step: {in_ms(profile.baseline_s)} ± {in_ms(profile.baseline_spread_s)} ms"
-        yield (
-            f"ceiling: any overlap can save {in_ms(ceiling.saved_s)} ms at most "
-            f"({ceiling.share:.0%}); then limited by {ceiling.limit}"
-        )
-        if self.why_no_plan:
-            yield f"no plan: {self.why_no_plan}"
-        yield f"next step: {self.next_step}"
-        for change in self.changes[:1]:
-            saved = f"{in_ms(change.advice.saved_s)} ± {in_ms(change.advice.spread_s)} ms"
-            tried = ""
-            if change.tried is not None:
-                value, spread = map(in_ms, change.tried)
-                tried = f"; when it was tried, it saved {value} ± {spread} ms"
-                tried += "" if change.kept else ", not as promised"
-            yield f"  promises {saved}{tried}"
-        if self.memory is not None:
-            yield self.memory.format()
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def page_of(report: StepReport) -> str:
+    """The page."""
+    from jinja2 import Environment, StrictUndefined
+
+    place = files("swpipe.reporting")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
+    iterations = len({span.iteration for span in report.measured.spans})
+    return template.render(
+        report=report,
+        style=(place / "page.css").read_text(encoding="utf-8"),
+        ms=in_ms,
+        percent=_percent,
+        under=_under(report),
+        changes=[_change(number, one) for number, one in enumerate(report.changes, 1)],
+        rows=list(_rows(report)),
+        total_s=sum(part.seconds for part in report.parts),
+        total=sum(part.share for part in report.parts),
+        spent=", ".join(f"{c} {_percent(s)}" for c, s in report.verdict.shares.items()),
+        reconciled=_reconciled(report),
+        exposed=exposed_chart(report.profile),
+        timeline=timeline_chart(_timelines(report)),
+        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.",
+        ranks=_ranks(report),
+        memory="" if report.memory is None else capitalised(report.memory.format()),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _under(report: StepReport) -> str:
+    groups = len(report.plan.thread_groups)
+    if report.profile.mode == "serial":
+        return "plain loop"
+    return f"under a plan with {groups} thread groups, {report.plan.depth} iterations in flight"
+
+
+def _change(number: int, one: PromisedChange) -> dict[str, str]:
+    advice, data = one.advice, base64.b64encode(one.advice.plan.encode()).decode()
+    return {
+        "change": capitalised(advice.change),
+        "promised": one.promised,
+        "tried": one.gave,
+        "limit": advice.limit,
+        "not_moved": advice.not_moved,
+        "file": f"plan-{number}.json",
+        "href": f"data:application/json;base64,{data}" if advice.plan else "",
+    }
+
+
+def _rows(report: StepReport) -> Iterator[dict[str, str]]:
+    """A row per task: its part of the step, beside what its removal saves."""
+    profile = report.profile
+    parts: dict[str, float] = defaultdict(float)
+    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, as parts are
+    for part in report.parts:
+        name = PULL if part.task == LOADER else part.task
+        parts[name] += part.seconds
+        causes[name].append(part.cause)
+    for name in dict.fromkeys([*profile.host_s, *parts]):
+        exposed, seconds = profile.exposed(name), parts[name]
+        takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
+        yield {
+            "task": LOADER if name == PULL else name,
+            "part": in_ms(seconds),
+            "share": _percent(seconds / profile.baseline_s),
+            "cause": " and ".join(causes[name]) or "hidden",
+            "removed": "" if exposed is None else exposed.text,
+            "takes": in_ms(takes_s) if name in profile.host_s else "",
+            "note": _note(report, name, seconds),
+        }
+
+
+def _note(report: StepReport, name: str, part_s: float) -> str:
+    """Why a part of the step and what its removal saves differ; "" where they do not."""
+    profile = report.profile
+    exposed = profile.exposed(name)
+    if exposed is None:
+        return profile.not_measured.get(name, "")
+    apart_s = exposed.value_s - part_s
+    if abs(apart_s) <= exposed.spread_s + _APART * profile.baseline_s:
+        return ""
+    if apart_s < 0:
+        return "removed, it saves less than its part: something else takes as long"
+    others = profile.in_others_s.get(name)
+    which = f" ({listed(others)})" if others else ""
+    return f"removed, it saves more than its part: others{which} take less without it"
+
+
+def _reconciled(report: StepReport) -> str:
+    """How far the parts agree with what removing tasks saves."""
+    tasks = report.profile.tasks
+    noted = [row["task"] for row in _rows(report) if row["note"]]
+    agree = len(tasks) - len([name for name in noted if name != BETWEEN])
+    words = f"What removing a task saves agrees with its part for {agree} of {len(tasks)} tasks"
+    return f"{words}; the table says why not for {listed(noted)}." if noted else f"{words}."
+
+
+def _ranks(report: StepReport) -> list[dict[str, str]]:
+    """A row for the step and one per task: the median, and the worst rank."""
+    ranks = report.profile.ranks
+    if len(ranks) < 2:
+        return []
+    ends = {"step": Ends.of(ranks, [of.baseline_s for of in ranks]), **host_ends(ranks)}
+    return [
+        {
+            "task": LOADER if name == PULL else name,
+            "median": in_ms(one.median_s),
+            "worst": in_ms(one.worst_s),
+            "rank": str(one.rank),
+            "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
+        }
+        for name, one in ends.items()
+    ]
+
+
+def _timelines(report: StepReport) -> dict[str, Any]:
+    measured_s = report.measured.initiation_interval_s
+    took = "" if measured_s is None else f": {in_ms(measured_s)} ms per iteration"
+    found = {f"measured{took}": report.measured}
+    if report.predicted is not None and report.predicted_s is not None:
+        found[f"predicted: {in_ms(report.predicted_s)} ms per iteration"] = report.predicted
+    return found

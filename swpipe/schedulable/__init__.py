@@ -1,12 +1,11 @@
 """Schedules of tasks with lookaheads and slots, which become plans and run on ``SWPipeline``."""
 
-from swpipe.schedulable.data_slot import DataSlot
 from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.executors import SequentialExecutor, ThreadedExecutor
 from swpipe.schedulable.schedulable_pipeline import Pipeline, SchedulablePipeline
 from swpipe.schedulable.schedule import Schedule, Stage
 from swpipe.schedulable.schedule_rules import ScheduleValidationError, SchedulingError
-from swpipe.schedulable.slot_context import TaskContext
+from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import StreamPool
 
 __all__ = [

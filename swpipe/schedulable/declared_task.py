@@ -9,8 +9,7 @@ from typing import Any, Self, TypeAlias
 from swpipe.core.messages import shown
 from swpipe.core.plan import MOST_ITERATIONS
 from swpipe.core.task import LABEL_RULE, NAME_RULE, DeclaredIO, PipelineTask, is_label, is_name
-from swpipe.schedulable.data_slot import DataSlot
-from swpipe.schedulable.slot_context import TaskContext
+from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import DEFAULT
 
 SlotRef: TypeAlias = str | DataSlot
@@ -135,6 +134,24 @@ class Task:
 _FIELDS = tuple(Task.__annotations__)
 _WAITS = ("depends_on", "cross_iter_depends_on", "same_progress_sync")
 
+_KINDS: dict[str, tuple[type, str]] = {
+    "stream": (str, "a string"),
+    "priority": (int, "an integer"),
+    "lookahead": (int, "an integer"),
+    "nccl": (bool, "True or False"),
+    "nvtx_tag": (str, "a string"),
+    "random": (bool, "True or False"),
+    "pure": (bool, "True or False"),
+}
+_ENTRIES: dict[str, tuple[tuple[type, ...], str]] = {
+    "reads": ((DataSlot, str), "give slots or their names"),
+    "writes": ((DataSlot, str), "give slots or their names"),
+    "depends_on": ((str,), "give names of tasks"),
+    "cross_iter_depends_on": ((str, tuple, list), "give the name of a task, or (name, -batches)"),
+    "same_progress_sync": ((str,), "give names of tasks"),
+    "io": ((DeclaredIO,), "give DeclaredIOs"),
+}
+
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a task in their one form.
@@ -150,10 +167,10 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if not is_name(name):
         raise ValueError(f"task name {shown(name)}: {NAME_RULE}")
     where = f"task {name!r}"
-    for field, kind in _KINDS.items():
+    for field, (kind, what) in _KINDS.items():
         value = values[field]
         if type(value) is not kind and not (field == "nvtx_tag" and value is None):
-            raise TypeError(f"{where}: {field} is {shown(value)}: give {_WORDS[kind]}")
+            raise TypeError(f"{where}: {field} is {shown(value)}: give {what}")
     if not is_label(values["stream"]):
         raise ValueError(f"{where}: stream {shown(values['stream'])}: {LABEL_RULE}")
     lookahead = values["lookahead"]
@@ -162,78 +179,55 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
             f"{where}: lookahead is {lookahead}: give 0 for the batch that progress() returns, or "
             f"how many batches ahead of it, up to {MOST_ITERATIONS - 1}"
         )
-    tuples = {field: _entries(where, field, values[field]) for field in _TUPLES}
-    for field in ("reads", "writes"):
-        rule = "give slots or their names"
-        slots = [_of(where, field, entry, DataSlot, str, rule) for entry in tuples[field]]
-        tuples[field] = tuple(DataSlot(s, lookahead) if isinstance(s, str) else s for s in slots)
-    for field in ("depends_on", "same_progress_sync"):
-        rule = "give names of tasks"
-        names = [_of(where, field, entry, str, str, rule) for entry in tuples[field]]
-        tuples[field] = tuple(dict.fromkeys(names))
     sides = values["same_progress_sync_sides"]
     if not isinstance(sides, int) or not 0 < sides <= SameProgressSyncSide.BOTH:
         raise ValueError(
             f"{where}: same_progress_sync_sides is {shown(sides)}, which has unknown bits, or "
             "none: give SameProgressSyncSide.CPU, GPU or BOTH"
         )
-    values = {**values, "same_progress_sync_sides": SameProgressSyncSide(sides)}
-    field = "cross_iter_depends_on"
-    tuples[field] = tuple(dict.fromkeys(_earlier(where, entry) for entry in tuples[field]))
-    _refuse_twice(where, tuples)
-    return {**values, **tuples}
+    lists = {field: _entries(where, field, values[field]) for field in _ENTRIES}
+    for field in ("reads", "writes"):
+        lists[field] = [DataSlot(s, lookahead) if isinstance(s, str) else s for s in lists[field]]
+    lists["cross_iter_depends_on"] = [_earlier(where, e) for e in lists["cross_iter_depends_on"]]
+    _refuse_twice(where, lists)
+    tuples = {
+        field: tuple(dict.fromkeys(entries) if field in _WAITS else entries)
+        for field, entries in lists.items()
+    }
+    return {**values, **tuples, "same_progress_sync_sides": SameProgressSyncSide(sides)}
 
 
-_KINDS: dict[str, type] = {
-    "stream": str,
-    "priority": int,
-    "lookahead": int,
-    "nccl": bool,
-    "nvtx_tag": str,
-    "random": bool,
-    "pure": bool,
-}
-_WORDS = {str: "a string", int: "an integer", bool: "True or False"}
-_TUPLES = ("reads", "writes", *_WAITS, "io")
-
-
-def _entries(where: str, field: str, given: Any) -> tuple[Any, ...]:
+def _entries(where: str, field: str, given: Any) -> list[Any]:
     if isinstance(given, str | DataSlot | DeclaredIO) or not isinstance(given, Iterable):
         raise TypeError(f"{where}: {field} is {shown(given)}: give a tuple, ({shown(given)},)")
-    return tuple(given)
+    kinds, rule = _ENTRIES[field]
+    for entry in (entries := [*given]):
+        if not isinstance(entry, kinds):
+            raise TypeError(f"{where}: {field} has {shown(entry)}: {rule}")
+    return entries
 
 
-def _of(where: str, field: str, entry: Any, kind: type, other: type, rule: str) -> Any:
-    if not isinstance(entry, kind | other):
-        raise TypeError(f"{where}: {field} has {shown(entry)}: {rule}")
-    return entry
-
-
-def _earlier(where: str, entry: Any) -> tuple[str, int]:
-    match entry:
-        case str():
-            return entry, -1
-        case (str(), int() as offset) if type(offset) is int:
-            if not -MOST_ITERATIONS <= offset < 0:
-                raise ValueError(
-                    f"{where}: cross_iter_depends_on has {shown(entry)}: offsets are -1, the batch "
-                    f"before, down to {-MOST_ITERATIONS}; the same batch is depends_on"
-                )
-            return entry[0], offset
-    raise TypeError(
-        f"{where}: cross_iter_depends_on has {shown(entry)}: give the name of a task, or "
-        "(name, -batches)"
-    )
-
-
-def _refuse_twice(where: str, tuples: dict[str, tuple[Any, ...]]) -> None:
+def _refuse_twice(where: str, lists: dict[str, list[Any]]) -> None:
     found: dict[str, str] = {}
     for field in _WAITS:
-        for entry in tuples[field]:
+        for entry in lists[field]:
             producer = entry if isinstance(entry, str) else entry[0]
-            other = found.setdefault(producer, field)
-            if other != field:
+            if (other := found.setdefault(producer, field)) != field:
                 raise ValueError(
                     f"{where}: {producer!r} is in {other} and in {field}, which say different "
                     "things: keep one of them"
                 )
+
+
+def _earlier(where: str, entry: Any) -> tuple[str, int]:
+    if isinstance(entry, str):
+        return entry, -1
+    field, (_, rule) = "cross_iter_depends_on", _ENTRIES["cross_iter_depends_on"]
+    if len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
+        raise TypeError(f"{where}: {field} has {shown(entry)}: {rule}")
+    if not -MOST_ITERATIONS <= entry[1] < 0:
+        raise ValueError(
+            f"{where}: {field} has {shown(entry)}: offsets are -1, the batch before, down to "
+            f"{-MOST_ITERATIONS}; the same batch is depends_on"
+        )
+    return entry[0], entry[1]

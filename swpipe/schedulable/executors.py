@@ -1,31 +1,43 @@
-"""Which thread submits which task, and what stands in for an executor of the user's own.
+"""Which thread submits which task, and an executor of the user's own.
 
-The executors that are here say only that: the engine of swpipe runs the tasks. Their
-``execute_stage`` is for executors that wrap them (``swpipe.schedulable.delegation``), and runs the
-tasks on the calling thread.
+The executors that are here say only which thread: the engine of swpipe runs the tasks. Their
+``execute_stage`` is for executors that wrap them, and runs the tasks on the calling thread.
+
+An executor of the user's own runs the tasks of a period itself. The plan is then that of the
+schedule on the caller's thread, but for its functions: a task's own only notes its context, and
+after all tasks of a stage another calls the executor, on the caller's thread, with those noted.
+
+    period   note h2d, note forward, ..., <call>, <call>    the first call in a period has the tasks
+
+There is such a call for each lookahead, since an executor has to be called in periods in which only
+some of them have a batch. Since the engine does not see the tasks themselves, they cannot be
+replayed, timed or watched one by one, nor be seeded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from swpipe._values.walk import record_stream
+from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.core.task import LABEL_RULE, is_label
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.task import LABEL_RULE, DeclaredIO, PipelineTask, is_label
 from swpipe.errors import Problem
+from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.schedule import Stage
-from swpipe.schedulable.slot_context import PeriodContext
+from swpipe.schedulable.schedule import Schedule, Stage, Waits, period_order, stream_waits
+from swpipe.schedulable.slot_context import PeriodContext, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 ThreadMap: TypeAlias = (
     Literal["by_stream", "per_task"] | Mapping[str, str] | Callable[[Task], str] | None
 )
-
-Waits: TypeAlias = Mapping[str, Sequence[str]]
-"""Task to the streams whose work its own stream waits for."""
 
 
 @runtime_checkable
@@ -62,7 +74,7 @@ class SequentialExecutor:
         """Run the tasks on the calling thread, each on its stream after what it waits for."""
         for task in filter(should_run, stage.tasks):
             for name in waits.get(task.name, ()):
-                order_streams(pool, task.stream, name)
+                pool.order(task.stream, name)
             with pool.use(task.stream):
                 task.run(ctx.of(task))
 
@@ -88,20 +100,16 @@ class ThreadedExecutor(SequentialExecutor):
     """
 
     def __init__(self, thread_map: ThreadMap = None, max_workers: int | None = None) -> None:
-        if isinstance(thread_map, str) and thread_map not in ("by_stream", "per_task"):
-            raise ValueError(
-                f"thread_map is {shown(thread_map)}: give 'by_stream', 'per_task', a dict, or a "
-                "function of the task"
-            )
-        if not (thread_map is None or isinstance(thread_map, str | Mapping | Callable)):
-            raise TypeError(
+        given = thread_map is None or thread_map in ("by_stream", "per_task")
+        if not (given or isinstance(thread_map, Mapping) or callable(thread_map)):
+            kind = ValueError if isinstance(thread_map, str) else TypeError
+            raise kind(
                 f"thread_map is {shown(thread_map)}: give 'by_stream', 'per_task', a dict of task "
                 "name to thread, or a function of the task"
             )
-        if max_workers is not None and type(max_workers) is not int:
-            raise TypeError(f"max_workers is {shown(max_workers)}: give an integer, or None")
-        if max_workers is not None and max_workers < 1:
-            raise ValueError(f"max_workers is {max_workers}: give 1 or more, or None")
+        if max_workers is not None and not (type(max_workers) is int and max_workers > 0):
+            kind = ValueError if type(max_workers) is int else TypeError
+            raise kind(f"max_workers is {shown(max_workers)}: give an integer from 1, or None")
         self.thread_map = thread_map
         self.max_workers = max_workers
 
@@ -116,15 +124,6 @@ class ThreadedExecutor(SequentialExecutor):
         return self.thread_map(task)  # type: ignore[operator]
 
 
-def order_streams(pool: StreamPool, later: str, sooner: str) -> None:
-    """Make the stream ``later`` wait for what ``sooner`` was given; the caller's is current."""
-    streams = [pool.get(name) for name in (later, sooner)]
-    if any(stream is not None for stream in streams):
-        current = torch.accelerator.current_stream()
-        after, before = (current if stream is None else stream for stream in streams)
-        after.wait_stream(before)
-
-
 def checked_executor(executor: Any) -> Executor:
     """The executor that is meant.
 
@@ -135,14 +134,12 @@ def checked_executor(executor: Any) -> Executor:
         return SequentialExecutor()
     if executor == "threaded":
         return ThreadedExecutor()
-    if isinstance(executor, type) or not all(
-        callable(getattr(executor, name, None)) for name in ("execute_stage", "shutdown")
-    ):
+    if isinstance(executor, type) or not isinstance(executor, Executor):
         raise TypeError(
             f"executor is {shown(executor)}: give None, 'threaded', an executor, or an object with "
             "the methods execute_stage and shutdown"
         )
-    return executor  # type: ignore[no-any-return]
+    return executor
 
 
 def is_ours(executor: Executor) -> bool:
@@ -151,9 +148,19 @@ def is_ours(executor: Executor) -> bool:
 
 
 def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str], list[Problem]]:
-    """Task to thread, and what is wrong with the map."""
-    if not isinstance(executor, ThreadedExecutor) or not is_ours(executor):
-        return {task.name: DEFAULT for task in tasks}, []
+    """Task to thread, and what is wrong with the executor for these tasks."""
+    if not is_ours(executor):
+        return dict.fromkeys((task.name for task in tasks), DEFAULT), [
+            Problem(
+                f"task {task.name!r}: random is True, and an executor of your own runs it, which "
+                "swpipe cannot seed: use executor=None or 'threaded', or leave random out",
+                (task.name,),
+            )
+            for task in tasks
+            if task.random
+        ]
+    if not isinstance(executor, ThreadedExecutor):
+        return dict.fromkeys((task.name for task in tasks), DEFAULT), []
     threads = {task.name: executor.thread_of(task) for task in tasks}
     problems = [*_map_problems(executor.thread_map, threads)]
     workers = sorted({thread for thread in threads.values() if thread != DEFAULT}, key=str)
@@ -169,13 +176,95 @@ def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str
 
 
 def _map_problems(thread_map: ThreadMap, threads: Mapping[str, Any]) -> Iterator[Problem]:
-    if isinstance(thread_map, Mapping):
-        for name in thread_map:
-            if name not in threads:
-                yield Problem(
-                    f"thread_map names task {shown(name)}, which the schedule does not have (it "
-                    f"has: {listed(sorted(threads))}): correct the name, or take it out"
-                )
+    for name in thread_map if isinstance(thread_map, Mapping) else ():
+        if name not in threads:
+            yield Problem(
+                f"thread_map names task {shown(name)}, which the schedule does not have (it "
+                f"has: {listed(sorted(threads))}): correct the name, or take it out"
+            )
     for name, thread in threads.items():
         if not isinstance(thread, str) or not is_label(thread):
             yield Problem(f"thread_map gives task {name!r} thread {shown(thread)}: {LABEL_RULE}")
+
+
+class DelegatedPipeline(SWPipeline[IterContext]):
+    """A pipeline whose tasks run somewhere else: none can be replayed."""
+
+    def enable_shortcut(self, *tasks: Any, with_: Any = None) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "an executor of your own runs the tasks, and they cannot be replayed one by one: use "
+            "executor=None or 'threaded' for shortcuts and profiles"
+        )
+
+
+def delegated(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    pool: StreamPool,
+    executor: Executor,
+    first: Callable[[], int],
+) -> PipelinePlan:
+    """The plan of a schedule on the caller's thread, with tasks that the executor runs."""
+    order = period_order(schedule)
+    most, waits = schedule.max_lookahead, stream_waits(schedule)
+    entries: dict[str, TaskSchedule] = {}
+    tasks: list[PipelineTask] = []
+    for number, stage in enumerate(schedule.stages, start=1):
+        members = [task for task in order if task in stage.tasks]
+        noted: dict[str, IterContext] = {}
+        places = {task.name: TaskPlace(pool, first, most - task.lookahead) for task in members}
+        for task in members:
+            entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
+            # There is no replay that captures.
+            kept = [one for one in task.io if one.state is not None or one.reset is not None]
+            io = [replace(one, capture=None, restore=None) for one in kept]
+            tasks.append(PipelineTask(task.name, partial(_note, noted, task.name), io))
+        call = partial(_call, executor, Stage(tuple(members)), noted, places, waits, pool)
+        for lookahead in sorted({task.lookahead for task in members}, reverse=True):
+            name = f"call of Stage {number} at lookahead {lookahead}"
+            while name in plan.schedule:
+                name += "'"
+            entries[name] = TaskSchedule(most - lookahead)
+            tasks.append(PipelineTask(name, call, [DeclaredIO(reset=noted.clear)]))
+    return replace(
+        plan,
+        schedule=entries,
+        order=list(entries),
+        tasks=tuple(sorted(tasks, key=lambda task: entries[task.name].stage)),
+    )
+
+
+def _note(noted: dict[str, IterContext], name: str, ctx: IterContext) -> None:
+    noted[name] = ctx
+
+
+def _call(
+    executor: Executor,
+    stage: Stage,
+    noted: dict[str, IterContext],
+    places: Mapping[str, TaskPlace],
+    waits: Waits,
+    pool: StreamPool,
+    ctx: IterContext,
+) -> None:
+    """Call the executor for the tasks of a stage that have been noted, and are there to run."""
+    if not noted:  # another call in this period had them
+        return
+    contexts = {name: TaskContext(of, places[name]) for name, of in noted.items()}
+    before = [(of, vars(of).copy()) for of in noted.values()]
+    noted.clear()
+    (period, *_) = {context.iter_count for context in contexts.values()}
+    executor.execute_stage(
+        stage, PeriodContext(contexts), period, lambda task: task.name in contexts, waits, pool
+    )
+    # To the engine all work is on this stream, and what contexts have no more it cannot see.
+    for name in pool.names:
+        pool.order(DEFAULT, name)
+    removed = [v for of, held in before for n, v in held.items() if vars(of).get(n) is not v]
+    if any(map(pool.get, pool.names)):
+        record_stream(removed, torch.accelerator.current_stream())

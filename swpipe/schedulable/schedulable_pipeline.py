@@ -17,21 +17,21 @@ from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
-from swpipe.schedulable.data_slot import RESULT
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.delegation import DelegatedPipeline, delegated, delegation_problems
 from swpipe.schedulable.executors import (
+    DelegatedPipeline,
     ThreadedExecutor,
     ThreadMap,
     checked_executor,
+    delegated,
     is_ours,
     threads_of,
 )
 from swpipe.schedulable.schedule import Schedule, Stage
 from swpipe.schedulable.schedule_rules import check_schedule
-from swpipe.schedulable.slot_context import TaskContext, TaskPlace
-from swpipe.schedulable.stream_pool import StreamPool
-from swpipe.schedulable.training_tasks import TrainingStep, device_of
+from swpipe.schedulable.slot_context import RESULT, TaskContext, TaskPlace
+from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
+from swpipe.schedulable.training_tasks import training_tasks
 from swpipe.schedulable.translation import translate
 
 
@@ -74,13 +74,12 @@ class SchedulablePipeline:
         self._executor = checked_executor(executor)
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
-        ours, kind = is_ours(self._executor), SWPipeline[IterContext]
-        problems += [] if ours else delegation_problems(tasks)
+        kind = SWPipeline[IterContext]
         check_schedule(schedule, stream_pool, problems)
         first = _FirstIteration()
         self.schedule = schedule
         plan = translate(schedule, stream_pool, threads, first)
-        if not ours:
+        if not is_ours(self._executor):
             plan = delegated(plan, schedule, stream_pool, self._executor, first)
             kind, options = DelegatedPipeline, {"check_effects": False, **options}
         self.plan: PipelinePlan = plan
@@ -143,12 +142,21 @@ class SchedulablePipeline:
             raise ValueError("executor and threaded=True are given: leave one of them out")
         if thread_map is not None and not threaded:
             raise ValueError("thread_map is given without threaded=True: add it")
-        where = device_of(model) if device is None else torch.device(device)
-        step = TrainingStep(
-            model, optimizer, where, loss_fn, forward_fn, backward_fn, optimizer_step_fn
+        if device is None:
+            device = next((p.device for p in model.parameters()), "cpu")
+        where = torch.device(device)
+        tasks = training_tasks(
+            model,
+            optimizer,
+            where,
+            loss_fn=loss_fn,
+            forward_fn=forward_fn,
+            backward_fn=backward_fn,
+            optimizer_step_fn=optimizer_step_fn,
+            prefetch=prefetch,
+            stream="memcpy" if memcpy_stream else DEFAULT,
         )
-        tasks = step.tasks(prefetch=prefetch, memcpy_stream=memcpy_stream)
-        pool = StreamPool(dict.fromkeys(["default", "memcpy"] if memcpy_stream else ["default"]))
+        pool = StreamPool(dict.fromkeys([DEFAULT, "memcpy"] if memcpy_stream else [DEFAULT]))
         return SchedulablePipeline(
             Schedule((Stage(tasks),), pool.names),
             pool,

@@ -8,11 +8,59 @@ from collections.abc import Collection, Iterator, Sequence
 from swpipe.core.dependence import CycleError
 from swpipe.core.messages import listed
 from swpipe.errors import PlanError, Problem
-from swpipe.schedulable.data_slot import BATCH, DataSlot
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.schedule import Schedule
-from swpipe.schedulable.schedule_edges import Edge, edges_of, period_order, writers_of
+from swpipe.schedulable.schedule import (
+    Edge,
+    Schedule,
+    edges_of,
+    named_waits,
+    period_order,
+    writers_of,
+)
+from swpipe.schedulable.slot_context import BATCH, DataSlot
 from swpipe.schedulable.stream_pool import StreamPool
+
+_SAID = {
+    "none": "it has no tasks: give a Stage at least one",
+    "twice": "{count} tasks are named {name!r}: names are unique, rename one",
+    "stream": (
+        "stream {stream!r} is not in {where} (it has: {there}): add it there, or give the task "
+        "another stream"
+    ),
+    "offset": (
+        "{field} has {slot!r}, but its lookahead is {lookahead}: {negative}a task uses the slots "
+        "of its own batch. Write {slot.name!r} alone, or batch_offset={lookahead}; for what "
+        "another batch left, keep it outside the slots and wait by cross_iter_depends_on"
+    ),
+    "batch": (
+        f"writes {BATCH!r}, which is what the iterator gave: write another slot, such as "
+        "'batch_gpu'"
+    ),
+    "writers": (
+        "slot {slot.name!r} of lookahead {slot.batch_offset} is in the writes of {writers}: one "
+        "task writes a slot; let the others write slots of other names"
+    ),
+    "unwritten": (
+        "reads {slot!r}, which no task writes: add it to the writes of the task that sets it; "
+        f"what the iterator gave is {BATCH!r}"
+    ),
+    "unknown": (
+        "{field} names {name!r}, and the schedule has no such task (it has: {there}): correct the "
+        "name, or take it out"
+    ),
+    "future": (
+        "{field} has {entry}, {what} with lookahead {producer.lookahead}; at lookahead "
+        "{consumer.lookahead} this is a future read, since {producer.name!r} has not run yet for "
+        "the batch{before}. Give {consumer.name!r} lookahead {most} or less, or {producer.name!r} "
+        "lookahead {least} or more"
+    ),
+    "later": (
+        "{field} has {value!r}, and {producer!r} is in a later Stage, which runs after it: put "
+        "{consumer!r} into the Stage of {producer!r}, or a later one"
+    ),
+    "cycle": "cyclic dependency: {error}; take out one of: {told}",
+}
+"""What is wrong, and the mend; of one task, its name comes before."""
 
 
 class ScheduleValidationError(PlanError):
@@ -53,29 +101,27 @@ def check_schedule(schedule: Schedule, pool: StreamPool, more: Sequence[Problem]
         raise ScheduleValidationError(problems)
 
 
+def _problem(said: str, /, *tasks: str, of: str = "", **values: object) -> Problem:
+    """One of the above; ``of`` is the task of which it is said."""
+    text = _SAID[said].format(**values)
+    return Problem(f"task {of!r}: {text}" if of else text, tasks or ((of,) if of else ()))
+
+
 def _names(tasks: Collection[Task]) -> Iterator[Problem]:
     if not tasks:
-        yield Problem("it has no tasks: give a Stage at least one")
+        yield _problem("none")
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
-            yield Problem(
-                f"{count} tasks are named {name!r}: names are unique, rename one", (name,)
-            )
+            yield _problem("twice", name, count=count, name=name)
 
 
 def _streams(schedule: Schedule, pool: StreamPool) -> Iterator[Problem]:
+    known = {"stream_slots of the schedule": schedule.stream_slots, "the StreamPool": pool.names}
     for task in schedule.all_tasks():
-        mend = "add it there, or give the task another stream"
-        for where, names in (
-            ("stream_slots of the schedule", schedule.stream_slots),
-            ("the StreamPool", pool.names),
-        ):
+        for where, names in known.items():
             if task.stream not in names:
-                yield Problem(
-                    f"task {task.name!r}: stream {task.stream!r} is not in {where} "
-                    f"(it has: {listed(names)}): {mend}",
-                    (task.name,),
-                )
+                there = listed(names)
+                yield _problem("stream", of=task.name, stream=task.stream, where=where, there=there)
 
 
 def _slots(tasks: Collection[Task]) -> Iterator[Problem]:
@@ -84,34 +130,16 @@ def _slots(tasks: Collection[Task]) -> Iterator[Problem]:
         for field in ("reads", "writes"):
             for slot in dict.fromkeys(getattr(task, field)):
                 if slot.batch_offset != task.lookahead:
-                    yield _wrong_offset(task, field, slot)
+                    negative = "an offset is never negative, and " * (slot.batch_offset < 0)
+                    values = {"field": field, "slot": slot, "negative": negative}
+                    yield _problem("offset", of=task.name, lookahead=task.lookahead, **values)
                 elif field == "writes" and slot.name == BATCH:
-                    yield Problem(
-                        f"task {task.name!r}: writes {BATCH!r}, which is what the iterator gave: "
-                        "write another slot, such as 'batch_gpu'",
-                        (task.name,),
-                    )
+                    yield _problem("batch", of=task.name)
                 elif field == "writes":
                     writers[slot].append(task.name)
     for slot, names in writers.items():
         if len(names) > 1:
-            yield Problem(
-                f"slot {slot.name!r} of lookahead {slot.batch_offset} is in the writes of "
-                f"{listed([*map(repr, names)])}: one task writes a slot; let the others write "
-                "slots of other names",
-                tuple(names),
-            )
-
-
-def _wrong_offset(task: Task, field: str, slot: DataSlot) -> Problem:
-    negative = "an offset is never negative, and " if slot.batch_offset < 0 else ""
-    return Problem(
-        f"task {task.name!r}: {field} has {slot!r}, but its lookahead is {task.lookahead}: "
-        f"{negative}a task uses the slots of its own batch. Write {slot.name!r} alone, or "
-        f"batch_offset={task.lookahead}; for what another batch left, keep it outside the slots "
-        "and wait by cross_iter_depends_on",
-        (task.name,),
-    )
+            yield _problem("writers", *names, slot=slot, writers=listed([*map(repr, names)]))
 
 
 def _reads(schedule: Schedule) -> Iterator[Problem]:
@@ -121,61 +149,46 @@ def _reads(schedule: Schedule) -> Iterator[Problem]:
             found = writers.get(name, [])
             if name == BATCH or any(w.lookahead >= task.lookahead for w in found):
                 continue
-            if not found:
-                yield Problem(
-                    f"task {task.name!r}: reads {name!r}, which no task writes: add it to the "
-                    f"writes of the task that sets it; what the iterator gave is {BATCH!r}",
-                    (task.name,),
-                )
+            if found:
+                nearest = max(found, key=lambda w: w.lookahead)
+                yield _future(Edge(task, nearest, 0, "reads", name))
             else:
-                yield _not_yet(task, max(found, key=lambda w: w.lookahead), "reads", name, 0)
+                yield _problem("unwritten", of=task.name, slot=name)
 
 
 def _unknown(tasks: Collection[Task]) -> Iterator[Problem]:
-    known = {task.name for task in tasks}
+    there = sorted({task.name for task in tasks})
     for task in tasks:
-        for field, names in (
-            ("depends_on", task.depends_on),
-            ("cross_iter_depends_on", [name for name, _ in task.cross_iter_depends_on]),
-            ("same_progress_sync", task.same_progress_sync),
-        ):
-            for name in names:
-                if name not in known:
-                    yield Problem(
-                        f"task {task.name!r}: {field} names {name!r}, and the schedule has no such "
-                        f"task (it has: {listed(sorted(known))}): correct the name, or take it out",
-                        (task.name,),
-                    )
+        for field, name, _ in named_waits(task):
+            if name not in there:
+                values = {"field": field, "name": name, "there": listed(there)}
+                yield _problem("unknown", of=task.name, **values)
 
 
 def _future(edge: Edge) -> Problem:
-    return _not_yet(edge.consumer, edge.producer, edge.field, edge.value, edge.distance)
-
-
-def _not_yet(consumer: Task, producer: Task, field: str, value: str, distance: int) -> Problem:
-    most = producer.lookahead + distance
-    entry = repr((value, -distance)) if distance else repr(value)
-    what = f"which {producer.name!r} writes" if field == "reads" else "which"
-    before = f" {distance} batch(es) before" if distance else ""
-    return Problem(
-        f"task {consumer.name!r}: {field} has {entry}, {what} with lookahead {producer.lookahead}; "
-        f"at lookahead {consumer.lookahead} this is a future read, since {producer.name!r} has not "
-        f"run yet for the batch{before}. Give {consumer.name!r} lookahead {most} or less, or "
-        f"{producer.name!r} lookahead {consumer.lookahead - distance} or more",
-        (consumer.name, producer.name),
+    consumer, producer, distance, field, value = edge
+    return _problem(
+        "future",
+        *edge.names,
+        of=consumer.name,
+        field=field,
+        entry=repr((value, -distance)) if distance else repr(value),
+        what=f"which {producer.name!r} writes" if field == "reads" else "which",
+        consumer=consumer,
+        producer=producer,
+        before=f" {distance} batch(es) before" if distance else "",
+        most=producer.lookahead + distance,
+        least=consumer.lookahead - distance,
     )
 
 
 def _earlier_stage(schedule: Schedule, edges: Collection[Edge]) -> Iterator[Problem]:
     place = {t.name: n for n, stage in enumerate(schedule.stages) for t in stage.tasks}
-    for consumer, producer, _, field, value in (edge for edge in edges if edge.lag == 0):
-        if place[consumer.name] < place[producer.name]:
-            yield Problem(
-                f"task {consumer.name!r}: {field} has {value!r}, and {producer.name!r} is in a "
-                f"later Stage, which runs after it: put {consumer.name!r} into the Stage of "
-                f"{producer.name!r}, or a later one",
-                (consumer.name, producer.name),
-            )
+    for edge in edges:
+        consumer, producer = edge.names
+        if edge.lag == 0 and place[consumer] < place[producer]:
+            values = {"consumer": consumer, "producer": producer, "value": edge.value}
+            yield _problem("later", *edge.names, of=consumer, field=edge.field, **values)
 
 
 def _cycle(schedule: Schedule, edges: Collection[Edge]) -> Problem | None:
@@ -186,8 +199,7 @@ def _cycle(schedule: Schedule, edges: Collection[Edge]) -> Problem | None:
         told = [
             f"{e.field} of {e.consumer.name!r} has {e.value!r}"
             for e in edges
-            if e.lag == 0 and (e.consumer.name, e.producer.name) in pairs
+            if e.lag == 0 and e.names in pairs
         ]
-        text = f"cyclic dependency: {error}; take out one of: {'; '.join(told)}"
-        return Problem(text, error.cycle)
+        return _problem("cycle", *error.cycle, error=error, told="; ".join(told))
     return None

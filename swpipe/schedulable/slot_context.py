@@ -7,12 +7,49 @@ recordings, the holding of memory) sees it. Names that a context has for itself 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.schedulable.data_slot import BATCH
 from swpipe.schedulable.stream_pool import StreamPool
+
+BATCH = "batch_cpu"
+"""The slot that holds what the iterator gave; no task writes it."""
+
+RESULT = "step_result"
+"""The slot that ``progress`` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSlot:
+    """The slot ``name`` of the batch that is ``batch_offset`` ahead; a value (seed section 3.1).
+
+    A task reads and writes the slots of its own batch, so its slots have its lookahead as their
+    offset. A bare name among ``Task(reads=...)`` or ``writes`` stands for that slot.
+
+    Attributes:
+        name: Any non-empty string.
+        batch_offset: Batches ahead of the one that ``progress`` returns.
+
+    Raises:
+        TypeError: ``name`` is no string, or ``batch_offset`` no integer.
+        ValueError: ``name`` is empty.
+    """
+
+    name: str
+    batch_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a slot's name is a string, not {shown(self.name)}")
+        if not self.name:
+            raise ValueError("a slot needs a name: DataSlot('batch_gpu')")
+        if type(self.batch_offset) is not int:
+            raise TypeError(
+                f"slot {self.name!r}: batch_offset is {shown(self.batch_offset)}: give an integer"
+            )
+
 
 _APART = {name: f"slot {name}" for name in ("batch", "iter_idx", *dir(IterContext))}
 _ATTRIBUTES = {**_APART, BATCH: "batch"}
@@ -47,12 +84,7 @@ class Slots:
         return getattr(self._iteration, _ATTRIBUTES.get(name, name), default)
 
     def set(self, name: str, value: Any) -> None:
-        """Fill a slot.
-
-        Raises:
-            TypeError: The name is no string.
-            ValueError: The slot is ``batch_cpu``.
-        """
+        """Fill a slot; ``batch_cpu`` is a ValueError."""
         if name == BATCH:
             raise ValueError(
                 f"slot {BATCH!r} is what the iterator gave, and no task writes it: use another "
@@ -71,13 +103,7 @@ _EMPTY = object()
 
 
 class TaskPlace(NamedTuple):
-    """What a task's context is made with.
-
-    Attributes:
-        stream_pool: The pipeline's.
-        first: Returns the number of the first iteration of the run.
-        stage: The task's.
-    """
+    """What a task's context is made with; ``first`` gives the run's first iteration's number."""
 
     stream_pool: StreamPool
     first: Callable[[], int]

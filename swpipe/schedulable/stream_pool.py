@@ -48,11 +48,7 @@ class StreamPool:
         return tuple(self._streams)
 
     def get(self, name: str) -> torch.Stream | None:
-        """The stream as it was given.
-
-        Raises:
-            KeyError: The pool has no such name.
-        """
+        """The stream as it was given; KeyError if the pool has no such name."""
         if name not in self._streams:
             raise KeyError(f"the pool has no stream {name!r} (it has: {listed(self._streams)})")
         return self._streams[name]
@@ -61,3 +57,11 @@ class StreamPool:
         """Make the stream current within the block; None keeps the current one."""
         stream = self.get(name)
         return nullcontext() if stream is None else stream
+
+    def order(self, later: str, sooner: str) -> None:
+        """Make the stream ``later`` wait for what ``sooner`` was given."""
+        streams = [self.get(name) for name in (later, sooner)]
+        if any(stream is not None for stream in streams):
+            current = torch.accelerator.current_stream()
+            after, before = (current if stream is None else stream for stream in streams)
+            after.wait_stream(before)

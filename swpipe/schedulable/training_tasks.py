@@ -1,4 +1,4 @@
-"""The tasks of an ordinary training step: ``SchedulablePipeline.basic``."""
+"""The tasks of an ordinary training step: ``SchedulablePipeline.basic`` says more of them."""
 
 from __future__ import annotations
 
@@ -8,81 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.core.messages import shown
-from swpipe.schedulable.data_slot import BATCH, RESULT
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.slot_context import TaskContext
-from swpipe.schedulable.stream_pool import DEFAULT
+from swpipe.schedulable.slot_context import BATCH, RESULT, TaskContext
 
 
-class TrainingStep:
-    """One step of a model, in five tasks.
+def training_tasks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None,
+    forward_fn: Callable[[nn.Module, Any], Any] | None,
+    backward_fn: Callable[[Tensor], Any] | None,
+    optimizer_step_fn: Callable[[], Any] | None,
+    prefetch: bool,
+    stream: str,
+) -> tuple[Task, ...]:
+    """Five tasks, in the order of the plain loop; ``stream`` is that of the copy."""
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        device: Where the batches go.
-        loss_fn: The loss from what the model returns; None if that is it, or has it.
-        forward_fn: Called with model and batch instead of the model with the batch.
-        backward_fn: Called with the loss instead of ``loss.backward()``.
-        optimizer_step_fn: Called instead of ``optimizer.step()``.
-    """
+    def h2d(ctx: TaskContext) -> None:
+        ctx.slots.set("batch_gpu", moved(ctx.slots[BATCH], device))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        loss_fn: Callable[[Any], Tensor] | None,
-        forward_fn: Callable[[nn.Module, Any], Any] | None,
-        backward_fn: Callable[[Tensor], Any] | None,
-        optimizer_step_fn: Callable[[], Any] | None,
-    ) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
-        self._loss_of = loss_fn or loss_in
-        self._forward_fn = forward_fn
-        self._backward_fn = backward_fn or Tensor.backward
-        self._step = optimizer_step_fn or optimizer.step
-
-    def tasks(self, *, prefetch: bool, memcpy_stream: bool) -> tuple[Task, ...]:
-        """The tasks, in the order of the plain loop."""
-        return (
-            Task.from_fn(
-                "h2d",
-                self._h2d,
-                lookahead=int(prefetch),
-                stream="memcpy" if memcpy_stream else DEFAULT,
-                reads=[BATCH],
-                writes=["batch_gpu"],
-                pure=True,
-            ),
-            Task.from_fn("zero_grad", self._zero_grad),
-            Task.from_fn("forward", self._forward, reads=["batch_gpu"], writes=["loss", RESULT]),
-            Task.from_fn(
-                "backward", self._backward, reads=["loss"], depends_on=["zero_grad"], nccl=True
-            ),
-            Task.from_fn("optimizer_step", self._optimizer_step, depends_on=["backward"]),
-        )
-
-    def _h2d(self, ctx: TaskContext) -> None:
-        ctx.slots.set("batch_gpu", moved(ctx.slots[BATCH], self._device))
-
-    def _zero_grad(self, ctx: TaskContext) -> None:
-        self._optimizer.zero_grad()
-
-    def _forward(self, ctx: TaskContext) -> None:
+    def forward(ctx: TaskContext) -> None:
         batch = ctx.slots["batch_gpu"]
-        forward = self._forward_fn
-        output = self._model(batch) if forward is None else forward(self._model, batch)
-        ctx.slots.set("loss", self._loss_of(output))
+        output = model(batch) if forward_fn is None else forward_fn(model, batch)
+        ctx.slots.set("loss", (loss_fn or loss_in)(output))
         ctx.slots.set(RESULT, output)
 
-    def _backward(self, ctx: TaskContext) -> None:
-        self._backward_fn(ctx.slots["loss"])
+    def backward(ctx: TaskContext) -> None:
+        (backward_fn or Tensor.backward)(ctx.slots["loss"])
 
-    def _optimizer_step(self, ctx: TaskContext) -> None:
-        self._step()
+    step = optimizer_step_fn or optimizer.step
+    copied, ahead = ["batch_gpu"], int(prefetch)
+    return (
+        Task.from_fn(
+            "h2d", h2d, lookahead=ahead, stream=stream, reads=[BATCH], writes=copied, pure=True
+        ),
+        Task.from_fn("zero_grad", lambda ctx: optimizer.zero_grad()),
+        Task.from_fn("forward", forward, reads=copied, writes=["loss", RESULT]),
+        Task.from_fn("backward", backward, reads=["loss"], depends_on=["zero_grad"], nccl=True),
+        Task.from_fn("optimizer_step", lambda ctx: step(), depends_on=["backward"]),
+    )
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -111,8 +79,3 @@ def loss_in(output: Any) -> Tensor:
             'tuple that begins with it, or a dict with "loss"; or give basic() a loss_fn'
         )
     return found
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; the CPU for a model without any."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

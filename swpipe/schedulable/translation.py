@@ -25,9 +25,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.schedulable.declared_task import Task
-from swpipe.schedulable.executors import Waits
-from swpipe.schedulable.schedule import Schedule
-from swpipe.schedulable.schedule_edges import between_stages, edges_of, period_order
+from swpipe.schedulable.schedule import Schedule, between_stages, edges_of, period_order
 from swpipe.schedulable.slot_context import TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
@@ -46,14 +44,9 @@ def translate(
         threads: Task to thread.
         first: Returns the number of the first iteration of the run.
     """
-    order = period_order(schedule)
-    edges = edges_of(schedule)
-    sync = [(e.consumer.name, e.producer.name) for e in edges if e.field == "same_progress_sync"]
-    between = [(c.name, p.name) for c, p in between_stages(schedule)]
-    whole = {*between, *((e.consumer.name, e.producer.name) for e in edges if not e.host_only)}
-    alone = [(e.consumer.name, e.producer.name) for e in edges if e.host_only]
-    sync += between
-    sync += _in_submission_order(order, threads)
+    order, edges = period_order(schedule), edges_of(schedule)
+    between = between_stages(schedule)
+    whole = {*between, *(edge.names for edge in edges if not edge.host_only)}
     most = schedule.max_lookahead
     return PipelinePlan(
         schedule={
@@ -65,30 +58,26 @@ def translate(
             )
             for task in schedule.all_tasks()
         },
-        deps=[
-            (e.consumer.name, e.producer.name) for e in edges if e.field in ("reads", "depends_on")
-        ],
+        deps=[e.names for e in edges if e.field in ("reads", "depends_on")],
         cross_iter_deps=[
-            (e.consumer.name, e.producer.name, e.distance)
-            for e in edges
-            if e.field == "cross_iter_depends_on"
+            (*e.names, e.distance) for e in edges if e.field == "cross_iter_depends_on"
         ],
-        same_period_deps=sync,
-        host_only=[pair for pair in alone if pair not in whole],
+        same_period_deps=[
+            *(e.names for e in edges if e.field == "same_progress_sync"),
+            *between,
+            *_in_submission_order(order, threads),
+        ],
+        host_only=[e.names for e in edges if e.host_only and e.names not in whole],
         order=[task.name for task in order],
         within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
         tasks=[
             PipelineTask(
                 task.name, run_of(task, pool, most, first), task.io, task.random, task.pure
             )
-            for task in as_one_batch_runs(order)
+            # As one batch goes through them.
+            for task in sorted(order, key=lambda task: -task.lookahead)
         ],
     )
-
-
-def as_one_batch_runs(order: Sequence[Task]) -> list[Task]:
-    """The tasks in the order in which one batch goes through them."""
-    return sorted(order, key=lambda task: -task.lookahead)
 
 
 def run_of(task: Task, pool: StreamPool, most: int, first: Callable[[], int]) -> TaskFn:
@@ -124,12 +113,3 @@ def _in_submission_order(
         for sooner, later in pairwise(task.name for task in order if task.stream == stream):
             if threads[sooner] != threads[later]:
                 yield later, sooner
-
-
-def stream_waits(schedule: Schedule) -> Waits:
-    """Task to the other streams on which something lies that it waits for."""
-    waits: dict[str, dict[str, None]] = {}
-    for edge in edges_of(schedule):
-        if edge.producer.stream != edge.consumer.stream and not edge.host_only:
-            waits.setdefault(edge.consumer.name, {})[edge.producer.stream] = None
-    return {name: tuple(streams) for name, streams in waits.items()}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from swpipe._tensors.content import version_of
-from swpipe._tensors.pytree import parts_of, tensors_in
+from swpipe._values.fingerprint import TensorState
+from swpipe._values.walk import parts_of, tensors_in
 
 
 class GradientForm(NamedTuple):
@@ -75,20 +75,16 @@ class LeafGradients:
         given = list(tensors_in(value))
         outputs = (tensor for tensor in given if tensor.requires_grad and not tensor.is_leaf)
         known = {id(tensor) for tensor in given}
-        # The gradients are referenced, so that no new one can have the id of one of them.
         self._before = [
-            (leaf, leaf.grad, None if leaf.grad is None else version_of(leaf.grad))
-            for leaf in leaves_behind(outputs)
-            if id(leaf) not in known
+            (leaf, TensorState.of(leaf)) for leaf in leaves_behind(outputs) if id(leaf) not in known
         ]
 
     def changed(self) -> list[LeftGradient]:
         """The gradients that the task set or added to."""
         return [
             LeftGradient(leaf, GradientForm.of(leaf.grad))
-            for leaf, grad, version in self._before
-            if leaf.grad is not None
-            and not (leaf.grad is grad and version_of(leaf.grad) == version)
+            for leaf, before in self._before
+            if leaf.grad is not None and not before.same_grad(TensorState.of(leaf))
         ]
 
 

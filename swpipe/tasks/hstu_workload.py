@@ -1,20 +1,18 @@
-"""HSTU (``swpipe.tasks.hstu``) as a workload of the command line."""
+"""HSTU (``swpipe.tasks.torchrec.hstu``) as a workload of the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swpipe.core.plan import PipelinePlan
-from swpipe.plans import hstu_schedule
-from swpipe.tasks.workload import SEED, InputError, Option, Training, Workload, register
+from swpipe.plans.torchrec import hstu_schedule
+from swpipe.tasks.workload import SEED, InputError, Option, Workload, register
 
 if TYPE_CHECKING:
-    from swpipe.tasks.clicks.train import TrainRun
-    from swpipe.tasks.hstu.hstu_job import HSTUJob
+    from swpipe.tasks.torchrec.hstu.hstu_job import HSTUJob
 
 OPTIONS = (
     Option(
@@ -32,7 +30,7 @@ def configure(options: Mapping[str, Any]) -> Any:
     """The job's configuration."""
     torch.set_num_threads(1)  # a sum that is split among more threads rounds otherwise
     try:
-        from swpipe.tasks.hstu.hstu_job import HSTUConfig
+        from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig
     except ImportError as error:
         raise InputError(
             f"the workload hstu needs swpipe[clicks] and TorchRec, see README.md: {error}"
@@ -47,21 +45,9 @@ def configure(options: Mapping[str, Any]) -> Any:
 
 def open_job(config: Any) -> HSTUJob:
     """The job, on one rank or on all of the process group."""
-    from swpipe.tasks.hstu.hstu_job import HSTUJob
+    from swpipe.tasks.torchrec.hstu.hstu_job import HSTUJob
 
     return HSTUJob(config)
-
-
-def _open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> TrainRun[HSTUJob]:
-    from swpipe.tasks.clicks.train import TrainRun
-
-    return TrainRun(name, config, plan, steps, open_job)
-
-
-def _report(runs: Sequence[TrainRun[HSTUJob]]) -> str:
-    from swpipe.tasks.clicks.training_tables import format_training
-
-    return format_training(runs)
 
 
 _ONE = Workload(
@@ -71,6 +57,5 @@ _ONE = Workload(
     configure=configure,
     open_job=open_job,
     options=OPTIONS,
-    training=Training(_open_run, _report),
 )
 register(replace(_ONE, on_ranks=_ONE))

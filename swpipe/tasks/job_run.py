@@ -1,19 +1,31 @@
-"""Any job in training under one plan: losses and times."""
+"""A job in training under one plan: losses, times; several, trained in turns and compared."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.tables import table
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.workload import InputError, Job, Training
+from swpipe.tasks.workload import InputError, TrainingFailedError
+
+
+class TrainingDivergedError(TrainingFailedError):
+    """The loss is no longer a number, first at ``step``, from 0."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"the loss became NaN or infinite at step {step} (the first is 0): "
+            "lower the learning rate, or look at that step's rows"
+        )
+        self.step = step
 
 
 class JobRun:
@@ -21,8 +33,7 @@ class JobRun:
 
     Args:
         name: What the plan is called.
-        job: The job. Its ``epoch_steps`` is how many steps once through its data takes. It may have
-            a ``model``, to be compared, and a ``context``, the class of its contexts.
+        job: The job.
         plan: How to overlap its tasks.
         steps: How many there are in all; None for once through the data.
         device: As for ``SWPipeline``.
@@ -30,56 +41,68 @@ class JobRun:
     Attributes:
         steps: How many there are in all.
         pipe: The pipeline that runs the job.
-        losses: ``loss_of`` each step so far that has one.
+        losses: Of each step so far that has one, on this rank.
         turns_s: Seconds per step, of each turn that is timed.
     """
 
     def __init__(
-        self, name: str, job: Any, plan: PipelinePlan, steps: int | None, device: Any = None
+        self,
+        name: str,
+        job: Any,
+        plan: PipelinePlan,
+        steps: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        self.name, self.job = name, job
+        self.name, self.job, self.plan = name, job, plan
         self.steps: int = job.epoch_steps if steps is None else steps
-        context = getattr(job, "context", None)
-        self.pipe = SWPipeline(plan, job.tasks(), device=device, context=context)
+        self.pipe = SWPipeline(plan, job.tasks(), device=device, context=job.context)
         self.losses: list[float | torch.Tensor] = []
         self.turns_s: list[float] = []
         self._untimed_s: list[float] = []
-        self._batches: Iterator[Any] = job.batches(self.steps)
+        self._batches = job.batches(steps)
 
     def advance(
         self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
     ) -> None:
-        """Train on the next steps, or on as many as there are left.
+        """Train on the next steps, or on as many as there are left; a turn.
+
+        Args:
+            steps: How many.
+            on_step: Called after each.
+            timed: The turn counts for the speed.
 
         Raises:
             InputError: None is left, though there should be more.
+            TrainingDivergedError: A loss was not finite. The turn ends first: to look at each would
+                make the host wait for the device.
         """
-        begin, done = time.perf_counter(), 0
+        before, begin, done = len(self.losses), time.perf_counter(), 0
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             done += 1
-            loss = self.loss_of(ctx)
+            loss = self.job.retired(ctx)
             if loss is not None:
                 self.losses.append(loss)
             if on_step:
                 on_step()
         self.pipe.device.synchronize()
+        seconds = max(time.perf_counter() - begin, 1e-9)  # a clock may stand still
+        for step, loss in enumerate(self.losses[before:], before):
+            if not math.isfinite(loss):
+                raise TrainingDivergedError(step)
+        self.job.check()
         if done:
-            times = self.turns_s if timed else self._untimed_s
-            times.append(max(time.perf_counter() - begin, 1e-9) / done)
+            (self.turns_s if timed else self._untimed_s).append(seconds / done)
         elif steps and not (self.turns_s or self._untimed_s):
             raise InputError(f"plan {self.name}: the workload gives no batch; return some")
 
-    def loss_of(self, ctx: Any) -> float | torch.Tensor | None:
-        """The step's loss: ``ctx.loss``, if it is a number."""
-        there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")  # it may have gone by keep
-        loss = ctx.loss if there else None
-        if isinstance(loss, torch.Tensor):
-            return loss.detach() if loss.numel() == 1 else None
-        return loss if isinstance(loss, float) else None
+    @property
+    def speeds(self) -> list[float]:
+        """Steps per second of the turns that are timed, or else of all, in increasing order."""
+        return sorted(1 / seconds for seconds in self.turns_s or self._untimed_s)
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second: the median over the turns that are timed, or else over all."""
+        """The median of these."""
         return 1 / statistics.median(self.turns_s or self._untimed_s)
 
     def close(self) -> None:
@@ -94,41 +117,145 @@ class JobRun:
         self.close()
 
 
-def training_of(open_job: Callable[[Any], Job]) -> Training:
-    """How `swpipe train` trains a job; its configuration has a ``device``."""
+def alternate(
+    runs: Sequence[JobRun],
+    steps: int,
+    *,
+    chunk: int = 50,
+    warm_up: int = 10,
+    on_step: Callable[[], object] | None = None,
+) -> None:
+    """Advance several runs by ``steps`` each, in turns.
 
-    def open_run(name: str, config: Any, plan: PipelinePlan, steps: int | None) -> JobRun:
-        return JobRun(name, open_job(config), plan, steps, config.device)
+    Turns are short and alternate their order, so that a machine that slows down does so for all
+    runs alike. Each turn fills its pipeline and drains it; that counts.
 
-    return Training(open_run, report)
+    Args:
+        runs: Their plans may differ.
+        steps: How many for each.
+        chunk: Steps in a turn.
+        warm_up: Steps of the first turn, which is not timed.
+        on_step: Called after each step of each run.
+    """
+    for run in runs:
+        run.advance(min(warm_up, steps), on_step, timed=False)
+    for turn, done in enumerate(range(warm_up, steps, chunk)):
+        for run in runs if turn % 2 == 0 else reversed(runs):
+            run.advance(min(chunk, steps - done), on_step)
+
+
+class Comparison(NamedTuple):
+    """How a run differs from another of the same configuration under another plan.
+
+    Attributes:
+        first_loss: The first step whose losses differ in any bit, from 0; None where none does.
+        parameters: Names of parameters that differ in any bit.
+        losses: How many losses were compared.
+        of: How many parameters.
+    """
+
+    first_loss: int | None
+    parameters: list[str]
+    losses: int
+    of: int
+
+    @property
+    def equal(self) -> bool:
+        """All losses and all parameters are equal, bit for bit."""
+        return self.first_loss is None and not self.parameters
+
+
+def compare(a: JobRun, b: JobRun) -> Comparison:
+    """Compare losses and parameters by bits. A collective.
+
+    Raises:
+        ValueError: The runs are not of the same length.
+    """
+    if len(a.losses) != len(b.losses):
+        raise ValueError(
+            f"{a.name} ran {len(a.losses)} steps and {b.name} {len(b.losses)}: run both alike first"
+        )
+    pairs = zip(a.losses, b.losses, strict=True)
+    same = [torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs]
+    ours, theirs = _parameters(a), _parameters(b)
+    wrong = [name for name, mine in ours.items() if not torch.equal(mine, theirs[name])]
+    found = a.job.over_ranks((same, wrong, [*ours]))
+    return Comparison(
+        min((losses.index(False) for losses, _, _ in found if False in losses), default=None),
+        sorted({name for _, names, _ in found for name in names}),
+        max(len(losses) for losses, _, _ in found),
+        len({name for _, _, names in found for name in names}),
+    )
+
+
+def _parameters(run: JobRun) -> dict[str, torch.Tensor]:
+    return {name: p for module in run.job.modules for name, p in module.named_parameters()}
 
 
 def report(runs: Sequence[JobRun]) -> str:
-    """A line per run, and how the others compare with the first."""
-    rows = []
-    for run in runs:
-        speeds = [f"{1 / seconds:.4g}" for seconds in sorted(run.turns_s, reverse=True)]
-        between = f"{speeds[0]} to {speeds[-1]}" if len(speeds) > 1 else "n/a"
-        ends = [f"{float(loss):.4f}" for loss in run.losses[:: max(1, len(run.losses) - 1)]]
-        loss = " to ".join(ends) or "n/a"
-        rows.append((run.name, run.steps, f"{run.steps_per_s:.4g}", between, loss))
-    titles = ("plan", "steps", "steps/s", "range", "loss")
-    return "\n".join([table(titles, rows), *(_compared(runs[0], other) for other in runs[1:])])
+    """A line per run, how the others compare with the first, and the job's notes. A collective."""
+    columns = [run.job.results() for run in runs]
+    rows = [
+        (run.name, run.steps, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
+        for run, more in zip(runs, columns, strict=True)
+    ]
+    first, *others = runs
+    return "\n".join(
+        [
+            table(("plan", "steps", "steps/s", "range", "loss", *columns[0]), rows),
+            *(line for other in others for line in (_speed(first, other), _equality(first, other))),
+            *first.job.notes(),
+        ]
+    )
 
 
-def _compared(first: JobRun, other: JobRun) -> str:
+def _range(run: JobRun) -> str:
+    speeds = run.speeds
+    return f"{speeds[0]:.4g} to {speeds[-1]:.4g}" if len(speeds) > 1 else "n/a"
+
+
+def _ends(run: JobRun) -> str:
+    """The first loss and the last: the means over the ranks that have one."""
+    own = [float(loss) for loss in (*run.losses[:1], *run.losses[1:][-1:])]
+    found = [ends for ends in run.job.over_ranks(own) if ends]
+    return " to ".join(f"{statistics.fmean(each):.4f}" for each in zip(*found, strict=True)) or (
+        "n/a"
+    )
+
+
+def _speed(first: JobRun, other: JobRun) -> str:
+    """How many times as fast the other is, if the turns are able to tell."""
+    names = f"{other.name} over {first.name}"
+    a, b = first.speeds, other.speeds
+    if len(a) < 2 or len(b) < 2:
+        return f"{names}: no difference was measured: one turn has no range; train for more steps"
+    least, most = b[0] / a[-1], b[-1] / a[0]
+    if least <= 1 <= most:
+        return f"{names}: no difference was measured: the ranges of steps per second overlap"
     ratio = other.steps_per_s / first.steps_per_s
-    names = f"{other.name} over {first.name}: {ratio:.2f} times as many steps per second"
-    losses = zip(first.losses, other.losses, strict=False)
-    equal = [torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in losses]
-    apart = [step for step, same in enumerate(equal) if not same]
-    if apart:
-        return f"{names}; NOT EQUAL: losses differ from step {apart[0]} on"
-    models = [getattr(run.job, "model", None) for run in (first, other)]
-    parameters = [list(model.parameters()) for model in models if model is not None]
-    if not all(map(torch.equal, *parameters) if len(parameters) > 1 else ()):
-        return f"{names}; NOT EQUAL: parameters differ"
-    if not first.losses:
-        return f"{names}; no ctx.loss to compare"
-    what = f" and {len(parameters[0])} parameters" if parameters else ""
-    return f"{names}; bit-equal: {len(first.losses)} losses{what}"
+    return f"{names}: {ratio:.2f} ({least:.2f} to {most:.2f}) times as many steps per second"
+
+
+def _equality(first: JobRun, other: JobRun) -> str:
+    names, found = f"{first.name} and {other.name}", compare(first, other)
+    if not found.losses:
+        return f"{names}: no ctx.loss to compare"
+    if found.equal:
+        what = f" and {found.of} parameters" if found.of else ""
+        return f"{names}: bit-equal: {found.losses} losses{what}"
+    losses = (
+        f"all {found.losses} losses are equal"
+        if found.first_loss is None
+        else f"losses differ from step {found.first_loss} on"
+    )
+    return "; ".join(
+        [
+            f"{names}: NOT EQUAL: {losses}",
+            f"{len(found.parameters)} parameters differ",
+            *(
+                f"{run.name} may read {state} {count} iteration{'s' * (count > 1)} old"
+                for run in (first, other)
+                for state, count in run.plan.stale.items()
+            ),
+        ]
+    )

@@ -1,23 +1,28 @@
 """Workloads: loops that the command line can train, profile and plan, by name.
 
-A module ``swpipe/tasks/NAME_workload.py`` calls ``register`` when it is imported; ``workloads``
-imports all of these modules. So that this costs nothing and always succeeds, such a module imports
-the libraries of its tasks inside functions.
+A module ``NAME_workload`` in ``swpipe/tasks`` or in a folder of it calls ``register`` when it is
+imported; ``workloads`` imports all of these modules. So that this costs nothing and always
+succeeds, such a module imports the libraries of its tasks inside functions.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
 
 import swpipe.tasks
+from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
-from swpipe.pipeline import SWPipeline
+
+T = TypeVar("T")
 
 Plans: TypeAlias = Mapping[str, Callable[[], PipelinePlan]]
 
@@ -64,57 +69,55 @@ SEED = Option("seed", int, 0, "Of the model, and of generated data.", minimum=0,
 """The seed of a job; workloads that have one declare it alike."""
 
 
-class Job(Protocol):
-    """A workload at work.
-
-    ``tasks`` are in serial order. ``batches`` are the first ones, from the beginning at each call.
-    ``over_ranks`` returns the values of all ranks; a collective. ``close`` releases resources.
-    """
-
-    def tasks(self) -> Iterable[PipelineTask]: ...
-    def batches(self, steps: int | None = None, /) -> Iterator[Any]: ...
-    def over_ranks(self, value: Any, /) -> list[Any]: ...
-    def close(self) -> None: ...
-
-
-class Run(Protocol):
-    """A job in training under one plan; a context manager.
+class Job:
+    """A workload at work. A subclass has tasks and batches, and says what else it has to say.
 
     Attributes:
-        name: What the plan is called.
-        steps: How many there are in all.
-        pipe: The pipeline that runs the job.
+        context: The class of its contexts; None for ``IterContext``.
+        modules: What is trained, and compared between runs.
     """
 
-    name: str
-    steps: int
-    pipe: SWPipeline[Any]
+    context: type[IterContext] | None = None
+    modules: Sequence[nn.Module] = ()
 
     @property
-    def steps_per_s(self) -> float:
-        """Steps per second: the median over the turns that are timed."""
+    def epoch_steps(self) -> int:
+        """How many steps once through the data takes."""
+        raise NotImplementedError
 
-    def advance(
-        self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
-    ) -> None:
-        """Train on the next batches; ``on_step`` is called after each."""
+    def tasks(self) -> Iterable[PipelineTask]:
+        """In serial order."""
+        raise NotImplementedError
 
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *failure: Any) -> None: ...
+    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
+        """The first ones, from the beginning at each call; None for once through the data."""
+        raise NotImplementedError
 
+    def over_ranks(self, value: T, /) -> list[T]:
+        """The values of all ranks. A collective."""
+        return [value]
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How `swpipe train` trains a workload.
+    def retired(self, ctx: Any, /) -> float | torch.Tensor | None:
+        """Called with the context of each step that was trained; returns its loss, if any."""
+        there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")  # it may have gone by keep
+        loss = ctx.loss if there else None
+        if isinstance(loss, torch.Tensor):
+            return loss.detach() if loss.numel() == 1 else None
+        return loss if isinstance(loss, float) else None
 
-    Attributes:
-        open_run: Opens a run of (plan name, configuration, plan, steps); None is once through the
-            data.
-        report: What came out of the runs, as text.
-    """
+    def check(self) -> None:
+        """Called where no iteration is in flight; raises what went wrong. A collective."""
 
-    open_run: Callable[[str, Any, PipelinePlan, int | None], Run]
-    report: Callable[[Sequence[Any]], str]
+    def results(self) -> dict[str, str]:
+        """Further columns of the table of runs. A collective."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Lines below the table of runs. A collective."""
+        return []
+
+    def close(self) -> None:
+        """Release resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,6 @@ class Workload:
             ``device`` too: torch's words, or None. Raises ``InputError``.
         open_job: A job of that configuration. Raises ``InputError``.
         options: The workload's own options.
-        training: For `swpipe train`; None where the workload cannot be trained by it.
         on_ranks: The workload under torchrun, which has the same options; None where it has no
             such form.
     """
@@ -140,7 +142,6 @@ class Workload:
     configure: Callable[[Mapping[str, Any]], Any]
     open_job: Callable[[Any], Job]
     options: tuple[Option, ...] = ()
-    training: Training | None = None
     on_ranks: Workload | None = None
 
 
@@ -168,39 +169,13 @@ def register(workload: Workload) -> None:
 
 def workloads() -> Mapping[str, Workload]:
     """All workloads by name."""
-    for module in pkgutil.iter_modules(swpipe.tasks.__path__, "swpipe.tasks."):
-        if module.name.endswith("_workload"):
-            importlib.import_module(module.name)
+    for folder in map(Path, swpipe.tasks.__path__):
+        for file in sorted(folder.rglob("*_workload.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            importlib.import_module(".".join(("swpipe.tasks", *parts)))
     return MappingProxyType(_registered)
 
 
 def all_options() -> tuple[Option, ...]:
     """The options of all workloads, each once."""
     return tuple(dict.fromkeys(option for work in workloads().values() for option in work.options))
-
-
-def alternate(
-    runs: Sequence[Run],
-    steps: int,
-    *,
-    chunk: int = 50,
-    warm_up: int = 10,
-    on_step: Callable[[], object] | None = None,
-) -> None:
-    """Advance several runs by ``steps`` each, in turns.
-
-    Turns are short and alternate their order, so that a machine that slows down does so for all
-    runs alike. Each turn fills its pipeline and drains it; that counts.
-
-    Args:
-        runs: Their plans may differ.
-        steps: How many for each.
-        chunk: Steps in a turn.
-        warm_up: Steps of the first turn, which is not timed.
-        on_step: Called after each step of each run.
-    """
-    for run in runs:
-        run.advance(min(warm_up, steps), on_step, timed=False)
-    for turn, done in enumerate(range(warm_up, steps, chunk)):
-        for run in runs if turn % 2 == 0 else reversed(runs):
-            run.advance(min(chunk, steps - done), on_step)

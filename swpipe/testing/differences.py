@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from swpipe._engine.program import RETIRE
-from swpipe._state.generators import default_generators, set_default_generators
+from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.messages import shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
@@ -100,13 +100,13 @@ def first_difference(
     """
     where = resolve(device)
     begin = default_generators(where)
-    one = _Run(a(), where, iterations)
+    one = _Side(a(), where, iterations)
     set_default_generators(where, begin)
-    other = _Run(b(), where, iterations)
+    other = _Side(b(), where, iterations)
     tasks = [name for name in one.tasks if name in other.tasks]
     for number in range(max(one.pulled, other.pulled)):
         for task in (PULL, *tasks, RETIRE):
-            left, right = (run.left.get((number, task), {}) for run in (one, other))
+            left, right = (side.left.get((number, task), {}) for side in (one, other))
             if task == RETIRE:  # tasks that only one side has may leave more
                 left, right = _of_both(left, right), _of_both(right, left)
             if found := first_unequal(left, right, rtol, atol):
@@ -118,7 +118,7 @@ def _of_both(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
     return {k: value for k, value in values.items() if k in other or k.startswith("state()")}
 
 
-class _Run:
+class _Side:
     """One side, run to its end.
 
     Attributes:
@@ -130,7 +130,10 @@ class _Run:
     def __init__(self, loop: Loop, device: Device, iterations: int) -> None:
         self.left: dict[tuple[int, str], dict[str, Any]] = {}
         self.pulled = 0
-        self._state = _State(loop.state, device)
+        self._device = device
+        self._turn = threading.Lock()
+        self._state = None if loop.state is list else loop.state
+        self._last = copies(self._now())
         tasks = [self._recorded(each) for each in tasks_of(loop)]
         plan = PipelinePlan.serial(tasks) if loop.plan is None else loop.plan
         with SWPipeline(
@@ -139,7 +142,7 @@ class _Run:
             self.tasks = [each.name for each in pipe.tasks]
             for ctx in pipe.iterate(self._batches(loop, iterations)):
                 left = copies(_attributes(ctx, [*vars(ctx)]))
-                with self._state.changes(left):
+                with self._changes(left):
                     loop.body(ctx)
                 self.left[ctx.iter_idx, RETIRE] = left
             device.synchronize()
@@ -153,42 +156,23 @@ class _Run:
     def _recorded(self, task: PipelineTask) -> PipelineTask:
         def run(ctx: Any) -> None:
             left: dict[str, Any] = {}
-            if task.pure:
-                self._run(task, ctx, left)
-            else:
-                with self._state.changes(left):
-                    self._run(task, ctx, left)
+            with nullcontext() if task.pure else self._changes(left):
+                with ContextWatch(ctx) as watch:
+                    task.fn(ctx)
+                left |= copies(_attributes(ctx, watch.changes.produced))
+                left |= {f"ctx.{name}": DELETED for name in watch.changes.deleted}
             self.left[ctx.iter_idx, task.name] = left
 
         return replace(task, fn=run)
 
-    def _run(self, task: PipelineTask, ctx: Any, left: dict[str, Any]) -> None:
-        with ContextWatch(ctx) as watch:
-            task.fn(ctx)
-        left |= copies(_attributes(ctx, watch.changes.produced))
-        left |= {f"ctx.{name}": DELETED for name in watch.changes.deleted}
-
-
-def _attributes(ctx: Any, names: Iterable[str]) -> dict[str, Any]:
-    there = vars(ctx)
-    return leaves_by_name({f"ctx.{name}": there[name] for name in names if name in there})
-
-
-class _State:
-    """What a loop changes outside its contexts, as it was after the last task."""
-
-    def __init__(self, get: Callable[[], Any], device: Device) -> None:
-        self._get, self._device = get, device
-        self._turn = threading.Lock()
-        self._last = copies(self._now())
-
     def _now(self) -> dict[str, Any]:
-        return leaves_by_name({"state()": self._get()})
+        """What the loop changes outside its contexts."""
+        return {} if self._state is None else leaves_by_name({"state()": self._state()})
 
     @contextmanager
-    def changes(self, into: dict[str, Any]) -> Iterator[None]:
-        """Add what the block changes to ``into``; one block at a time."""
-        if self._get is list:
+    def _changes(self, into: dict[str, Any]) -> Iterator[None]:
+        """Add what the block changes of the state to ``into``; one block at a time."""
+        if self._state is None:
             yield
             return
         with self._turn:
@@ -200,3 +184,8 @@ class _State:
                 if first_unequal({name: self._last.get(name, DELETED)}, {name: leaf}):
                     into |= copies({name: leaf})
                     self._last[name] = into[name]
+
+
+def _attributes(ctx: Any, names: Iterable[str]) -> dict[str, Any]:
+    there = vars(ctx)
+    return leaves_by_name({f"ctx.{name}": there[name] for name in names if name in there})

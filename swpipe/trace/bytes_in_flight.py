@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from swpipe._engine.program import ADMIT, RETIRE
 from swpipe.analysis.last_readers import Place
@@ -31,8 +30,10 @@ from swpipe.trace.span import Span
 WORKING = "while it runs"
 """The ``attribute`` of what a task needs while it runs."""
 
-SHOWN = 3
-"""So many of the largest holdings are named in a line."""
+_NAMED = 3  # of the largest holdings, in a line
+
+_Runs: TypeAlias = Mapping[str, Span]
+_Places: TypeAlias = Mapping[tuple[str, ...], Place]
 
 
 class Holding(NamedTuple):
@@ -72,23 +73,24 @@ class PeakMemory:
 
     def format(self) -> str:
         """The sum and the largest parts, in a line; of one task's over all iterations."""
-        sums: dict[tuple[str, str], int] = defaultdict(int)
+        sums: Counter[tuple[str, str]] = Counter()
         where: dict[tuple[str, str], set[int]] = defaultdict(set)
         for one in self.held:
             sums[one.task, one.attribute] += one.bytes
             where[one.task, one.attribute].add(one.iteration)
-        largest = sorted(sums, key=lambda key: -sums[key])[:SHOWN]
-        parts = [
-            f"{_what(*key)} {in_bytes(sums[key])} ({counted(len(where[key]), 'iteration')})"
-            for key in largest
-        ]
+        parts = []
+        for (task, attribute), size in sums.most_common(_NAMED):
+            of = f"ctx.{attribute} of {task}" if attribute else f"other memory of {task}"
+            what = f"{task} {WORKING}" if attribute == WORKING else of
+            on = counted(len(where[task, attribute]), "iteration")
+            parts.append(f"{what} {in_bytes(size)} ({on})")
         return (
             f"memory: at most {in_bytes(self.bytes)} in {counted(self.iterations, 'iteration')}"
             + (f"; the largest: {', '.join(parts)}" if parts else "")
         )
 
 
-class Change(NamedTuple):
+class _Step(NamedTuple):
     """Memory that is taken or, with ``turn`` 0 or 2, given back.
 
     At one time, what ends then comes first, then what begins, then what began and ended then.
@@ -104,7 +106,7 @@ def peak_memory(
     memory: TaskMemory,
     *,
     streams: Mapping[str, str] | None,
-    places: Mapping[tuple[str, ...], Place] | None = None,
+    places: _Places | None = None,
 ) -> PeakMemory:
     """What the iterations of a timeline hold at most.
 
@@ -125,109 +127,94 @@ def peak_memory(
             runs[span.iteration][span.task] = span
         else:
             work.append(span)
-    behind = None if streams is None else _Behind(work, runs, streams)
-    found = (
-        _changes(i, of, runs.get(i + 1, {}), memory, behind, places or {}) for i, of in runs.items()
-    )
-    changes = sorted(chain.from_iterable(found))
+    done_ns = None if streams is None else _behind(work, runs, streams)
+    steps = [
+        step
+        for i, of in runs.items()
+        for step in _steps(i, of, runs.get(i + 1, {}), memory, done_ns, places or {})
+    ]
+    steps.sort()
     total = most = place = 0
-    for number, change in enumerate(changes, 1):
-        total += change.holding.bytes if change.turn == 1 else -change.holding.bytes
+    for number, step in enumerate(steps, 1):
+        total += step.holding.bytes if step.turn == 1 else -step.holding.bytes
         if total > most:
             most, place = total, number
-    held: dict[Holding, int] = defaultdict(int)
-    for change in changes[:place]:
-        held[change.holding] += 1 if change.turn == 1 else -1
-    each = (one for one, times in held.items() for _ in range(times))
-    at_ns = changes[place - 1].at_ns if place else 0
-    return PeakMemory(most, at_ns, tuple(sorted(each, key=lambda one: -one.bytes)))
+    held: Counter[Holding] = Counter()
+    for step in steps[:place]:
+        held[step.holding] += 1 if step.turn == 1 else -1
+    largest_first = sorted(held.elements(), key=lambda one: -one.bytes)
+    return PeakMemory(most, steps[place - 1].at_ns if place else 0, tuple(largest_first))
 
 
-class _Behind:
-    """How far streams are behind the host.
+def _behind(
+    work: Iterable[Span], runs: Mapping[int, _Runs], stream_of: Mapping[str, str]
+) -> Callable[[str, int], int]:
+    """When streams are done with what a task has made and Python lets go at a time.
+
+    Its own stream may use it again at once; the others have done by then what they were given
+    before.
 
     Args:
         work: Spans of streams.
         runs: Iteration to task to the span on a thread, at whose end its work was submitted.
         stream_of: Task to the stream on which it makes its memory.
     """
+    given: dict[str, list[tuple[int, int]]] = defaultdict(list)  # when submitted, when done
+    last: Counter[int] = Counter()
+    for span in work:
+        host = runs.get(span.iteration, {}).get(span.task)
+        given[span.row.name].append((host.end_ns if host else span.start_ns, span.end_ns))
+        last[span.iteration] = max(last[span.iteration], span.end_ns)
+    for iteration, done in last.items():  # the caller's stream waits for all of it
+        if (retire := runs.get(iteration, {}).get(RETIRE)) is not None:
+            given[CALLERS_STREAM].append((retire.end_ns, done))
+    for of in given.values():
+        of.sort()
 
-    def __init__(
-        self,
-        work: Iterable[Span],
-        runs: Mapping[int, Mapping[str, Span]],
-        stream_of: Mapping[str, str],
-    ) -> None:
-        self._stream_of = stream_of
-        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        last: dict[int, int] = defaultdict(int)
-        for span in work:
-            host = runs.get(span.iteration, {}).get(span.task)
-            submitted = span.start_ns if host is None else host.end_ns
-            found[span.row.name].append((submitted, span.end_ns))
-            last[span.iteration] = max(last[span.iteration], span.end_ns)
-        for iteration, done in last.items():  # the caller's stream waits for all of it
-            if (retire := runs.get(iteration, {}).get(RETIRE)) is not None:
-                found[CALLERS_STREAM].append((retire.end_ns, done))
-        self._work = {name: sorted(of) for name, of in found.items()}
-
-    def done_ns(self, maker: str, at_ns: int) -> int:
-        """When streams are done with what a task has made and Python lets go at a time.
-
-        Its own stream may use it again at once; the others have done by then what they were given
-        before.
-        """
+    def done_ns(maker: str, at_ns: int) -> int:
         done = at_ns
-        for name, of in self._work.items():
+        for name, of in given.items():
             before = bisect_right(of, (at_ns, sys.maxsize))
-            if before and name != self._stream_of.get(maker, CALLERS_STREAM):
+            if before and name != stream_of.get(maker, CALLERS_STREAM):
                 done = max(done, of[before - 1][1])
         return done
 
+    return done_ns
 
-def _changes(
+
+def _steps(
     i: int,
-    runs: Mapping[str, Span],
-    following: Mapping[str, Span],
+    runs: _Runs,
+    following: _Runs,
     memory: TaskMemory,
-    behind: _Behind | None,
-    places: Mapping[tuple[str, ...], Place],
-) -> Iterator[Change]:
-    """The changes of one iteration; tasks that the timeline lacks change nothing."""
+    done_ns: Callable[[str, int], int] | None,
+    places: _Places,
+) -> Iterator[_Step]:
+    """Those of one iteration; tasks that the timeline lacks change nothing."""
     last = runs.get(RETIRE) or max(runs.values(), key=lambda span: span.end_ns)
-    sources = {PULL: runs.get(PULL) or runs.get(ADMIT)}
+    pull = runs.get(PULL) or runs.get(ADMIT)
     working = (Block(task, task, size, WORKING) for task, size in memory.working.items())
     for block in (*memory.blocks, *working):
-        begin = runs.get(block.begin) or sources.get(block.begin)
-        if begin is not None and block.bytes:
-            ends = following if block.later else {} if behind and block.removed else runs
+        begin = pull if block.begin == PULL else runs.get(block.begin)
+        if begin is None or not block.bytes:
+            continue
+        if block.users:
+            end_ns = _goes_ns(block.users, following if done_ns else runs, last, places)
+        else:
+            ends = following if block.later else {} if done_ns and block.removed else runs
             end = ends.get(block.end, last)
             end_ns = end.end_ns
-            if block.users:
-                end_ns = _goes_ns(block.users, following if behind else runs, last, places)
-            elif behind and end is last and block.attribute:
-                end_ns = behind.done_ns(block.begin, end_ns)
-            begin_ns = begin.end_ns if block.begin == PULL else begin.start_ns
-            holding = Holding(i, block.begin, block.attribute, block.bytes)
-            yield Change(begin_ns, 1, holding)
-            yield Change(max(begin_ns, end_ns), 2 if end_ns <= begin_ns else 0, holding)
+            if done_ns and end is last and block.attribute:
+                end_ns = done_ns(block.begin, end_ns)
+        begin_ns = begin.end_ns if block.begin == PULL else begin.start_ns
+        holding = Holding(i, block.begin, block.attribute, block.bytes)
+        yield _Step(begin_ns, 1, holding)
+        yield _Step(max(begin_ns, end_ns), 2 if end_ns <= begin_ns else 0, holding)
 
 
-def _goes_ns(
-    users: tuple[str, ...],
-    runs: Mapping[str, Span],
-    last: Span,
-    places: Mapping[tuple[str, ...], Place],
-) -> int:
+def _goes_ns(users: tuple[str, ...], runs: _Runs, last: Span, places: _Places) -> int:
     """When a plan lets go what these tasks use."""
-    if users in places:
-        place = places[users]
+    if (place := places.get(users)) is not None:
         at = runs.get(place.task, last)
         return at.end_ns if place.after else at.start_ns
     return max(runs.get(user, last).end_ns for user in users)
-
-
-def _what(task: str, attribute: str) -> str:
-    if attribute == WORKING:
-        return f"{task} {WORKING}"
-    return f"{f'ctx.{attribute}' if attribute else 'other memory'} of {task}"

@@ -42,27 +42,23 @@ class Cause(NamedTuple):
 
 
 class Causes:
-    """Finds the cause of each span among others.
-
-    Args:
-        spans: All spans of a timeline.
-        arrows: The dependences of its plan.
-    """
+    """Finds the cause of each span among all spans of a timeline, by its plan's dependences."""
 
     def __init__(self, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
         self._before: dict[int, Span] = {}
         self._of: dict[tuple[str, int, str], Span] = {}
-        self._in_iteration: dict[int, list[Span]] = defaultdict(list)
-        self._producers: dict[str, list[Arrow]] = defaultdict(list)
+        self._needed: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for arrow in arrows:
+            self._needed[arrow.consumer].append((arrow.producer, arrow.distance))
         last: dict[object, Span] = {}
         for span in in_order(spans):
             if span.row in last:
                 self._before[id(span)] = last[span.row]
             last[span.row] = span
             self._of[span.task, span.iteration, span.row.kind] = span
+        self._in_iteration: dict[int, list[Span]] = defaultdict(list)
+        for span in spans:
             self._in_iteration[span.iteration].append(span)
-        for arrow in arrows:
-            self._producers[arrow.consumer].append(arrow)
 
     def of(self, span: Span, seen: Collection[int] = ()) -> Cause:
         """The cause of a span, one of the spans that were given.
@@ -72,39 +68,26 @@ class Causes:
             seen: Ids of spans that are not the cause: spans that take no time could otherwise be
                 causes of each other.
         """
-        # A wait ends when its reason does: a dependence explains a start better than the row.
-        return max(
-            (
-                cause
-                for cause in self._candidates(span)
-                if cause.end_ns <= span.start_ns and id(cause.span) not in seen
-            ),
-            key=lambda cause: (cause.end_ns, cause.why != "row"),
-            default=Cause("begin", None, span.start_ns - span.wait_ns),
+        possible = (
+            cause
+            for cause in self._candidates(span)
+            if cause.end_ns <= span.start_ns and id(cause.span) not in seen
         )
+        # A wait ends when its reason does: a dependence explains a start better than the row.
+        nothing = Cause("begin", None, span.start_ns - span.wait_ns)
+        return max(possible, key=lambda cause: (cause.end_ns, cause.why != "row"), default=nothing)
 
     def _candidates(self, span: Span) -> Iterator[Cause]:
-        before = self._before.get(id(span))
-        if before is not None:
+        i, kind = span.iteration, span.row.kind
+        if (before := self._before.get(id(span))) is not None:
             yield Cause("row", before, before.end_ns)
-        if span.row.kind == "stream":
-            host = self._of.get((span.task, span.iteration, "thread"))
-            if host is not None:
-                yield Cause("queued", host, host.start_ns)
-        for arrow in self._producers[span.task]:
-            yield from self._ended(arrow.producer, span.iteration - arrow.distance, span)
-        if span.task not in OWN:
-            yield from self._ended(PULL, span.iteration, span)
-        if span.task not in (ADMIT, RETIRE):
-            yield from self._ended(ADMIT, span.iteration, span)
+        host = self._of.get((span.task, i, "thread")) if kind == "stream" else None
+        if host is not None:
+            yield Cause("queued", host, host.start_ns)
+        needed = [(task, i - distance) for task, distance in self._needed[span.task]]
+        needed += [(PULL, i)] if span.task not in OWN else []
+        needed += [(ADMIT, i)] if span.task not in (ADMIT, RETIRE) else []
+        ended = [self._of.get((*key, kind)) or self._of.get((*key, "thread")) for key in needed]
         if span.task == RETIRE:
-            for other in self._in_iteration[span.iteration]:
-                if other.task not in OWN:
-                    yield Cause("dependence", other, other.end_ns)
-
-    def _ended(self, task: str, iteration: int, span: Span) -> Iterator[Cause]:
-        """When a task was done, as far as this span had to wait for it."""
-        found = self._of.get((task, iteration, span.row.kind))
-        found = found or self._of.get((task, iteration, "thread"))
-        if found is not None:
-            yield Cause("dependence", found, found.end_ns)
+            ended += [other for other in self._in_iteration[i] if other.task not in OWN]
+        yield from (Cause("dependence", one, one.end_ns) for one in ended if one is not None)

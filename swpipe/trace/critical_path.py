@@ -11,7 +11,7 @@ last iterations fill and drain the pipeline; ``per_iteration`` leaves them out.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,9 +53,7 @@ class CriticalPath:
 
     def edges(self) -> tuple[str, ...]:
         """The edges of the steady state in words, the most frequent ones, each once."""
-        counts: dict[str, int] = defaultdict(int)
-        for before, after in self._steady():
-            counts[_words(before.span, after)] += 1
+        counts = Counter(_words(before.span, after) for before, after in self._steady())
         most = max(counts.values(), default=0)
         return tuple(words for words, count in counts.items() if 2 * count > most)
 
@@ -74,34 +72,27 @@ class CriticalPath:
         steady = self._steady()
         if not steady:
             return {}
-        first, last = steady[0][0].span, steady[-1][1].span
-        iterations = last.iteration - first.iteration
+        iterations = steady[-1][1].span.iteration - steady[0][0].span.iteration
         found: dict[tuple[str, Kind], float] = defaultdict(float)
         for before, after in steady:
-            queued = after.why == "queued"
-            found[before.span.task, before.span.row.kind] += (
-                0 if queued else before.span.duration_ns
-            )
+            worked = 0 if after.why == "queued" else before.span.duration_ns
+            found[before.span.task, before.span.row.kind] += worked
             found[GAPS, after.span.row.kind] += after.gap_ns
         return {key: ns / 1e6 / iterations for key, ns in found.items()}
 
     def _steady(self) -> list[tuple[Link, Link]]:
         """The pairs of links between two visits to the same task, as far apart as possible."""
-        places: dict[tuple[str, Row], list[int]] = defaultdict(list)
         iterations = sorted({link.span.iteration for link in self.links})
         inner = set(iterations[len(iterations) // 4 :])
+        first: dict[tuple[str, Row], int] = {}
+        begin = end = 0
         for place, link in enumerate(self.links):
             if link.span.iteration in inner:
-                places[link.span.task, link.span.row].append(place)
-        best: list[int] = []
-        for of in places.values():
-            ends = [of[0], of[-1]]
-            apart = self.links[ends[1]].span.iteration - self.links[ends[0]].span.iteration
-            if apart > 0 and (not best or ends[1] - ends[0] > best[1] - best[0]):
-                best = ends
-        if not best:
-            return []
-        return list(zip(self.links[best[0] : best[1]], self.links[best[0] + 1 :], strict=False))
+                since = first.setdefault((link.span.task, link.span.row), place)
+                apart = link.span.iteration - self.links[since].span.iteration
+                if apart > 0 and place - since > end - begin:
+                    begin, end = since, place
+        return [(self.links[k], self.links[k + 1]) for k in range(begin, end)]
 
     def format(self) -> str:
         """What the path consists of, per iteration, and its edges."""
@@ -116,11 +107,7 @@ class CriticalPath:
 
 
 def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPath:
-    """The critical path of a timeline.
-
-    Args:
-        spans: At least one.
-        arrows: The dependences of its plan.
+    """The critical path of a timeline, by the dependences of its plan.
 
     Raises:
         ValueError: There is no span.
@@ -133,8 +120,8 @@ def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPat
     while span is not None:
         seen.add(id(span))
         cause = causes.of(span, seen)
-        begins = cause.span is None
-        links.append(Link(span, cause.why, 0 if begins else span.start_ns - cause.end_ns))
+        gap_ns = 0 if cause.span is None else span.start_ns - cause.end_ns
+        links.append(Link(span, cause.why, gap_ns))
         span = cause.span
     return CriticalPath(tuple(reversed(links)))
 
@@ -142,8 +129,6 @@ def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPat
 def _words(before: Span, after: Link) -> str:
     step = after.span.iteration - before.iteration
     at = f"{after.span.task} i{step:+d}" if step else f"{after.span.task} i"
-    if after.why == "row":
-        what = f"the {after.span.row.kind} {after.span.row.name!r} was busy"
-    else:
-        what = {"dependence": "dependence", "queued": "queued by its thread"}.get(after.why, "")
+    busy = f"the {after.span.row.kind} {after.span.row.name!r} was busy"
+    what = {"row": busy, "queued": "queued by its thread"}.get(after.why, after.why)
     return f"{before.task} i -> {at} ({what})"

@@ -10,7 +10,7 @@ sense: it is idle where it has no work. The parts of a lane add up to its length
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,22 +57,19 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
     found = []
     for row, (on_row, _) in Panel("", in_order(spans)).by_row().items():
         reached_ns = begin_ns
-        waiting_ns: dict[str, int] = defaultdict(int)
+        waiting: Counter[str] = Counter()
         for span in on_row:
             from_ns = max(reached_ns, span.start_ns - span.wait_ns)
             if from_ns < span.start_ns:
                 cause, until_ns = causes.of(span), from_ns
                 if cause.span is not None and cause.why != "row":
                     until_ns = max(from_ns, cause.end_ns)
-                    waiting_ns[cause.span.task] += until_ns - from_ns
-                waiting_ns[ELSE] += span.start_ns - until_ns
+                    waiting[cause.span.task] += until_ns - from_ns
+                waiting[ELSE] += span.start_ns - until_ns
             reached_ns = max(reached_ns, span.end_ns)
         busy_ns = covered_ns(on_row)
-        idle_ns = end_ns - begin_ns - busy_ns - sum(waiting_ns.values())
-        longest_first = sorted(waiting_ns.items(), key=lambda item: -item[1])
-        found.append(
-            LaneTimes(row, busy_ns, {task: ns for task, ns in longest_first if ns}, idle_ns)
-        )
+        idle_ns = end_ns - begin_ns - busy_ns - waiting.total()
+        found.append(LaneTimes(row, busy_ns, dict((+waiting).most_common()), idle_ns))
     return tuple(found)
 
 

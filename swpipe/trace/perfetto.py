@@ -31,11 +31,8 @@ from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to the number and name of its process."""
 
-MOST_BYTES = 2**29
-"""The size of the largest file that is read."""
-
-MOST_US = 1e18
-"""The latest time in a file."""
+MOST_BYTES, MOST_US = 2**29, 1e18
+"""The size of the largest file that is read, and the latest time in it."""
 
 Event = dict[str, Any]
 
@@ -58,12 +55,12 @@ class Document(NamedTuple):
 
     def events(self, shift_ns: int = 0) -> list[Event]:
         """The events, later by ``shift_ns``; each has the process and track of its row."""
+        rows = enumerate(rows_of(self.spans), start=1)
         places: dict[Row, Event] = {
-            row: {"pid": PROCESSES[row.kind][0], "tid": tid}
-            for tid, row in enumerate(rows_of(self.spans), start=1)
+            row: {"pid": PROCESSES[row.kind][0], "tid": tid} for tid, row in rows
         }
-        spans, arrows = self.spans, self.arrows
-        events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
+        events = [*_tracks(places), *_tasks(self.spans, places)]
+        events += _flows(self.spans, self.arrows, places)
         if shift_ns:
             events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
         return events
@@ -79,10 +76,9 @@ def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
 
 def save(path: Path, content: Document) -> None:
     """Write the file, compressed if its name ends in ``.gz``."""
-    other = {"producer": "swpipe", "arrows": content.arrows, "origin_ns": content.origin_ns}
-    other["clock_error_ns"] = content.clock_error_ns
-    document = {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other}
-    _write(path, document)
+    other = {"producer": "swpipe", **content._asdict()}
+    del other["spans"]
+    _write(path, {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other})
 
 
 def add_to(path: Path, other: Path, content: Document) -> None:
@@ -92,15 +88,15 @@ def add_to(path: Path, other: Path, content: Document) -> None:
         ValueError: ``other`` is something else.
     """
     document = parse_json(_read(other))
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    base_ns = document.get("baseTimeNanoseconds") if isinstance(document, dict) else None
+    given = document if isinstance(document, dict) else {}
+    events, base_ns = given.get("traceEvents"), given.get("baseTimeNanoseconds")
     if not isinstance(events, list) or not isinstance(base_ns, int):
         raise ValueError(
             f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
             "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
         )
     added = content.events(content.origin_ns - base_ns)
-    _write(path, {**document, "traceEvents": events + added})
+    _write(path, {**given, "traceEvents": events + added})
 
 
 def _write(path: Path, document: Event) -> None:
@@ -134,24 +130,21 @@ def load(path: Path) -> Document:
     """Read a file that ``save`` wrote; see ``Trace.load``."""
     try:
         document = parse_json(_read(path))
-        if document["otherData"]["producer"] != "swpipe":
+        events, other = document["traceEvents"], document["otherData"]
+        if other["producer"] != "swpipe":
             raise ValueError("another program's trace")
-        events = document["traceEvents"]
+        kinds = {number: kind for kind, (number, _) in PROCESSES.items()}
         rows = {
-            (event["pid"], event["tid"]): event["args"]["name"]
+            (event["pid"], event["tid"]): Row(kinds[event["pid"]], event["args"]["name"])
             for event in events
             if event["name"] == "thread_name"
         }
-        kinds = {number: kind for kind, (number, _) in PROCESSES.items()}
+        tasks = (event for event in events if event.get("cat") == "task")
         return Document(
-            in_order(
-                _span(event, Row(kinds[event["pid"]], rows[event["pid"], event["tid"]]))
-                for event in events
-                if event.get("cat") == "task"
-            ),
-            tuple(map(_arrow, document["otherData"]["arrows"])),
-            _time_ns(document["otherData"].get("origin_ns", 0)),
-            _time_ns(document["otherData"].get("clock_error_ns", 0)),
+            in_order(_span(event, rows[event["pid"], event["tid"]]) for event in tasks),
+            tuple(map(_arrow, other["arrows"])),
+            _count(other.get("origin_ns", 0), "time in nanoseconds"),
+            _count(other.get("clock_error_ns", 0), "time in nanoseconds"),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
@@ -162,12 +155,11 @@ def load(path: Path) -> Document:
 
 
 def _span(event: Event, row: Row) -> Span:
-    start_ns, duration_ns, wait_ns = map(_ns, (event["ts"], event["dur"], event["args"]["wait_us"]))
-    iteration = event["args"]["iteration"]
+    about = event["args"]
+    start_ns, duration_ns, wait_ns = map(_ns, (event["ts"], event["dur"], about["wait_us"]))
+    iteration = _count(about["iteration"], "iteration")
     if not isinstance(row.name, str) or not is_label(row.name):
         raise ValueError(f"{shown(row.name)} is no thread group or stream")
-    if type(iteration) is not int or not 0 <= iteration < 2**63:
-        raise ValueError(f"{shown(iteration)} is no iteration")
     if duration_ns < 0 or wait_ns < 0:
         raise ValueError("a time from start to end, or a wait, is negative")
     return Span(_task(event["name"]), iteration, row, start_ns, start_ns + duration_ns, wait_ns)
@@ -180,16 +172,15 @@ def _task(name: object) -> str:
 
 
 def _arrow(data: Sequence[Any]) -> Arrow:
-    producer, consumer, *distance = data
-    (far,) = distance or (0,)
-    if type(far) is not int or abs(far) > MOST_ITERATIONS:
-        raise ValueError(f"{shown(far)} is no distance")
-    return Arrow(_task(producer), _task(consumer), far)
+    producer, consumer, distance = data
+    if type(distance) is not int or abs(distance) > MOST_ITERATIONS:
+        raise ValueError(f"{shown(distance)} is no distance")
+    return Arrow(_task(producer), _task(consumer), distance)
 
 
-def _time_ns(value: object) -> int:
+def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{shown(value)} is no time in nanoseconds")
+        raise ValueError(f"{shown(value)} is no {what}")
     return value
 
 
@@ -210,15 +201,14 @@ def _tracks(places: Mapping[Row, Event]) -> Iterator[Event]:
 
 def _tasks(spans: Sequence[Span], places: Mapping[Row, Event]) -> Iterator[Event]:
     for span in spans:
-        start_us, wait_us = span.start_ns / 1000, span.wait_ns / 1000
-        about = {"iteration": span.iteration}
+        wait_us, place = span.wait_ns / 1000, places[span.row]
+        about: Event = {"iteration": span.iteration}
         if span.wait_ns:
             times = {"ts": (span.start_ns - span.wait_ns) / 1000, "dur": wait_us}
-            wait = {"ph": "X", "cat": "wait", "name": "wait", "args": about}
-            yield {**wait, **times, **places[span.row]}
-        times = {"ts": start_us, "dur": span.duration_ns / 1000}
-        task = {"ph": "X", "cat": "task", "name": span.task, "args": {**about, "wait_us": wait_us}}
-        yield {**task, **times, **places[span.row]}
+            yield {"ph": "X", "cat": "wait", "name": "wait", "args": about, **times, **place}
+        times = {"ts": span.start_ns / 1000, "dur": span.duration_ns / 1000}
+        about = {**about, "wait_us": wait_us}
+        yield {"ph": "X", "cat": "task", "name": span.task, "args": about, **times, **place}
 
 
 def _flows(

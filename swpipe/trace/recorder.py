@@ -25,7 +25,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from swpipe._engine.iterations import Engine
 from swpipe._engine.program import ADMIT, OWN, Instruction, Program
@@ -36,8 +36,7 @@ from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
-_GOOD_READING_NS = 50_000
-_READINGS = 10
+_GOOD_READING_NS, _READINGS = 50_000, 10
 """How closely the device's clock is read beside the host's, and in how many tries."""
 
 
@@ -69,10 +68,9 @@ def timed_event(device: Device) -> TimedEvent | None:
             event.synchronize()
             event.elapsed_time(event)
             return event
+        why = ""
     except (NotImplementedError, RuntimeError) as error:
         why = f": {str(error).partition(chr(10))[0]}"
-    else:
-        why = ""
     warnings.warn(
         f"the events of device {device.name!r} have no timing{why}; traces have no spans of "
         "streams, and profiles have times of the host's clock",
@@ -101,7 +99,8 @@ class Recorder:
     ) -> None:
         self._rows = tuple(Row("thread", lane.group) for lane in program.lanes)
         self._last = last
-        before_ns, self.origin_ns = time.perf_counter_ns(), time.time_ns()
+        before_ns = time.perf_counter_ns()
+        self.origin_ns = time.time_ns()
         self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
         base = timed_event(device)
         self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
@@ -118,24 +117,25 @@ class Recorder:
         log = self._log()
         if log.streams is not None and ins.task not in OWN:
             log.streams.start()
-        task, arrived_iteration, arrived_ns = log.arrived
+        *arrived, arrived_ns = log.arrived
         log.start_ns = time.perf_counter_ns()
-        paired = (task, arrived_iteration) == (ins.task, iteration)
-        log.wait_ns = log.start_ns - arrived_ns if paired else 0
+        log.wait_ns = log.start_ns - arrived_ns if arrived == [ins.task, iteration] else 0
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        end_ns = time.perf_counter_ns()
+        end_ns = time.perf_counter_ns() - self._origin_ns
         log = self._log()
         start_ns, log.start_ns = log.start_ns, None
         with log.lock:
             if log.closed or start_ns is None:
                 return
-            if not exists:
-                log.drop(ADMIT, iteration)
+            if not exists:  # nor does its <admit>, the last run
+                if log.runs and log.runs[-1][:2] == (ADMIT, iteration):
+                    log.runs.pop()
                 return
-            row, origin_ns = self._rows[ins.lane], self._origin_ns
-            start_ns, end_ns = start_ns - origin_ns, end_ns - origin_ns
-            log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
+            start_ns -= self._origin_ns
+            log.runs.append(
+                (ins.task, iteration, self._rows[ins.lane], start_ns, end_ns, log.wait_ns)
+            )
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
             if self._last is not None and ins.task != ADMIT:  # which may find no iteration
@@ -162,9 +162,8 @@ class Recorder:
         log: _Log | None = getattr(self._local, "log", None)
         if log is None:
             with self._lock:
-                log = _Log(self._clock, closed=self._finished)
+                log = self._local.log = _Log(self._clock, closed=self._finished)
                 self._logs.append(log)
-            self._local.log = log
         return log
 
 
@@ -210,17 +209,13 @@ class _Log:
         self.start_ns: int | None = None
         self.wait_ns = 0
 
-    def drop(self, task: str, iteration: int) -> None:
-        """Drop the last run, if it is this one."""
-        if self.runs and self.runs[-1][:2] == (task, iteration):
-            self.runs.pop()
-
     def forget(self, iteration: int) -> None:
-        """Drop the runs of this iteration and earlier ones."""
+        """Drop what was done on this iteration and earlier ones."""
         while self.runs and self.runs[0][1] <= iteration:
             self.runs.popleft()
         if self.streams is not None:
-            self.streams.forget(iteration)
+            while self.streams.spans and self.streams.spans[0].iteration <= iteration:
+                self.streams.spans.popleft()
 
 
 class DeviceClock:
@@ -257,21 +252,13 @@ class DeviceClock:
         return self._base_ns + round(self._base.elapsed_time(event) * 1e6)
 
 
-class _StreamWork(NamedTuple):
-    task: str
-    iteration: int
-    row: Row
-    start: TimedEvent
-    end: TimedEvent
-
-
 class _StreamLog:
     """One thread's work on streams: pairs of events, converted to spans once both are reached."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
-        self._spans: deque[Span] = deque()
-        self._in_flight: deque[_StreamWork] = deque()
+        self.spans: deque[Span] = deque()
+        self._in_flight: deque[tuple[str, int, Row, TimedEvent, TimedEvent]] = deque()
         self._pool: list[TimedEvent] = []
         self._open: TimedEvent | None = None
 
@@ -283,22 +270,17 @@ class _StreamLog:
         if start is None:
             return
         row = self._clock.row(self._clock.device.current_stream())
-        self._in_flight.append(_StreamWork(task, iteration, row, start, self._mark()))
+        self._in_flight.append((task, iteration, row, start, self._mark()))
         # At most two, to bound the cost for this task; the backlog still shrinks.
         for _ in range(2):
-            if self._in_flight and self._in_flight[0].end.query():
+            if self._in_flight and self._in_flight[0][-1].query():
                 self._resolve()
-
-    def forget(self, iteration: int) -> None:
-        """Drop the spans of this iteration and earlier ones."""
-        while self._spans and self._spans[0].iteration <= iteration:
-            self._spans.popleft()
 
     def finish(self) -> Iterable[Span]:
         while self._in_flight:
-            self._in_flight[0].end.synchronize()
+            self._in_flight[0][-1].synchronize()
             self._resolve()
-        return self._spans
+        return self.spans
 
     def _mark(self) -> TimedEvent:
         device = self._clock.device
@@ -311,5 +293,5 @@ class _StreamLog:
         start_ns = self._clock.time_ns(start)
         # Times far from the base event are rounded to single precision; the duration is not.
         end_ns = start_ns + round(start.elapsed_time(end) * 1e6)
-        self._spans.append(Span(task, iteration, row, start_ns, end_ns))
+        self.spans.append(Span(task, iteration, row, start_ns, end_ns))
         self._pool += (start, end)

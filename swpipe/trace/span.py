@@ -17,6 +17,11 @@ class Row(NamedTuple):
     kind: Kind
     name: str
 
+    @property
+    def label(self) -> str:
+        """How the row is named in text."""
+        return self.name if self.kind == "thread" else f"stream {self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -51,13 +56,12 @@ def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns, span.row)))
 
 
-def extent_ns(spans: Iterable[Span]) -> tuple[int, int]:
+def extent_ns(spans: Sequence[Span]) -> tuple[int, int]:
     """The first start and the last end, without the wait before the first start.
 
     Raises:
         ValueError: There is no span.
     """
-    spans = tuple(spans)
     if not spans:
         raise ValueError("there are no spans: nothing ran to its end while the trace was recorded")
     return min(span.start_ns for span in spans), max(span.end_ns for span in spans)
@@ -81,14 +85,13 @@ class Panel(NamedTuple):
 
     def by_row(self) -> dict[Row, tuple[list[Span], list[Span]]]:
         """Row to its spans and those of ``beside``; in the order of ``rows_of``."""
-        rows: dict[Row, tuple[list[Span], list[Span]]] = {
-            row: ([], []) for row in rows_of(self.spans)
+        return {
+            row: (
+                [span for span in self.spans if span.row == row],
+                [span for span in self.beside if span.row == row],
+            )
+            for row in rows_of(self.spans)
         }
-        for number, spans in enumerate((self.spans, self.beside)):
-            for span in spans:
-                if span.row in rows:
-                    rows[span.row][number].append(span)
-        return rows
 
     def from_zero(self) -> Panel:
         """The panel, moved in time so that its first span starts at 0."""

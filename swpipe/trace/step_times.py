@@ -55,10 +55,13 @@ class StepTimes(Observer):
         if every < 1 or last < 1:
             raise ValueError(f"every is {every} and last {last}: give 1 or more")
         self._write = [_writer(sink) for sink in sinks]
-        self._every, self._number = every, next(_numbers)
+        self._every = every
+        self._number = next(_numbers)
         self._seconds: deque[float] = deque(maxlen=last)
         self._before: float | None = None
-        self._ended, self._compares, self._steps = False, True, 0
+        self._ended = False
+        self._compares = True
+        self._steps = 0
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """Time a step, where an iteration is handed out."""
@@ -78,11 +81,8 @@ class StepTimes(Observer):
     def summary(self) -> dict[str, float]:
         """``p50_ms`` and ``p99_ms`` of the last steps; empty before the first."""
         times = sorted(self._seconds)
-        places = {"p50_ms": 0.5, "p99_ms": 0.99} if times else {}
-        return {
-            name: 1e3 * times[max(0, math.ceil(part * len(times)) - 1)]
-            for name, part in places.items()
-        }
+        at = {"p50_ms": 0.5, "p99_ms": 0.99} if times else {}
+        return {name: 1e3 * times[math.ceil(part * len(times)) - 1] for name, part in at.items()}
 
     def _report(self, step: int) -> None:
         values = self.summary()
@@ -91,13 +91,14 @@ class StepTimes(Observer):
                 values |= self._worst(values)
             except RuntimeError as gone:
                 self._compares = False
-                self._warn(f"ranks are not compared any more: {gone}")
+                warnings.warn(f"ranks are not compared any more: {gone}", RuntimeWarning, 2)
         for write in tuple(self._write):
             try:
                 write(values, step)
             except Exception as error:  # noqa: BLE001 - training goes on without it
                 self._write.remove(write)
-                self._warn(f"a sink of StepTimes has failed, and gets no more: {error!r}")
+                text = f"a sink of StepTimes has failed, and gets no more: {error!r}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _worst(self, own: dict[str, float]) -> dict[str, float]:
         store, rank = job_store(), dist.get_rank()
@@ -108,10 +109,6 @@ class StepTimes(Observer):
         said = [json.loads(text) for text in store.multi_get(keys)]
         worst = max(range(len(said)), key=lambda other: float(said[other]["p50_ms"]))
         return {"worst_rank": worst, **{f"worst_{name}": v for name, v in said[worst].items()}}
-
-    @staticmethod
-    def _warn(text: str) -> None:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:

@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +19,7 @@ from swpipe.core.task import TaskRef, names_of
 from swpipe.core.task_memory import TaskMemory
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
-from swpipe.trace.chart import chart, label
+from swpipe.trace.chart import chart
 from swpipe.trace.critical_path import CriticalPath, critical_path
 from swpipe.trace.lanes import LaneTimes, covered_ns, hidden, lanes
 from swpipe.trace.perfetto import Arrow
@@ -90,13 +90,8 @@ class Trace(Rows):
         begin_ns, end_ns = extent_ns(wanted)
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        return Trace(
-            wanted,
-            beside=beside,
-            arrows=self.arrows,
-            origin_ns=self.origin_ns,
-            clock_error_ns=self.clock_error_ns,
-        )
+        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
+        return Trace(wanted, beside=beside, arrows=self.arrows, **times)
 
     def steady(self, count: int = 4) -> Trace:
         """The trace of a few successive iterations that take as long as most do.
@@ -114,21 +109,15 @@ class Trace(Rows):
         extent_ns(self.spans)  # refuses an empty trace
         ends = self._ends_ns()
         numbers = sorted(ends)
-        fill, drain = len(numbers) // 4, len(numbers) // 8
-        inner = numbers[fill : len(numbers) - drain]
+        inner = numbers[len(numbers) // 4 : len(numbers) - len(numbers) // 8]
         if len(inner) <= count:
             inner = numbers[-count - 1 :]
-        steps = [ends[after] - ends[before] for before, after in pairwise(numbers)]
-        usual_ns = count * median(steps) if steps else 0.0
-
-        def unusual(place: int) -> float:
-            took_ns = ends[inner[place + count]] - ends[inner[place]]
-            return abs(took_ns - usual_ns)
-
-        places = range(len(inner) - count)
-        first = min(places, key=unusual) + 1 if places else 0
-        last = min(first + count, len(inner)) - 1
-        return self.window(inner[first], inner[last])
+        usual_ns = 1e9 * count * (self.initiation_interval_s or 0.0)
+        # Each from the iteration whose end begins it.
+        windows = [inner[k : k + count + 1] for k in range(len(inner) - count)]
+        windows.sort(key=lambda of: abs(ends[of[-1]] - ends[of[0]] - usual_ns))
+        shown = windows[0][1:] if windows else inner
+        return self.window(shown[0], shown[-1])
 
     def _ends_ns(self) -> dict[int, int]:
         """Iteration to when it ended: with its ``<retire>``, or else with its last task."""
@@ -166,12 +155,16 @@ class Trace(Rows):
         for span in self.spans:
             runs[span.row, span.task].append(span)
         rows = rows_of(self.spans)
-        times = []
-        for (row, task), spans in sorted(runs.items(), key=lambda item: rows.index(item[0][0])):
-            mean_s = fmean(span.duration_ns for span in spans) / 1e9
-            wait_s = fmean(span.wait_ns for span in spans) / 1e9
-            times.append(TaskTimes(task, row, len(spans), mean_s, wait_s))
-        return tuple(times)
+        return tuple(
+            TaskTimes(
+                task,
+                row,
+                len(spans),
+                fmean(span.duration_ns for span in spans) / 1e9,
+                fmean(span.wait_ns for span in spans) / 1e9,
+            )
+            for (row, task), spans in sorted(runs.items(), key=lambda item: rows.index(item[0][0]))
+        )
 
     def lanes(self) -> tuple[LaneTimes, ...]:
         """What each thread and stream did: busy, waiting and for what, idle."""
@@ -227,22 +220,27 @@ class Trace(Rows):
         shown = self.steady()
         try:
             drawn = svg_stacked({"": shown})
-        except ImportError:
+        except ModuleNotFoundError:
             drawn = f"<pre>{html.escape(shown.format())}</pre>"
         return drawn + super()._repr_html_()
 
     def format_summary(self) -> str:
         """What each row did, its tasks' times, the critical path, and the initiation interval."""
         lines: list[tuple[Any, ...]] = []
-        by_row = {lane.row: lane for lane in self.lanes()}
-        for row, entries in groupby(self.task_times(), key=lambda entry: entry.row):
-            head: tuple[str, ...] = (label(row), *_shares(by_row[row]))
-            for entry in entries:
-                wait = f"{entry.mean_wait_s * 1e3:.3f}" if row.kind == "thread" else ""
-                lines.append((*head, entry.task, entry.runs, f"{entry.mean_s * 1e3:.3f}", wait))
+        waits: list[str] = []
+        times = self.task_times()
+        for lane in self.lanes():
+            whole_ns = max(1, lane.length_ns)
+            parts = (lane.busy_ns, sum(lane.waiting_ns.values()), lane.idle_ns)
+            head = (lane.row.label, *(f"{part / whole_ns:.0%}" for part in parts))
+            for one in (one for one in times if one.row == lane.row):
+                wait = f"{one.mean_wait_s * 1e3:.3f}" if one.row.kind == "thread" else ""
+                lines.append((*head, one.task, one.runs, f"{one.mean_s * 1e3:.3f}", wait))
                 head = ("",) * len(head)
+            shares = {task: ns / whole_ns for task, ns in lane.waiting_ns.items()}
+            told = [f"{task} {share:.0%}" for task, share in shares.items() if share >= _TOLD]
+            waits += [f"{lane.row.label} waits for {', '.join(told)}"] if told else []
         titles = ("row", "busy", "waits", "idle", "task", "runs", "mean ms", "mean wait ms")
-        waits = [line for lane in by_row.values() if (line := _waits(lane))]
         interval_s = self.initiation_interval_s
         if interval_s is not None:
             waits.append(f"initiation interval: {interval_s * 1e3:.3f} ms (median)")
@@ -288,7 +286,7 @@ class Trace(Rows):
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
 
         Raises:
-            ImportError: matplotlib is not installed; see ``swpipe[plot]``.
+            ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
         """
         plot_stacked({"": self}, path, title=title)
 
@@ -355,27 +353,10 @@ def svg_stacked(traces: Mapping[str, Trace]) -> str:
     """Draw several traces, by heading, as one ``<svg>`` element.
 
     Raises:
-        ImportError: matplotlib is not installed; see ``swpipe[plot]``.
+        ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
     """
     return timeline.svg(_panels(traces))
 
 
 def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
     return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]
-
-
-def _shares(lane: LaneTimes) -> tuple[str, ...]:
-    whole_ns = max(1, lane.length_ns)
-    parts = (lane.busy_ns, sum(lane.waiting_ns.values()), lane.idle_ns)
-    return tuple(f"{part / whole_ns:.0%}" for part in parts)
-
-
-def _waits(lane: LaneTimes) -> str:
-    """What a lane waits for, in words; "" if for nothing that is worth a line."""
-    whole_ns = max(1, lane.length_ns)
-    parts = [
-        f"{task} {ns / whole_ns:.0%}"
-        for task, ns in lane.waiting_ns.items()
-        if ns / whole_ns >= _TOLD
-    ]
-    return f"{label(lane.row)} waits for {', '.join(parts)}" if parts else ""

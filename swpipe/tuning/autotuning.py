@@ -34,12 +34,12 @@ from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.auto import Choice, auto_plan, beside_the_others
-from swpipe.planning.modulo.memory_limit import check_limit
-from swpipe.planning.simulation.simulator import peak_of, simulate
+from swpipe.planning.modulo.auto import auto_plan, beside_the_others, check_limit
+from swpipe.planning.simulation.interval import interval_us
+from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler import measure_costs, measure_memory, try_plans
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
-from swpipe.profiler.other_load import LoadSoFar, OtherLoad, load_so_far
+from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.tried_plans import Candidate, choose, explain
 
@@ -139,6 +139,10 @@ class Loop:
     def has_streams(self) -> bool:
         """Whether the device has streams."""
         return resolve(self.device).has_streams
+
+    def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
+        """The interval of a plan, by the simulator."""
+        return interval_us(plan, costs, streams=self.has_streams)
 
     def admits(self, plan: PipelinePlan, costs: CostModel) -> bool:
         """Whether a plan holds ``max_bytes`` at most."""
@@ -260,18 +264,30 @@ def autotune(
     if max_bytes is not None:
         check_limit(max_bytes)
     limits, ready_made = limits or Limits(), ready_made or {}
-    loop = Loop(
-        tuple(tasks), list(batches), device, streams or {}, frozenset(ordered), over_ranks,
-        progress, context, loader, max_bytes=max_bytes, body=body,
-        apart=is_apart(batches if loader is None else loader),
-    )  # fmt: skip
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
-    loop = replace(loop, budget=budget)
+    loop = Loop(
+        tuple(tasks),
+        list(batches),
+        device,
+        streams or {},
+        frozenset(ordered),
+        over_ranks,
+        progress,
+        context,
+        loader,
+        budget,
+        max_bytes=max_bytes,
+        apart=is_apart(batches if loader is None else loader),
+        body=body,
+    )
     load = load_so_far(is_rank=not is_alone())
-    with budget:
-        budget.expect(_iterations(len(loop.batches), 3 + len(ready_made)))
+    with budget.bar:
+        # About how many iterations come after the recording.
+        measured = 2 * _WINDOWS * min(len(loop.batches), _BATCHES)
+        budget.expect((measured + _ROUNDS * (3 + len(ready_made))) * Window().iterations)
         recording = loop.record()
-        _tell(load, loop)
+        if load is not None and (now := load.others()) is not None and now.is_busy:
+            budget.show(progress, now.text)
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
@@ -284,22 +300,11 @@ def autotune(
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
         candidates = _try(loop, (*simple, *planned))
     chosen = choose(candidates)
+    held = peak_of(chosen.plan, costs, streams=loop.has_streams)
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
-    why += [*left_out, *budget.outcome(), *_held(chosen.plan, costs, loop.has_streams)]
+    why += [*left_out, *budget.outcome(), *(() if held is None else (held.format(),))]
     other_load = None if load is None else load.others()
     return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
-
-
-def _tell(load: LoadSoFar | None, loop: Loop) -> None:
-    """Say so if other processes are busy."""
-    if load is not None and (now := load.others()) is not None and now.is_busy:
-        loop.budget.show(loop.progress, now.text)
-
-
-def _iterations(batches: int, candidates: int) -> int:
-    """About how many iterations tuning runs after the recording."""
-    windows = 2 * _WINDOWS * min(batches, _BATCHES) + _ROUNDS * candidates
-    return windows * Window().iterations
 
 
 # ------------------------------------------------------------------------------------ candidates
@@ -314,60 +319,25 @@ def _planned(
     limits: Limits,
 ) -> Candidate:
     """The planner's plan; on several ranks that of rank 0."""
-    streams = loop.has_streams
-    choice: Choice = auto_plan(
+    choice = auto_plan(
         inferred,
         costs,
         limits=limits,
-        streams=streams,
+        streams=loop.has_streams,
         effects=recording.effects,
         effort=EFFORT,
         max_bytes=loop.max_bytes,
         body=loop.body,
+        slack=_SAME,
     )
-
-    def allowed(plan: PipelinePlan) -> bool:
-        return keeps_order(loop, recording, plan) and loop.admits(plan, costs)
-
-    plan, why = join_stages(choice.plan, costs, allowed, streams=streams)
+    plan, why = choice.plan, choice.why
     deeper = replace(plan, pipeline_depth=plan.depth + 1)
-    if len(plan.thread_groups) > 1 and plan.depth < limits.in_flight and loop.admits(deeper, costs):
+    if choice.threads > 1 and plan.depth < limits.in_flight and loop.admits(deeper, costs):
         plan = deeper
         why = (*why, "One more iteration in flight evens out batches that take longer.")
-    own = Candidate(name, plan, _predicted(plan, costs, streams), why=(*choice.why, *why))
+    own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
     first: Candidate = loop.gather(own)[0]
     return first
-
-
-def join_stages(
-    plan: PipelinePlan, costs: CostModel, allowed: Callable[[PipelinePlan], bool], *, streams: bool
-) -> tuple[PipelinePlan, tuple[str, ...]]:
-    """Put tasks of one stage into one thread group, where parting them gains nothing.
-
-    Returns:
-        The plan, ``allowed`` and predicted to be as fast, and a sentence for each joined stage.
-    """
-    most_us = _predicted(plan, costs, streams) * (1 + _SAME)
-    why: list[str] = []
-    for stage in sorted({entry.stage for entry in plan.schedule.values()}):
-        groups = {e.thread_group for e in plan.schedule.values() if e.stage == stage}
-        for group in sorted(groups, key=lambda name: (name != "default", name)):
-            joined = replace(
-                plan,
-                schedule={
-                    task: replace(e, thread_group=group) if e.stage == stage else e
-                    for task, e in plan.schedule.items()
-                },
-            )
-            as_fast = joined != plan and _predicted(joined, costs, streams) <= most_us
-            if as_fast and allowed(joined):
-                plan = joined
-                why.append(
-                    f"The tasks of stage {stage} share thread group {group}: parting them gains "
-                    "nothing."
-                )
-                break
-    return plan, tuple(why)
 
 
 def _simple(
@@ -378,13 +348,10 @@ def _simple(
     ready_made: Mapping[str, PipelinePlan],
 ) -> tuple[list[Candidate], list[str]]:
     """The serial plan, then the ready-made ones; and why some of these are left out."""
-    plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=()), **ready_made}
-    kept, left_out = [], []
-    for name, plan in plans.items():
-        reason = ""
-        if name == SERIAL:
-            pass
-        elif plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
+    plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=())}
+    left_out = []
+    for name, plan in ready_made.items():
+        if plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
@@ -392,26 +359,17 @@ def _simple(
             reason = "it holds more than max_bytes"
         elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
-        if reason:
-            left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
         else:
-            kept.append(Candidate(name, plan, _predicted(plan, costs, loop.has_streams)))
-    return kept, left_out
+            plans[name] = plan
+            continue
+        left_out.append(f"The ready-made plan {name} was not tried: {reason}.")
+    predicted = ((name, plan, loop.predicted_us(plan, costs)) for name, plan in plans.items())
+    return [Candidate(*each) for each in predicted], left_out
 
 
 def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
     """Whether a plan for the loop's tasks gives the numbers of the serial loop."""
     return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
-
-
-def _predicted(plan: PipelinePlan, costs: CostModel, streams: bool) -> float:
-    return simulate(plan, costs, streams=streams).ii_us
-
-
-def _held(plan: PipelinePlan, costs: CostModel, streams: bool) -> tuple[str, ...]:
-    """What a plan holds, if that is known."""
-    held = peak_of(plan, costs, streams=streams)
-    return () if held is None else (held.format(),)
 
 
 # ----------------------------------------------------------------------------------------- trial

@@ -30,13 +30,16 @@ class Window(NamedTuple):
 
 
 class Budget:
-    """What tuning may take, and has taken; a context manager, which shows the bar.
+    """What tuning may take, and has taken.
 
     Args:
         seconds: What it may take; None for as long as it takes.
         verbose: Show a bar on standard error.
         agree: What ranks have in common of this rank's value: their clocks differ, and each of
             them has to run as many iterations. Called only where there is a limit.
+
+    Attributes:
+        bar: A context manager, which shows what is left.
 
     Raises:
         ValueError: ``seconds`` is not above 0.
@@ -58,13 +61,7 @@ class Budget:
         self._begin_s = time.monotonic()
         self._ran = 0
         self._ran_s = 0.0
-        self._bar = tqdm(desc="tuning", unit="iteration", disable=not verbose, leave=False)
-
-    def __enter__(self) -> Budget:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._bar.close()
+        self.bar = tqdm(desc="tuning", unit="iteration", disable=not verbose, leave=False)
 
     @property
     def took_s(self) -> float:
@@ -78,14 +75,14 @@ class Budget:
 
     def expect(self, iterations: int) -> None:
         """So many iterations are yet to come: what the bar's estimate is made of."""
-        self._bar.total = self._ran + iterations
-        self._bar.refresh()
+        self.bar.total = self._ran + iterations
+        self.bar.refresh()
 
     def show(self, progress: Callable[[str], object], line: str) -> None:
         """Tell of the next step; the bar makes room for the line."""
-        self._bar.clear()
+        self.bar.clear()
         progress(line)
-        self._bar.refresh()
+        self.bar.refresh()
 
     @contextmanager
     def spending(self, iterations: int) -> Iterator[None]:
@@ -94,7 +91,7 @@ class Budget:
         yield
         self._ran_s += time.monotonic() - begin_s
         self._ran += iterations
-        self._bar.update(iterations)
+        self.bar.update(iterations)
 
     def window(self, windows: int, until: float) -> Window:
         """How long each of some windows may be, for all of them to be over in time.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from swpipe._state.guard import TrainingGuard
 from swpipe._state.loop import LoopState
-from swpipe._state.owners import Found, Owners, given_state
-from swpipe._state.snapshot import Snapshot
+from swpipe._values.owners import Owner, Owners, given_state
+from swpipe._values.snapshot import Snapshot
 from swpipe.core.task import PipelineTask
 from swpipe.device import CpuDevice
 from swpipe.errors import UnsavedStateError
@@ -371,7 +371,7 @@ def test_what_was_only_shown_is_added_to() -> None:
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
     with pytest.raises(UnsavedStateError, match=r"step a scheduler.*state=\[model, optimizer, sch"):
-        LoopState([], Owners([Found("SGD", trainer.optimizer)]), CpuDevice())
+        LoopState([], Owners([Owner("SGD", trainer.optimizer)]), CpuDevice())
     with (
         pytest.raises(UnsavedStateError, match="step a scheduler"),
         TrainingGuard(Snapshot([], CpuDevice()), adds=True),

@@ -17,11 +17,10 @@ from swpipe.inference import record
 from swpipe.plans.clicks import PLANS
 from swpipe.profiler import TaskProfiler
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
-from swpipe.tasks.clicks.compare import compare
-from swpipe.tasks.clicks.train import TrainRun
+from swpipe.tasks.job_run import JobRun, compare
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
 STEPS = 12
@@ -96,14 +95,14 @@ def test_late_streams_change_nothing(config: ClickConfig, streams: int) -> None:
 def test_a_run_goes_on_where_it_stopped(config: ClickConfig) -> None:
     """In pieces, each drained before the next, it trains as in one."""
     with (
-        TrainRun("pieces", config, PLANS["pipelined"](), STEPS) as pieces,
-        TrainRun("whole", config, PLANS["serial"](), STEPS) as whole,
+        JobRun("pieces", ClickJob(config), PLANS["pipelined"](), STEPS, config.device) as pieces,
+        JobRun("whole", ClickJob(config), PLANS["serial"](), STEPS, config.device) as whole,
     ):
         for steps in (1, 4, 2, 5):
             pieces.advance(steps)
         whole.advance(STEPS)
         assert compare(pieces, whole).equal
-        assert pieces.auc() == whole.auc()
+        assert pieces.job.auc_of_all() == whole.job.auc_of_all()
 
 
 def test_profiles_and_recordings_train_nothing(config: ClickConfig) -> None:

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchrec")
 
-from swpipe.plans import sparse_dist as plans
-from swpipe.tasks.sparse_dist import MemoryOptions, SparseDistPipeline, SparseDistTasks, TrainStep
-from swpipe.tasks.torchrec_pipelines import TrainPipelineBase
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec import (
+    MemoryOptions,
+    SparseDistPipeline,
+    SparseDistTasks,
+    TrainPipelineBase,
+    TrainStep,
+)
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED
 

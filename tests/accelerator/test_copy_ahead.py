@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import swpipe
+from bench import copy_ahead
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe._engine import bind as steps
 from swpipe.device import copy_task, resolve
@@ -31,7 +32,6 @@ from swpipe.plans import prefetch_plan
 from swpipe.profiler import TaskProfiler
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, extremes, spin, wrong
-from tests.bench import copy_ahead
 from tests.support import unguarded
 
 pytestmark = pytest.mark.skipif(

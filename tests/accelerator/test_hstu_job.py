@@ -12,9 +12,9 @@ pytest.importorskip("torchrec")
 pytest.importorskip("polars")
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
-from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS, PLANS
-from swpipe.tasks.hstu import RankingConfig
-from swpipe.tasks.hstu.hstu_job import HSTUConfig, HSTUJob
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, PLANS
+from swpipe.tasks.torchrec.hstu import RankingConfig
+from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
 from tests import backend
 from tests.accelerator.work import DEVICE, SIMULATED, spin
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 import swpipe
+from bench import recsys14
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError
-from swpipe.planning import recsys14
-from swpipe.plans import clicks, sparse_dist
+from swpipe.plans import clicks
+from swpipe.plans.torchrec import sparse_dist
 from tests.support.plans_for_tests import piped
 from tests.support.safety import KINDS, edges_of, fights, verify_tasks, without
 

@@ -1,1 +1,0 @@
-"""Benchmarks: swpipe's own costs, as ratios measured in one run. ``python -m tests.bench``."""

@@ -17,8 +17,8 @@ from swpipe.cli import app, main
 from swpipe.cli.launched import joins
 from swpipe.cli.options import spread_lists
 from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks_workload import cache_home
-from tests.tasks.rows import lines, row, varied_row, write_log
+from swpipe.tasks.clicks.clicks_workload import cache_home
+from tests.tasks.clicks.rows import lines, row, varied_row, write_log
 
 needs_clicks = pytest.mark.skipif(
     find_spec("torchrec") is None or find_spec("polars") is None,

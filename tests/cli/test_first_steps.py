@@ -64,7 +64,7 @@ def test_train_trains_a_loop_of_ones_own(
     assert run("train", *args) == 0
     said = out(capsys)
     assert re.search(r"^serial +24 .* 0\.\d+ to -?\d+\.\d+$", said, re.MULTILINE)
-    assert re.search(r"^serial \(2\) over serial: .* bit-equal: 24 losses$", said, re.MULTILINE)
+    assert re.search(r"^serial and serial \(2\): bit-equal: 24 losses$", said, re.MULTILINE)
     assert len(own) == 3  # one for the plan, and one for each run
     assert timeline.exists()
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from swpipe.cli import main
+from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from tests.core.test_fuzz import COSTS, MODEL, PLANS
 from tests.support.hostile import MOST_IN_ONE_LINE, edited, mostly, replaced
@@ -27,6 +28,7 @@ ADDRESS_SPACE = 4 * 2**30
 CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
 
 GOOD = piped(3)
+GOOD_COSTS = CostModel({name: TaskCost(host_us=1) for name in GOOD.schedule})
 PLAN_TEXTS = mostly(PLANS).map(json.dumps) | edited(GOOD.to_json())
 COST_TEXTS = COSTS.map(json.dumps) | edited(MODEL.to_json())
 TIMELINE_TEXTS = replaced(SAVED) | edited(json.dumps(SAVED))
@@ -67,9 +69,11 @@ def run_on_costs(text: str, folder: Path) -> None:
 
 def run_on_timeline(text: str, folder: Path) -> None:
     """Show a prediction above a measured timeline."""
-    timeline = folder / "timeline.json"
+    timeline, plan, costs = (folder / f"{name}.json" for name in ("timeline", "plan", "costs"))
+    plan.write_text(GOOD.to_json())
+    GOOD_COSTS.save(costs)
     timeline.write_text(text, encoding="utf-8", errors="surrogatepass")
-    outcome("plan", "simulate", "recsys14", "--measured", timeline)
+    outcome("plan", "simulate", plan, "--costs", costs, "--measured", timeline)
 
 
 @given(text=PLAN_TEXTS)
@@ -141,6 +145,7 @@ def unknown_names() -> dict[str, Any]:
 LIMITED = f"""
 import resource
 from swpipe.cli import main
+from swpipe.core.costs import CostModel, TaskCost
 resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE}, {ADDRESS_SPACE}))
 resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
 main()

@@ -22,14 +22,14 @@ from swpipe.cli.app import main
 from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
 from swpipe.inference import Recording
-from swpipe.plans import sharded_clicks
 from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks_workload import open_sharded_job
+from swpipe.plans.torchrec import sharded_clicks
+from swpipe.tasks.clicks.clicks_workload import open_sharded_job
 from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop
 from tests.support.scripts import Script, Scripts, as_torchrun
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchrec") is None or find_spec("polars") is None,
@@ -436,7 +436,7 @@ def test_ranks_have_to_be_told_the_same_planning_command(
         "plan here.toml",  # there are no such files
         "plan there.toml",
     ]
-    assert all(verdict.message.endswith("semi_sync, recsys14") for verdict in one_rank)
+    assert all(verdict.message.endswith("semi_sync") for verdict in one_rank)
     assert differences(told).startswith("command: plan auto on rank 0, plan simulate on rank 1; ")
     assert "--threads: 2 on rank 0, none on rank 1" in differences(told)
     assert [(facts["the plan"], facts["--costs"]) for facts in told] == [

@@ -14,7 +14,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import launched
 from tests.cli.test_cli import log, needs_clicks, needs_matplotlib, refused, run
 from tests.support.scripts import Script, Scripts
-from tests.tasks.rows import lines, row, write_log
+from tests.tasks.clicks.rows import lines, row, write_log
 
 __all__ = ["log"]  # the fixture
 
@@ -212,8 +212,8 @@ def test_a_reader_may_stop_reading(plan: Path) -> None:
         (("train", "--device", "\x1b[31m"), "--device '\\x1b[31m': "),
         pytest.param(("train", "--data", "\x1b[31m"), "\\x1b[31m", marks=needs_clicks),
         (("plan", "show", "\x1b[31m\n"), "plan '\\x1b[31m\\n': "),
-        (("plan", "show", "recsys14", "--periods", 10**9), "'--periods': "),
-        (("plan", "simulate", "recsys14", "--width", 10**9), "'--width': "),
+        (("plan", "show", "pipelined", "--periods", 10**9), "'--periods': "),
+        (("plan", "simulate", "pipelined", "--width", 10**9), "'--width': "),
         (("plan", "infer", "--workload", "\x1b:f"), "workload '\\x1b:f': "),
         (("plan", "infer", "--workload", ":"), "name it as module:function"),
         (("profile", "--workload", "my_loop.py:loop"), "name it as module:function"),

@@ -17,7 +17,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.trace import Row, Span, Trace
 from tests.cli.test_cli import needs_clicks, needs_matplotlib, refused, run
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 LOOP = """
 import time
@@ -255,12 +255,6 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is spent on the search for a plan, and its trial, says nothing about the command."""
     monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
     monkeypatch.setattr("swpipe.tuning.autotuning._ROUNDS", 2)
-
-
-def test_a_published_plan_on_paper_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fourteen tasks for a machine that is elsewhere: the default stream is the bound, and met."""
-    assert run("plan", "auto", "recsys14", "--frozen", "forward,optimizer_step") == 0
-    assert capsys.readouterr().out.startswith("108.380 ms per iteration, ")
 
 
 def test_a_plan_is_chosen_from_costs_and_written(

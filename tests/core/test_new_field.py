@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._distributed.agreement import differences, plan_facts
 from swpipe.errors import PlanError
 from swpipe.inference.recording import Recording
-from swpipe.planning import Limits, recsys14
+from swpipe.planning import Limits
 from swpipe.planning.modulo.auto import auto_plan
-from swpipe.planning.published.joint import joint_search
-from swpipe.planning.published.list_schedule import list_schedule
-from swpipe.planning.published.lookahead import assign_lookaheads
+from swpipe.plans.published import assign_lookaheads, joint_search, list_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,10 @@ class Extended(TaskSchedule):
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library as it would be with the fields."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("swpipe.") and vars(module).get("TaskSchedule") is TaskSchedule:
+        if (
+            name.startswith(("swpipe.", "bench."))
+            and vars(module).get("TaskSchedule") is TaskSchedule
+        ):
             monkeypatch.setattr(module, "TaskSchedule", Extended)
 
 

@@ -21,7 +21,7 @@ GUARANTEES = DOCS / "guide" / "guarantees.md"
 _AUTOMODULE = re.compile(r"automodule:: ([\w.]+)(?:\n +:exclude-members: (.*))?")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 _SECTION_LINK = re.compile(r"\]\((?!\w+:)([^)#]*)#([^)]+)\)")
-_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+_TEST = re.compile(r"`((?:tests|bench)/[\w/]+\.py)(?:::(\w+))?`")
 
 NOT_OUR_WORDS = re.compile(
     r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|\bthe cast\b|"

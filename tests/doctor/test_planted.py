@@ -8,11 +8,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-import swpipe.doctor.environment
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.doctor import Diagnosis, diagnose
-from swpipe.profiler.other_load import OtherLoad
 from tests.profiler.sleepers import sleeper
 from tests.support.virtual_clock import TimedHost
 
@@ -77,14 +72,6 @@ def of_data(**options: Any) -> DataLoader[Any]:
 # ------------------------------------------------------------------------------------------ clean
 
 
-def test_a_clean_loop_over_a_list_has_no_findings() -> None:
-    """Batches in memory, and reading a loss that is on the host anyway."""
-    log = PipelineTask("log", lambda ctx: ctx.loss.item())
-    found = diagnose([*training(), log], batches())
-    assert (found.findings, found.examined[:6]) == ((), "decode")
-    assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
-
-
 def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
     """Of a loader's workers the loop's thread only takes batches; a plan has its threads."""
     tasks = [*training(), waiting(host)]
@@ -100,22 +87,32 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
         gc.enable()
 
 
+def test_a_clean_loop_over_a_list_has_no_findings() -> None:
+    """Batches in memory, and reading a loss that is on the host anyway."""
+    log = PipelineTask("log", lambda ctx: ctx.loss.item())
+    found = diagnose([*training(), log], batches())
+    assert found.findings == ()
+    assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
+    with pytest.raises(ValueError, match="no batch"):
+        diagnose(training(), ())
+
+
+def test_all_state_is_put_back() -> None:
+    """A diagnosis trains nothing."""
+    weight = nn.Parameter(torch.ones(8))
+
+    def train(ctx: IterContext) -> None:
+        (ctx.batch * weight).sum().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad)
+
+    diagnose([PipelineTask("train", train)], batches())
+    assert torch.equal(weight, torch.ones(8))
+
+
 def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
     """One graph is compiled, without a break."""
     assert rules(diagnose(training(compiled=True), batches())) == []
-
-
-def test_a_loader_in_this_process_that_costs_nothing_is_no_finding(host: TimedHost) -> None:
-    """What counts is what the loop waits for, not where the loader runs."""
-    tasks = [*training(), waiting(host)]
-    assert rules(diagnose(tasks, DataLoader(Made(host, 0.05), batch_size=4))) == []
-
-
-def test_machine_and_settings_are_examined_without_a_loop() -> None:
-    """Without tasks nothing runs, and there is no headroom."""
-    found = diagnose()
-    assert (found.findings, found.headroom) == ((), None)
-    assert str(found) == "no findings: machine and settings, for device cpu"
 
 
 # ---------------------------------------------------------------------------------------- planted
@@ -186,53 +183,6 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
     assert rules(found) == (told if is_found else [])
 
 
-def test_too_many_intra_op_threads_are_found() -> None:
-    """More threads for one operator than there are cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(CORES + 1)
-    try:
-        found = diagnose(training(), batches())
-    finally:
-        torch.set_num_threads(before)
-    assert rules(found) == [("threads", "torch's intra-op threads")]
-
-
-def test_too_many_loader_workers_are_found(
-    monkeypatch: pytest.MonkeyPatch, host: TimedHost
-) -> None:
-    """More workers than cores; the loader's own warning aside, they are started all the same."""
-    monkeypatch.setattr(swpipe.doctor.environment, "cores", lambda: 1)
-    found = diagnose([*training(), waiting(host)], of_data(num_workers=2))
-    assert rules(found) == [("threads", "loader")]
-
-
-def test_too_many_thread_groups_are_found() -> None:
-    """A plan with more threads than there are cores."""
-    tasks = [PipelineTask(f"t{i}", lambda ctx: None, pure=True) for i in range(CORES + 1)]
-    plan = PipelinePlan({t: TaskSchedule(thread_group=f"group {t.name}") for t in tasks})
-    assert rules(diagnose(tasks, batches(), plan=plan)) == [("threads", "plan")]
-
-
-def test_ranks_that_share_the_cores_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank starts, all ranks of the machine start."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(CORES + 1))
-    assert rules(diagnose(training(), batches())) == [("threads", "torch's intra-op threads")]
-
-
-def test_threads_that_are_too_many_together_are_found(
-    monkeypatch: pytest.MonkeyPatch, host: TimedHost
-) -> None:
-    """None is too many alone, and together they are more than twice the cores."""
-    monkeypatch.setattr(swpipe.doctor.environment, "cores", lambda: 2)
-    tasks = [*training(), waiting(host)]
-    plan = PipelinePlan(
-        {t: TaskSchedule(thread_group="io" if t.name == "decode" else "default") for t in tasks}
-    )
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    found = diagnose(tasks, of_data(num_workers=2), plan=plan)
-    assert rules(found) == [("threads", "machine")]
-
-
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """What other tests have compiled is forgotten, before and after."""
@@ -271,59 +221,3 @@ def test_a_break_that_torch_makes_itself_is_no_finding(fresh_compiler: None) -> 
     step = torch.compile(tasks[-1].fn, backend="eager")
     tasks[-1] = replace(tasks[-1], fn=lambda ctx: step(ctx))
     assert rules(diagnose(tasks, batches())) == []
-
-
-def test_anomaly_detection_is_found() -> None:
-    """A setting of torch's that makes the host read every gradient."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        found = diagnose(training(), batches())
-    assert rules(found) == [("blocking-setting", "anomaly detection")]
-
-
-def test_a_long_switch_interval_is_found() -> None:
-    """A setting of Python's that makes threads wait for each other."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.1)
-    try:
-        found = diagnose(training(), batches())
-    finally:
-        sys.setswitchinterval(before)
-    assert rules(found) == [("blocking-setting", "switch interval of 0.1 s")]
-
-
-def test_spinning_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable of OpenMP's; those of CUDA's are no fault of a loop on the CPU."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert rules(diagnose(training(), batches())) == [
-        ("blocking-setting", "OMP_WAIT_POLICY=ACTIVE")
-    ]
-
-
-def test_a_busy_machine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the profiler goes by, too: other processes take most of the cores."""
-    load = SimpleNamespace(others=partial(OtherLoad, 1.5, 2))
-    monkeypatch.setattr(swpipe.doctor.examination, "load_so_far", lambda **given: load)
-    for found in (diagnose(), diagnose(training(), batches())):
-        assert rules(found) == [("busy-machine", "machine")]
-        assert "other processes use 1.5 of 2 cores" in str(found)
-
-
-def test_a_loader_without_a_batch_is_refused() -> None:
-    """There is nothing to run."""
-    with pytest.raises(ValueError, match="no batch"):
-        diagnose(training(), ())
-
-
-def test_all_state_is_put_back() -> None:
-    """A diagnosis trains nothing."""
-    model = nn.Linear(8, 1)
-    before = model.weight.detach().clone()
-
-    def train(ctx: IterContext) -> None:
-        model(ctx.batch).sum().backward()
-        with torch.no_grad():
-            model.weight -= model.weight.grad
-
-    diagnose([PipelineTask("train", train)], batches())
-    assert torch.equal(model.weight, before)

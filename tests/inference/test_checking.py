@@ -30,7 +30,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.errors import PlanError
 from swpipe.inference import record, watched_gradients
-from swpipe.inference.draw_recorder import DrawRecorder
+from swpipe.inference.operators import OperatorRecorder
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair, verify_tasks
 from tests.support.sequencer import await_event
@@ -356,9 +356,9 @@ def test_to_make_nothing_is_no_draw_whoever_draws_meanwhile(
 ) -> None:
     """The default generators' states change during both operators here."""
     states = iter(range(100))
-    monkeypatch.setattr(DrawRecorder, "_states", lambda recorder: [next(states)])
+    monkeypatch.setattr(OperatorRecorder, "_states", lambda recorder: [next(states)])
     for size, drawn in ((0, set()), (1, {0})):
-        recorder = DrawRecorder(resolve("cpu"))
+        recorder = OperatorRecorder(resolve("cpu"))
         with recorder:
             torch.rand(size)
         assert recorder.draws.keys() == drawn
@@ -704,7 +704,7 @@ def test_what_a_task_raises_goes_first() -> None:
 
 def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places whose memory or iteration is gone are dropped."""
-    monkeypatch.setattr("swpipe.inference.compared_places._MOST_DEAD", 400)
+    monkeypatch.setattr("swpipe.inference.places._MOST_DEAD", 400)
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
     with pipe:

@@ -20,11 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 pytest.importorskip("torchrec")
 
 from swpipe.inference import record
-from swpipe.plans import sparse_dist as plans
-from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
-from swpipe.tasks.sparse_dist.forwards import Kind
-from tests.tasks.sparse_dist.models import CPU, Job, batches, plain_model, sharded
-from tests.tasks.sparse_dist.test_optimizers import combined
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec.forwards import Kind
+from tests.tasks.torchrec.models import CPU, Job, batches, combined, plain_model, sharded
 
 UNITED = {
     plans.EMBED: (plans.EMBED, plans.DENSE),

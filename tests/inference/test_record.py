@@ -26,7 +26,7 @@ from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record, record_tasks
-from swpipe.inference.observation import IterationObserver
+from swpipe.inference.observing import IterationObserver
 from tests.inference.helpers import WORD, orders, reads, recorded, writes
 
 

@@ -16,9 +16,9 @@ pytest.importorskip("torchrec")
 from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
-from swpipe.plans import sparse_dist as plans
-from swpipe.tasks.sparse_dist import SparseDistTasks, TrainStep
-from tests.tasks.sparse_dist.models import CPU, Job, batches, dense_optimizer, sharded
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import multiprocessing
 import os
 import random
 import signal
@@ -103,13 +102,6 @@ def overlapped(job: Job) -> Any:
     return swpipe.overlap(job.loader(Rows()), job.tasks(), pull_ahead=True, device="cpu")
 
 
-def with_worker(job: Job) -> Any:
-    """A worker augments the rows."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    loader = job.loader(NoisyRows(), num_workers=1)
-    return swpipe.overlap(loader, job.tasks(), device="cpu")
-
-
 def planned(job: Job, plan: Callable[[Any], PipelinePlan]) -> Any:
     """Under a plan, serial or with a task on a thread of its own; the rows are augmented."""
     tasks = job.tasks(random=True, io=[])
@@ -119,7 +111,6 @@ def planned(job: Job, plan: Callable[[Any], PipelinePlan]) -> Any:
 
 LOOPS: dict[str, Callable[[Job], Any]] = {
     "overlapped": overlapped,
-    "with a worker": with_worker,
     "serial": functools.partial(planned, plan=PipelinePlan.serial),
     "prefetched": functools.partial(
         planned, plan=lambda tasks: prefetch_plan(tasks[:1], tasks[1:])

@@ -7,7 +7,7 @@ stepped at [3, 7] where the plain loop steps at [3, 7, 9], and in the second epo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -55,31 +55,6 @@ def prefetched(names: list[str], **options: Any) -> PipelinePlan:
     return prefetch_plan([UNPACK, "decode"], [SHOW, *names[3:]], **options)
 
 
-def deep(names: list[str]) -> PipelinePlan:
-    """On the caller's thread alone, three iterations ahead."""
-    order = [UNPACK, "decode", SHOW, *names[3:]]
-    return PipelinePlan(
-        schedule={
-            name: TaskSchedule(stage=0 if name in (UNPACK, "decode") else 2) for name in order
-        },
-        deps=[(after, before) for before, after in pairwise(order)],
-    )
-
-
-PLANS: dict[str, Callable[[list[str]], PipelinePlan]] = {
-    "serial": PipelinePlan.serial,
-    "prefetched": prefetched,
-    "five ahead": lambda names: prefetched(names, depth=5),
-    "deep": deep,
-}
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_prepared_loader_in_a_plan_of_ones_own(plan: str) -> None:
-    """Losses, rates, flags, gathered rows, evaluations in mid-epoch by another prepared loader."""
-    assert compared(OfAccelerate, PLANS[plan]) == STEPS
-
-
 def _configured(**options: Any) -> Callable[[], OfAccelerate]:
     return lambda: OfAccelerate(dataloader_config=DataLoaderConfiguration(**options))
 
@@ -98,13 +73,10 @@ class Skipping(OfAccelerate):
 
 
 KINDS: dict[str, tuple[Callable[[], OfAccelerate], list[int]]] = {
-    "an epoch of whole accumulations": (lambda: OfAccelerate(rows=32), [3, 7, 11, 15]),
-    "a batch less than an accumulation": (lambda: OfAccelerate(rows=12), [2, 5]),
+    "as it is": (OfAccelerate, STEPS),
     "a single batch": (lambda: OfAccelerate(rows=4), [0, 1]),
-    "split_batches": (_configured(split_batches=True), STEPS),
     "uneven batches": (_configured(even_batches=False), STEPS),
     "a stateful loader": (_configured(use_stateful_dataloader=True), STEPS),
-    "sync_each_batch": (_accumulating(sync_each_batch=True), STEPS),
     "over the end of an epoch": (_accumulating(sync_with_dataloader=False), [3, 7, 11, 15, 19]),
     "bfloat16": (lambda: OfAccelerate(mixed_precision="bf16"), STEPS),
     "skip_first_batches": (Skipping, [3, 6, 10, 13]),
@@ -112,10 +84,13 @@ KINDS: dict[str, tuple[Callable[[], OfAccelerate], list[int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_prepared_loader(kind: str) -> None:
-    """As Accelerate is configured."""
+def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(kind: str) -> None:
+    """Losses, rates, flags, gathered rows, evaluations in mid-epoch by another prepared loader."""
     make, steps = KINDS[kind]
     assert compared(make, prefetched) == steps
+    if kind == "as it is":
+        assert compared(make, PipelinePlan.serial) == steps
+        assert compared(make, lambda names: prefetched(names, depth=5)) == steps
 
 
 # ------------------------------------------------------------------------------------- refused
@@ -148,12 +123,11 @@ def made(depth: int = 2, pull_group: str | None = None) -> SWPipeline[Any]:
     return SWPipeline(plan, [swpipe.task(used)], device="cpu")
 
 
-@pytest.mark.parametrize("pull_group", [None, "loader"])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: str, pull_group: Any) -> None:
+def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: str) -> None:
     """Whatever wraps it; Accelerate forgets the pass, and other loaders are taken then."""
     loader = OfAccelerate().loader
-    with made(2, pull_group) as pipe:
+    with made(2, "loader") as pipe:
         for call in (pipe.run, lambda given: pipe.fill_pipeline(iter(given))):
             with pytest.raises(RuntimeError, match=r"Accelerate prepared.*AccelerateLoader\("):
                 call(WRAPS[wrap](loader))
@@ -162,41 +136,12 @@ def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: str, pull_group
 
 
 def test_an_iterator_that_has_begun_is_refused() -> None:
-    """By its generator: it is known to Accelerate already."""
+    """By its generator: it is known to Accelerate already. So is a batch that is pushed."""
     batches = iter(OfAccelerate().loader)
-    next(batches)
-    with made() as pipe, pytest.raises(RuntimeError, match="Accelerate prepared"):
-        pipe.progress(batches)
-
-
-def test_pushed_batches_of_a_prepared_loader_are_refused() -> None:
-    """Their tasks run later than their push."""
-    batch = next(iter(OfAccelerate().loader))
-    with made() as pipe, pytest.raises(RuntimeError, match="Accelerate prepared"):
-        pipe.push(batch)
-
-
-def test_a_depth_of_one_takes_it_as_it_is() -> None:
-    """Tasks run before the next pull."""
-    torch.manual_seed(3)
-    expected = plainly(OfAccelerate())
-    torch.manual_seed(3)
-    loop = OfAccelerate()
-    tasks = declared(loop.tasks)
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        found = train(loop, (pipe.iterate(loop.loader) for _ in range(EPOCHS)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert loop.steps == STEPS
-
-
-def test_other_loaders_are_taken_within_a_prepared_ones_pass() -> None:
-    """It is not they that tell Accelerate."""
-    found = []
-    with made(3, "loader") as pipe:
-        for _ in OfAccelerate(rows=12).loader:
-            found.append([len(ctx.batch) for ctx in pipe.iterate(map(torch.ones, (1, 2, 3)))])
-            assert GradientState().in_dataloader
-    assert found == [[1, 2, 3]] * 3
+    batch = next(batches)
+    for call in (lambda: pipe.progress(batches), lambda: pipe.push(batch)):
+        with made() as pipe, pytest.raises(RuntimeError, match="Accelerate prepared"):
+            call()
 
 
 def test_the_adapter_is_iterated_over_by_a_loop() -> None:

@@ -97,25 +97,6 @@ def test_batches_are_pulled_when_they_are_asked_for(wrap: Wrap) -> None:
     assert loader.told == ["begun", *["pulled"] * 4]
 
 
-def test_a_loader_that_cannot_be_begun_says_so_at_iter() -> None:
-    """And may be begun later."""
-
-    class Late(Counting):
-        ready = False
-
-        def __iter__(self) -> Iterator[Tensor]:
-            if not self.ready:
-                raise OSError("no file")
-            return super().__iter__()
-
-    loader = Late()
-    with overlapped(loader) as loop:
-        with pytest.raises(OSError, match="no file"):
-            iter(loop)
-        loader.ready = True
-        assert len(rows(loop)) == 4
-
-
 def test_a_pass_that_is_asked_for_nothing_leaves_nothing() -> None:
     """A trainer looks in this way whether something iterates; a DataLoader it knows."""
     torch.manual_seed(0)
@@ -125,15 +106,6 @@ def test_a_pass_that_is_asked_for_nothing_leaves_nothing() -> None:
         iter(loop)
         loop.state_dict()
         assert rows(loop) == expected
-
-
-def test_a_pass_that_was_begun_and_closed_says_so() -> None:
-    """Whoever goes on with it after that."""
-    loop = overlapped(Counting())
-    contexts = iter(loop)
-    loop.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        next(contexts)
 
 
 def test_two_passes_take_turns() -> None:

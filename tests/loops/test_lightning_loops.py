@@ -115,10 +115,21 @@ class Driving(Own):
             self.pipe.drain()
 
 
-class Overlapped(Own):
-    """The Trainer's loader is an overlapped loop, and the rest is Lightning's own."""
+class Automatic(Own):
+    """Lightning's own loop and steps."""
 
     automatic_optimization = True
+
+    def training_step(self, *given: Any) -> Any:
+        ctx = IterContext(*given)
+        self.decode(ctx)
+        self.compute(ctx)
+        return ctx.loss
+
+
+class Overlapped(Automatic):
+    """The Trainer's loader is an overlapped loop, and the rest is Lightning's own."""
+
     over_loop = True
 
     def training_step(self, ctx: Any, batch_idx: int) -> Any:  # type: ignore[override]
@@ -166,7 +177,9 @@ def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
     return [module.seen, module.state_dict(), trainer.optimizers[0].state_dict()]
 
 
-@pytest.mark.parametrize(("own", "ours"), [(Own, OverContexts), (OwnIterator, OverLoop)])
+@pytest.mark.parametrize(
+    ("own", "ours"), [(Own, OverContexts), (OwnIterator, OverLoop), (Automatic, Overlapped)]
+)
 def test_a_loop_in_place_of_the_loader_trains_as_lightning_does(own: Any, ours: Any) -> None:
     """Every batch, with the evaluations in mid-epoch where they would be."""
     expected = fit(own(), val_check_interval=4)

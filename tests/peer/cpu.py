@@ -28,10 +28,10 @@ from unittest import mock
 
 import torch
 
-from swpipe.tasks import torchrec_pipelines as ours
-from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
-from swpipe.tasks.sparse_dist.forwards import SplitForward
-from swpipe.tasks.torchrec_pipelines.translated import Translated
+from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec._torchrec import torchrec_pipelines
+from swpipe.tasks.torchrec.forwards import SplitForward
+from swpipe.tasks.torchrec.named import NamedPipeline
 
 TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def report_use(descriptor: int, *, on_ours: bool) -> None:
     """Write "p" when a pipeline of ours, or of TorchRec's, is made, "c" for replaced tables."""
     kinds: tuple[Any, ...] = (torchrec_pipelines.TrainPipeline,)
     if on_ours:
-        kinds = (Translated, ours.StagedTrainPipeline)
+        kinds = (NamedPipeline, ours.StagedTrainPipeline)
         torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
     for kind in kinds:
         kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from swpipe.tasks.sparse_dist._torchrec import torchrec_pipelines
+from swpipe.tasks.torchrec._torchrec import torchrec_pipelines
 
 PASSED = "passed"
 NO_CACHE = "passed, with tables that have no cache, since a CPU has none"
@@ -19,7 +19,10 @@ KINDS = (PASSED, NO_CACHE, REFUSED, ALIKE, NEEDS_GPU, FAILED, HUNG, OTHER)
 GOOD = (PASSED, NO_CACHE)
 
 _THEIRS = torchrec_pipelines.TrainPipelineSparseDist  # before the tests see ours instead
-_REFUSING = re.compile(r'File ".*swpipe/tasks/torchrec_pipelines/[^"]*", line \d+, in \w+$')
+_REFUSING = re.compile(
+    r'File ".*tasks/torchrec/(?:arguments|named|semi_sync|staged)\.py", '
+    r"line \d+, in \w+$"
+)
 _PATCHED = re.compile(r"does not have the attribute '(\w+)'$")
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)\b")
 
@@ -60,7 +63,7 @@ def _last_line(text: str) -> str:
 
 def _is_refusal(text: str, why: str) -> bool:
     """Raised on purpose, or the test replaces a private method of TorchRec's."""
-    if why.startswith("swpipe.tasks.sparse_dist.inputs.RewriteError:"):
+    if why.startswith("swpipe.tasks.torchrec.inputs.RewriteError:"):
         return True  # the model cannot be pipelined
     if patched := _PATCHED.search(why):
         return hasattr(_THEIRS, patched[1])

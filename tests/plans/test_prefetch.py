@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -94,35 +95,29 @@ def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
             assert len(pulled) == number + 1 + maxsize + 1
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("device_ms", [1, 10])
-@pytest.mark.parametrize("host_ms", [0.5, 6])
-@pytest.mark.parametrize("read_ms", [0, 5, 12])
-def test_by_default_it_is_as_far_ahead_as_is_needed(
-    read_ms: float, host_ms: float, device_ms: float, blocks: bool
-) -> None:
+def test_by_default_it_is_as_far_ahead_as_is_needed() -> None:
     """Within hand-overs of the lower bound for any shape of host and device time."""
     plan = prefetch_plan(["read", "copy"], ["train"], streams={"read": "copy", "copy": "copy"})
-    costs = CostModel(
-        {
-            "read": TaskCost(1e3 * read_ms),
-            "copy": TaskCost(50, device_us=2e3, blocks=blocks),
-            "train": TaskCost(1e3 * host_ms, device_us=1e3 * device_ms),
-        },
-        handover_us=20,
-    )
-    assert simulate(plan, costs).ii_us <= lower_bounds(plan, costs).ii_us + 2 * 20
+    for read_ms, host_ms, device_ms, blocks in product(
+        (0, 5, 12), (0.5, 6), (1, 10), (False, True)
+    ):
+        costs = CostModel(
+            {
+                "read": TaskCost(1e3 * read_ms),
+                "copy": TaskCost(50, device_us=2e3, blocks=blocks),
+                "train": TaskCost(1e3 * host_ms, device_us=1e3 * device_ms),
+            },
+            handover_us=20,
+        )
+        assert simulate(plan, costs).ii_us <= lower_bounds(plan, costs).ii_us + 2 * 20
 
 
-def test_both_lists_need_a_task() -> None:
-    """An empty list is refused."""
-    with pytest.raises(ValueError, match="feed or compute is empty"):
-        prefetch_plan([], ["forward"])
-    with pytest.raises(ValueError, match="feed or compute is empty"):
-        prefetch_plan(["read"], [])
-
-
-def test_it_needs_two_iterations_in_flight() -> None:
-    """With a depth of 1 nothing runs ahead."""
-    with pytest.raises(ValueError, match="depth is 1"):
-        prefetch_plan(["read"], ["forward"], depth=1)
+def test_what_cannot_prefetch_is_refused() -> None:
+    """An empty list, and a depth with which nothing runs ahead."""
+    for feed, compute, depth, told in [
+        ([], ["forward"], 3, "feed or compute is empty"),
+        (["read"], [], 3, "feed or compute is empty"),
+        (["read"], ["forward"], 1, "depth is 1"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            prefetch_plan(feed, compute, depth=depth)

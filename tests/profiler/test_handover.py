@@ -7,12 +7,9 @@ import threading
 import pytest
 
 import swpipe.profiler.costing
-import swpipe.profiler.handover
-from swpipe import PipelinePlan, SWPipeline
+import swpipe.profiler.thread_costs
 from swpipe._engine.waiting import Host, ProgressCounter
-from swpipe.profiler import measure_costs
-from swpipe.profiler.handover import measure_handover_s
-from tests.profiler.sleepers import sleepers
+from swpipe.profiler.thread_costs import measure_handover_s
 from tests.support.exploring import _ExploredCounter
 from tests.support.virtual_clock import TimedHost
 
@@ -39,15 +36,8 @@ class SlowCounter(_ExploredCounter):
 def test_a_handover_takes_half_a_round_trip(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two threads wakes up once per round trip."""
     host = SlowHost(seed)
-    monkeypatch.setattr(swpipe.profiler.handover, "time", host)
+    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
     assert measure_handover_s(host) == pytest.approx(15e-6)
-
-
-def test_no_thread_stays_after_the_measurement() -> None:
-    """With the threads of the operating system; the time is positive."""
-    threads = threading.active_count()
-    assert measure_handover_s(Host()) > 0
-    assert threading.active_count() == threads
 
 
 def test_the_thread_ends_when_the_measurement_is_interrupted(
@@ -60,19 +50,7 @@ def test_the_thread_ends_when_the_measurement_is_interrupted(
         def perf_counter(self) -> float:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(swpipe.profiler.handover, "time", Interrupted())
+    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         measure_handover_s(Host())
     assert threading.active_count() == threads
-
-
-def test_the_cost_model_has_the_time_of_a_handover(
-    host: TimedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In microseconds, for a serial measurement and for one under the plan."""
-    monkeypatch.setattr(swpipe.profiler.costing, "measure_handover_s", lambda host: 12e-6)
-    tasks = sleepers(host, read=1)
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        for pipelined in (False, True):
-            costs = measure_costs(pipe, [None], 1, 2, pipelined)
-            assert costs.handover_us == pytest.approx(12.0)

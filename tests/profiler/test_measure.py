@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import PlanRun, WindowTimer, _Feed
+from swpipe.profiler.measure import TimedRun, WindowTimer, _Feed
 from tests.profiler.sleepers import overlapped
 
 SEEN: list[tuple[int, Any, bool]] = []
@@ -46,43 +45,49 @@ def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
     return WindowTimer(pipe, **{**values, **changes})
 
 
-def test_a_serial_window_has_a_sample_per_iteration(pipe: SWPipeline) -> None:
-    """Warm-up runs and is not timed."""
-    samples = timer(pipe).window()
-    assert len(samples) == 5
-    assert [i for i, _, _ in SEEN] == list(range(7))
-
-
-def test_a_pipelined_sample_spans_depth_iterations(
-    pipe: SWPipeline,
-) -> None:
-    """The window includes fill and drain, and leaves the pipeline empty."""
-    assert len(timer(pipe, pipelined=True).window()) == 4
-    assert [i for i, _, _ in SEEN] == list(range(10))
+@pytest.mark.parametrize(
+    ("changes", "samples", "ran"),
+    [
+        ({}, 5, 2 + 5),
+        ({"warmup": 0}, 5, 1 + 5),  # in which a shortcut is cached
+        ({"pipelined": True}, 4, 4 + 5 + 1),  # of spans of depth; the prologue, and the drain
+        ({"pipelined": True, "warmup": 0}, 4, 4 + 5 + 1),
+    ],
+)
+def test_a_window(pipe: SWPipeline, changes: dict[str, Any], samples: int, ran: int) -> None:
+    """Warm-up, fill and drain run and are not timed; the pipeline is empty afterwards."""
+    times = HostTimes(["see", "act"])
+    assert len(timer(pipe, **changes).window(times)) == samples
+    assert [i for i, _, _ in SEEN] == list(range(ran))
     assert pipe.in_flight == 0
+    first = ran - 5 - (1 if "pipelined" in changes else 0)
+    kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
+    assert kept == {name: list(range(first, first + 5)) for name in ("see", "act")}
 
 
-def test_warm_up_covers_caching_and_the_prologue(pipe: SWPipeline) -> None:
-    """Even if a shorter warm-up is requested."""
-    timer(pipe, warmup=0).window()
-    assert len(SEEN) == 1 + 5
+def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
+    """Depth one: nothing to fill and nothing to drain."""
     SEEN.clear()
-    timer(pipe, warmup=0, pipelined=True).window()
-    assert len(SEEN) == 4 + 5 + 1
-
-
-def test_a_single_measured_iteration_under_the_plan(pipe: SWPipeline) -> None:
-    """Fewer iterations than the pipeline is deep still make a sample."""
-    assert len(timer(pipe, measure=1, pipelined=True).window()) == 1
+    with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
+        assert len(timer(pipe, pipelined=True).window()) == 5
+    assert len(SEEN) == 3 + 5
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_every_iteration_gets_a_copy_where_one_is_asked_for(
     pipe: SWPipeline, pipelined: bool
 ) -> None:
-    """Tasks may then modify the batch in place."""
-    original = [1, 2]
-    timer(pipe, batch=original, copy=list, pipelined=pipelined).window()
+    """Tasks may modify it; all are made before the first iteration, and not while one is timed."""
+    original, log = [1, 2], []
+
+    def copied(batch: list[int]) -> list[int]:
+        log.append("copy")
+        return [*batch]
+
+    run = timer(pipe, batch=original, copy=copied, pipelined=pipelined).run()
+    run.iterate(2, 3, lambda: log.append("measure"))
+    run.end()
+    assert log == [*["copy"] * (5 + pipelined), "measure"]
     batches = [batch for _, batch, _ in SEEN]
     assert all(batch == original for batch in batches)
     assert len({id(batch) for batch in (original, *batches)}) == 1 + len(batches)
@@ -97,20 +102,6 @@ def test_garbage_is_collected_as_in_training(pipe: SWPipeline, was_on: bool) -> 
     finally:
         gc.enable()
     assert {on for _, _, on in SEEN} == {was_on}
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_tasks_are_timed_on_their_threads(pipe: SWPipeline, pipelined: bool) -> None:
-    """Every measured iteration, and none of the warm-up and the drain."""
-    times = HostTimes(["see", "act"])
-    timer(pipe, pipelined=pipelined).window(times)
-    pipe.run_one_serial_iter("after")
-    SEEN.pop()
-    kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
-    ran = [i for i, _, _ in SEEN]
-    begin = 4 if pipelined else 2
-    assert kept == {"see": ran[begin : begin + 5], "act": ran[begin : begin + 5]}
-    assert times.host_s.keys() == {"see", "act"}
 
 
 def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
@@ -131,34 +122,23 @@ def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
     assert [i for i, _, _ in SEEN] == [3]
 
 
-def borrow_and_fail(pipe: SWPipeline) -> None:
-    """Break off with iterations in flight."""
-    with pipe.borrow():
-        pipe.progress(iter("abc"))
-        raise KeyError
-
-
-def test_a_borrowed_pipeline_is_drained_after_a_failure(pipe: SWPipeline) -> None:
-    """No iteration stays in flight."""
-    with pytest.raises(KeyError):
-        borrow_and_fail(pipe)
-    assert pipe.in_flight == 0
-    pipe.run_one_serial_iter("d")
-
-
-def test_the_first_failure_is_raised_even_if_draining_fails_too() -> None:
-    """The borrower's error reaches the user, not the one that followed from it."""
+def test_a_borrowed_pipeline_is_drained_after_a_failure() -> None:
+    """The borrower's error is raised, also if draining fails too."""
 
     def fail_late(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
             raise ZeroDivisionError
 
+    def fail(pipe: SWPipeline) -> None:
+        with pipe.borrow():
+            pipe.progress(iter("abc"))
+            raise KeyError
+
     tasks = [PipelineTask("early", act), PipelineTask("late", fail_late)]
     with SWPipeline(overlapped({"io": ["early"], "default": ["late"]}), tasks) as pipe:
         with pytest.raises(KeyError):
-            borrow_and_fail(pipe)
-        assert pipe.in_flight == 0
-        assert pipe.next_iteration == 0
+            fail(pipe)
+        assert pipe.in_flight == pipe.next_iteration == 0
 
 
 class _TimedEvent:
@@ -180,33 +160,29 @@ class _TimedEvent:
         return end_event.at_ms - self.at_ms
 
 
-def device(event: type, log: list[str]) -> Any:
-    """A device with streams and such events."""
-    return SimpleNamespace(
+def run_on(event: type, log: list[str]) -> TimedRun:
+    """A run of a pipeline that only counts, on a device with such events."""
+    numbers = iter(range(100))
+    device = SimpleNamespace(
         name="x:0",
         has_streams=True,
         new_event=lambda timing: event(),
         current_stream=lambda: None,
         synchronize=lambda: log.append("synchronize"),
     )
-
-
-def plan_run(device: Any) -> PlanRun:
-    """A run of a pipeline that only counts."""
-    numbers = iter(range(100))
-    pipe = SimpleNamespace(
+    pipe: Any = SimpleNamespace(
         device=device,
         in_flight=1,
         progress=lambda feed: SimpleNamespace(iter_idx=next(numbers)),
         drain=lambda: None,
     )
-    return PlanRun(pipe, _Feed(None, None))  # type: ignore[arg-type]
+    return TimedRun(pipe, _Feed(None, None))
 
 
 def test_timing_events_mark_the_ends_of_iterations() -> None:
     """The host does not wait for the device in between."""
     log: list[str] = []
-    run = plan_run(device(_TimedEvent, log))
+    run = run_on(_TimedEvent, log)
     measured = run.iterate(1, 2)
     assert log == []
     assert run.seconds()[measured] == pytest.approx([1e-3, 1e-3])
@@ -216,52 +192,24 @@ def test_timing_events_mark_the_ends_of_iterations() -> None:
 def test_without_timing_events_the_host_clock_is_used() -> None:
     """Events that tell no time are of no use here."""
     begin = time.perf_counter()
+    run = run_on(object, [])
     with pytest.warns(UserWarning, match="have no timing"):
-        run = plan_run(device(object, []))
-    measured = run.iterate(1, 1)
+        measured = run.iterate(1, 1)
     (seconds,) = run.seconds()[measured]
     assert 0 < seconds < time.perf_counter() - begin
 
 
 def test_a_run_goes_on_where_it_was(pipe: SWPipeline) -> None:
-    """Several measured parts of one run, without a drain in between."""
+    """Several measured parts, without a drain in between; after one, the pipeline fills again."""
     run = timer(pipe, pipelined=True).run()
     first, second = run.iterate(2, 3), run.iterate(1, 2)
     assert pipe.in_flight == 1
     run.end()
-    assert list(run.iterations(first)) == [2, 3, 4]
-    assert list(run.iterations(second)) == [6, 7]
-    assert [i for i, _, _ in SEEN] == list(range(9))
-    assert len(run.seconds()) == 8
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_batches_are_copied_before_the_first_iteration_that_gets_one(
-    pipe: SWPipeline, pipelined: bool
-) -> None:
-    """A copy between warm-up and the measured iterations would be part of their time."""
-    log: list[str] = []
-
-    def copied(batch: list[int]) -> list[int]:
-        log.append("copy")
-        return [*batch]
-
-    run = timer(pipe, batch=[1], copy=copied, pipelined=pipelined).run()
-    run.iterate(2, 3, lambda: log.append("measure"))
-    run.end()
-    assert log.index("measure") == len(log) - 1
-    assert log.count("copy") == 5 + (1 if pipelined else 0)
-
-
-def test_a_run_can_be_empty_between_its_parts(pipe: SWPipeline) -> None:
-    """On several ranks it has to be; the next part fills the pipeline again."""
-    run = timer(pipe, pipelined=True).run()
-    run.iterate(1, 1)
-    run.end()
     assert pipe.in_flight == 0
-    second = run.iterate(1, 1)
+    third = run.iterate(1, 1)
     run.end()
-    assert list(run.iterations(second)) == [4]
+    assert [run.numbers[part] for part in (first, second, third)] == [[2, 3, 4], [6, 7], [10]]
+    assert len(run.seconds()) == 10
 
 
 def test_serial_iterations_are_timed_from_idle_to_idle(
@@ -273,18 +221,3 @@ def test_serial_iterations_are_timed_from_idle_to_idle(
     monkeypatch.setattr(time, "perf_counter", lambda: log.append("clock") or 0.0)
     timer(pipe, warmup=0, measure=1).window()
     assert log == ["wait", "clock", "wait", "clock"] * 2
-
-
-def test_windows_run_under_the_callers_grad_mode(pipe: SWPipeline) -> None:
-    """Grad mode and the like are the caller's."""
-    with torch.no_grad():
-        timer(pipe).window()
-        assert not torch.is_grad_enabled()
-
-
-def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
-    """Depth one: nothing to fill and nothing to drain."""
-    SEEN.clear()
-    with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
-        assert len(timer(pipe, pipelined=True).window()) == 5
-    assert len(SEEN) == 3 + 5

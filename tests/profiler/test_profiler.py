@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import swpipe
-from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
-from swpipe.profiler import ProfileResult, ProfileResults, profiler
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe.profiler import ProfileResults
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.notes import Notes
 from tests.support.virtual_clock import TimedHost
@@ -105,32 +104,17 @@ def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
     assert result.baseline_s > 0
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("pipelined", "steps"), [(False, 0), (True, 2)])
 def test_everything_is_restored_bit_for_bit(
     job: Job, pipe: SWPipeline, pipelined: bool, steps: int
 ) -> None:
-    """Model, gradients, flags, optimizer and generators, before the first step and later on."""
+    """Model, gradients, flags, optimizer, generators and the number of the next iteration."""
     pipe.run_serial([BATCH] * steps)
     before = job.state()
     result = TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
     assert job.state() == before
     assert result.put_back == ("Sequential", "Adam")
-
-
-def test_a_profile_in_the_middle_does_not_change_training() -> None:
-    """All numbers are those of a run without it."""
-    ends = []
-    for profiled in (False, True):
-        random.seed(1)
-        job = Job()
-        with SWPipeline(PipelinePlan.serial(job.tasks)) as pipe:
-            pipe.run([BATCH] * 2)
-            if profiled:
-                TaskProfiler(pipe).profile_many([BATCH, 2 * BATCH], **QUICK)
-            pipe.run([BATCH] * 2)
-        ends.append(job.state())
-    assert ends[0] == ends[1]
+    assert pipe.next_iteration == steps
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -153,8 +137,7 @@ def test_after_a_failure_everything_is_restored(
     assert job.ran.read() == ["forward", "step"]
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason(pipelined: bool) -> None:
+def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason() -> None:
     """The others are measured, and the state is restored."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -174,7 +157,7 @@ def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason(pipelined: bool
     tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, rectify, step)]
     plan = overlapped({"io": ["forward"], "default": ["rectify", "step"]})
     with SWPipeline(plan, tasks) as pipe:
-        result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+        result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=True, **QUICK)
     assert result.tasks == ("rectify", "step")
     assert set(result.not_measured) == {"forward"}
     assert "ShortcutError: task 'forward' cannot be replayed" in result.not_measured["forward"]
@@ -200,52 +183,21 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     assert torch.equal(replayed.loss, cached.loss)
 
 
-def test_a_shortcut_task_cannot_be_measured(pipe: SWPipeline) -> None:
-    """It costs nothing."""
-    pipe.enable_shortcut("forward")
-    with pytest.raises(ValueError, match=r"'forward' is shortcut.*disable_shortcut\('forward'\)"):
-        TaskProfiler(pipe).profile(BATCH, tasks=["forward"], **QUICK)
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_iterations_keep_their_numbers(pipe: SWPipeline, pipelined: bool) -> None:
-    """Profiling does not use up iteration numbers."""
-    pipe.run([BATCH] * 3)
-    TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
-    assert [ctx.iter_idx for ctx in pipe.iterate([BATCH])] == [3]
-
-
-def test_several_batches_come_out_in_order(job: Job, pipe: SWPipeline) -> None:
-    """One result each, with its label, each from the same state."""
-    profiler = TaskProfiler(pipe)
-    results = profiler.profile_many([BATCH, 2 * BATCH], labels=["one", "two"], **QUICK)
-    assert isinstance(results, ProfileResults)
-    assert [result.batch for result in results] == ["one", "two"]
-    assert [r.batch for r in profiler.profile_many(iter([BATCH] * 2), **QUICK)] == [
-        "batch 0",
-        "batch 1",
-    ]
-
-
-def test_some_tasks_only(pipe: SWPipeline) -> None:
-    """Tasks or names, one or several, in serial order."""
-    profiler = TaskProfiler(pipe)
-    assert profiler.profile(BATCH, tasks=["step", "forward"], **QUICK).tasks == ("forward", "step")
-    assert profiler.profile(BATCH, tasks=pipe.tasks[2], **QUICK).tasks == ("backward",)
-    assert profiler.profile(BATCH, tasks="step", **QUICK).tasks == ("step",)
-
-
-def test_ranks_shortcut_the_same_tasks_together(
-    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
+def test_several_batches_come_out_in_order(
+    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank finds another thread group the busiest; all take what the first one found."""
-    first = {("forward", "step"): "what rank 0 found"}
-    monkeypatch.setattr(profiler, "is_alone", lambda: False)
-    monkeypatch.setattr(profiler, "gather", lambda mine: [first, mine])
-    result = TaskProfiler(pipe).profile(BATCH, pipelined=True, **QUICK)
-    assert [(each.what, each.tasks) for each in result.joint] == [
-        ("what rank 0 found", ("forward", "step"))
-    ]
+    """One result each, with its label; of some tasks, or their names, in serial order."""
+    profiler = TaskProfiler(pipe)
+    results = profiler.profile_many(
+        iter([BATCH, 2 * BATCH]), tasks=["step", pipe.tasks[1]], verbose=True, **QUICK
+    )
+    assert isinstance(results, ProfileResults)
+    assert [result.batch for result in results] == ["batch 0", "batch 1"]
+    assert {result.tasks for result in results} == {("forward", "step")}
+    assert "8/8" in capsys.readouterr().err  # one tick per visit to a task
+    (only,) = profiler.profile_many([BATCH], labels=["one"], tasks="step", **QUICK)
+    assert (only.batch, only.tasks) == ("one", ("step",))
+    assert capsys.readouterr().err == ""
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
@@ -265,63 +217,6 @@ def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
     assert not torch.equal(weights["0.weight"], model[0].weight)
 
 
-def test_state_that_cannot_be_restored_is_refused(pipe: SWPipeline) -> None:
-    """Before anything runs."""
-    with pytest.raises(TypeError, match=r"state\[1\] \(dict\) cannot be restored: give modules"):
-        TaskProfiler(pipe, state=[torch.ones(1), {}])
-
-
-def test_progress_is_shown_where_asked_for(
-    pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One tick per visit to a task; silence otherwise."""
-    TaskProfiler(pipe).profile(BATCH, **QUICK)
-    assert capsys.readouterr().err == ""
-    TaskProfiler(pipe).profile(BATCH, verbose=True, **QUICK)
-    assert "8/8" in capsys.readouterr().err
-
-
-def refused(pipe: SWPipeline, batches: Any = (BATCH,), **arguments: Any) -> None:
-    """Ask for a profile."""
-    TaskProfiler(pipe).profile_many(batches, **{**QUICK, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"num_measure": 0}, "num_measure is 0"),
-        ({"num_warmup": -1}, "num_warmup is -1"),
-        ({"batches": []}, "batches is empty"),
-        ({"tasks": ["forwards"]}, "no task 'forwards'; it has read, forward, backward, step"),
-        ({"tasks": []}, "there is no task to measure"),
-        ({"labels": ["a", "b"]}, "2 labels for 1 batches"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    job: Job, pipe: SWPipeline, arguments: dict[str, Any], says: str
-) -> None:
-    """Before any task runs."""
-    with pytest.raises(ValueError, match=says):
-        refused(pipe, **arguments)
-    assert job.ran.read() == []
-
-
-def test_a_pipeline_with_iterations_in_flight_is_refused(job: Job, pipe: SWPipeline) -> None:
-    """The iterations stay in flight."""
-    batches = iter([BATCH] * 3)
-    pipe.progress(batches)
-    with pytest.raises(RuntimeError, match=r"iterations are in flight \(1\).*drain\(\)"):
-        refused(pipe)
-    assert len(pipe.drain()) == 1
-
-
-def test_a_closed_pipeline_is_refused(pipe: SWPipeline) -> None:
-    """The error says what to do."""
-    pipe.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one"):
-        refused(pipe)
-
-
 def test_copies_for_tasks_that_modify_the_batch() -> None:
     """The batch that was given is untouched."""
     batch = torch.zeros(1)
@@ -333,12 +228,6 @@ def test_copies_for_tasks_that_modify_the_batch() -> None:
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
         TaskProfiler(pipe).profile(batch, copy=torch.clone, **QUICK)
     assert batch.item() == 0.0
-
-
-def test_swpipe_itself_offers_the_names() -> None:
-    """Loaded when first asked for."""
-    assert swpipe.TaskProfiler is TaskProfiler
-    assert swpipe.ProfileResult is ProfileResult
 
 
 class _Deep:
@@ -353,8 +242,7 @@ class _Deep:
         return inner.held if isinstance(inner, _Deep) else inner
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_training_of_what_is_many_attributes_deep_is_undone(pipelined: bool) -> None:
+def test_training_of_what_is_many_attributes_deep_is_undone() -> None:
     """A model four attributes deep once was trained by the profile, without a word."""
     weight = torch.nn.Parameter(torch.ones(3))
     trainer = _Deep(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
@@ -371,11 +259,11 @@ def test_training_of_what_is_many_attributes_deep_is_undone(pipelined: bool) -> 
     tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, step)]
     plan = overlapped({"io": ["forward"], "default": ["step"]})
     with SWPipeline(plan, tasks) as pipe:
-        found = TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+        found = TaskProfiler(pipe).profile(torch.ones(3), pipelined=True, **QUICK)
         assert found.put_back == ("SGD",)  # with its parameters
         assert torch.equal(weight, torch.ones(3))
         given = TaskProfiler(pipe, state=[weight, trainer.held])
-        given.profile(torch.ones(3), pipelined=pipelined, **QUICK)
+        given.profile(torch.ones(3), **QUICK)
     assert torch.equal(weight, torch.ones(3))
 
 
@@ -395,32 +283,14 @@ class _Metrics:
         self.mean = 0.9 * self.mean + 0.1 * ctx.batch.mean()
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_plain_tensors_are_restored(pipelined: bool) -> None:
+def test_plain_tensors_are_restored() -> None:
     """A table in a plain tensor once was trained by the profile, without a word."""
     metrics = _Metrics()
     tasks = [PipelineTask("update", metrics.update)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=pipelined, **QUICK)
+        result = TaskProfiler(pipe).profile(torch.ones(3), **QUICK)
     assert [metrics.seen.item(), metrics.table.tolist()] == [0.0, [1.0] * 3]
     assert "memory (float32 [3])" in result.put_back
-
-
-def test_a_tensor_that_each_iteration_makes_anew_is_told() -> None:
-    """What holds it is not known; a task that says how to keep it is trusted."""
-    metrics = _Metrics()
-    tasks = [PipelineTask("replace", metrics.replace)]
-    with (
-        SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe,
-        pytest.warns(RuntimeWarning, match=r"make in one iteration for the next: float32 \[\]"),
-    ):
-        TaskProfiler(pipe).profile(torch.ones(3), **QUICK)
-    metrics.mean = mean = torch.zeros(())
-    keeps = DeclaredIO(lambda: metrics.mean, lambda kept: setattr(metrics, "mean", kept))
-    tasks = [PipelineTask("replace", metrics.replace, io=[keeps])]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        TaskProfiler(pipe).profile(torch.ones(3), **QUICK)
-    assert torch.equal(metrics.mean, mean)
 
 
 def test_a_task_that_does_nothing_is_marked(host: TimedHost) -> None:

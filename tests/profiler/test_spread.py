@@ -12,7 +12,6 @@ from swpipe.profiler.rounds import BASE, Kind, differences, visits
 from swpipe.profiler.spread import (
     Estimate,
     mean_of,
-    on_the_line,
     student_95,
     time_saved,
     with_replay,
@@ -26,12 +25,6 @@ from swpipe.profiler.spread import (
 def test_students_distribution(freedom: int, point: float) -> None:
     """Against its table."""
     assert student_95(freedom) == pytest.approx(point, rel=0.005)
-
-
-def test_a_visit_is_compared_with_those_around_it() -> None:
-    """On the line between them, so that a steady drift cancels out."""
-    assert [on_the_line(10.0, 14.0, place, 3) for place in (1, 2, 3)] == [11.0, 12.0, 13.0]
-    assert on_the_line(10.0, 14.0, 1, 1) == 12.0
 
 
 def test_more_rounds_make_the_interval_narrower() -> None:

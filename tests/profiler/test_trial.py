@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe.errors import PlanError
 from swpipe.profiler import try_plans
 from tests.profiler.sleepers import sleepers
 from tests.support.virtual_clock import TimedHost
@@ -63,14 +62,3 @@ def test_trials_restore_trained_state() -> None:
         try_plans(tasks, {"beside": BESIDE}, ["bad"], 1, 2)
     assert torch.equal(model.weight, before)
     assert threading.active_count() == threads
-
-
-def test_invalid_trials_are_refused() -> None:
-    """No plans, no batches, other tasks."""
-    tasks = [PipelineTask("read", lambda ctx: None)]
-    with pytest.raises(ValueError, match="at least one plan and one batch"):
-        try_plans(tasks, {}, [1])
-    with pytest.raises(ValueError, match="at least one plan and one batch"):
-        try_plans(tasks, {"serial": SERIAL}, [])
-    with pytest.raises(PlanError, match="'work'"):
-        try_plans(tasks, {"serial": SERIAL}, [1])

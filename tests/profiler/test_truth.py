@@ -1,6 +1,6 @@
 """Exposed times against known truth: tasks that sleep on a virtual clock, alone and overlapped.
 
-``tests.bench.exposed`` asks the same of a real clock.
+``bench.exposed`` asks the same of a real clock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from swpipe import (
     TaskProfiler,
 )
 from swpipe.profiler import ProfileResult
+from swpipe.profiler.figures import busy_s, limiting
 from tests.profiler.sleepers import overlapped, sleeper, sleepers
 from tests.support.virtual_clock import TimedHost
 
@@ -35,11 +36,11 @@ def exactly(**milliseconds: float) -> dict[str, object]:
 
 def test_serially_every_task_is_exposed_in_full(host: TimedHost) -> None:
     """No task overlaps another one."""
-    tasks = sleepers(host, read=4, forward=6, step=2)
+    tasks = sleepers(host, read=4, forward=6, idle=0)
     result = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)
-    assert result.baseline_s == pytest.approx(12e-3)
-    assert result.exposed_s == exactly(read=4, forward=6, step=2)
-    assert result.spread_s == exactly(read=0, forward=0, step=0)
+    assert result.baseline_s == pytest.approx(10e-3)
+    assert result.exposed_s == exactly(read=4, forward=6, idle=0)
+    assert result.spread_s == exactly(read=0, forward=0, idle=0)
 
 
 def test_under_the_plan_one_task_is_hidden_and_one_half_exposed(host: TimedHost) -> None:
@@ -52,21 +53,15 @@ def test_under_the_plan_one_task_is_hidden_and_one_half_exposed(host: TimedHost)
 
 
 def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
-    """The busiest group sets the interval; its tasks are exposed down to the next busiest group."""
-    tasks = sleepers(host, read=3, decode=4, copy=2, forward=5)
-    plan = overlapped({"io": ["read", "decode"], "copy": ["copy"], "default": ["forward"]})
-    result = profiled(plan, tasks, pipelined=True)
-    assert result.baseline_s == pytest.approx(7e-3)
-    assert result.exposed_s == exactly(read=2, decode=2, copy=0, forward=0)
+    """The busiest group's tasks are exposed down to the next busiest group.
 
-
-@pytest.mark.parametrize("num_rounds", [2, 6])
-def test_what_was_shortcut_before_does_not_show(host: TimedHost, num_rounds: int) -> None:
-    """Threads that got ahead while another task was shortcut are no longer ahead."""
+    Threads that got ahead while another task was shortcut are no longer ahead.
+    """
     tasks = sleepers(host, read=3, decode=4, copy=2, forward=5)
     plan = overlapped({"io": ["read", "decode"], "copy": ["copy"], "default": ["forward"]})
     with SWPipeline(plan, tasks, device="cpu") as pipe:
-        result = TaskProfiler(pipe).profile(None, pipelined=True, num_rounds=num_rounds)
+        result = TaskProfiler(pipe).profile(None, pipelined=True, num_rounds=6)
+    assert result.baseline_s == pytest.approx(7e-3)
     assert result.exposed_s == exactly(read=2, decode=2, copy=0, forward=0)
     assert result.spread_s == exactly(read=0, decode=0, copy=0, forward=0)
 
@@ -78,15 +73,6 @@ def test_a_deeper_pipeline_gives_the_same_result(host: TimedHost) -> None:
     plan = PipelinePlan(shallow.schedule, deps=shallow.deps, pipeline_depth=4)
     result = profiled(plan, tasks, pipelined=True)
     assert result.exposed_s == exactly(read=0, forward=3)
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
-def test_a_task_that_costs_nothing_reads_zero(host: TimedHost, pipelined: bool) -> None:
-    """Beside tasks that cost something."""
-    tasks = sleepers(host, read=2, idle=0, forward=3)
-    plan = overlapped({"io": ["read"], "default": ["idle", "forward"]})
-    result = profiled(plan, tasks, pipelined=pipelined)
-    assert result.exposed_s["idle"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_sleeping_tasks_block_the_host(host: TimedHost) -> None:
@@ -146,13 +132,19 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
 
 
 def test_three_groups_that_are_equally_busy_are_told(host: TimedHost) -> None:
-    """Each of their tasks alone saves nothing; together they take all of the step."""
+    """Each of their tasks alone saves nothing: the busiest come first."""
     tasks = sleepers(host, read=10, copy=10, train=10)
     plan = overlapped({"io": ["read"], "copies": ["copy"], "default": ["train"]})
     result = profiled(plan, tasks, pipelined=True)
     assert result.exposed_s == exactly(read=0, copy=0, train=0)
     assert set(result.limiting) == {"io", "copies", "default"}
     assert "so all have to do less" in result.format_report()
-    (together,) = result.joint
-    assert together.tasks == ("read", "copy", "train")
-    assert together.raw_s == pytest.approx(10e-3)
+
+
+def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
+    """The busiest come first among those that set the pace."""
+    plan = overlapped({"io": ["read", "decode"], "copies": ["copy"], "default": ["train", "step"]})
+    names = ("read", "decode", "copy", "train", "step")
+    busy = busy_s(plan, dict(zip(names, (1.0, 2.0, 9.5, 8.0, 2.0), strict=True)))
+    assert busy == {"io": 3.0, "copies": 9.5, "default": 10.0}
+    assert limiting(busy, 10.0) == ("default", "copies")

@@ -5,43 +5,29 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from swpipe import report
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport
-from tests.reporting.loops import image_loop
 from tests.support.browser import DARK, LIGHT, browse, needs_chromium, seen
-from tests.support.virtual_clock import TimedHost, tell_time
-
-needs_plotly = pytest.mark.skipif(find_spec("plotly") is None, reason="needs swpipe[report]")
 
 SECTIONS = ("verdict", "next", "parts", "exposed", "timeline", "changes", "ranks", "about")
 
 PROBE = """
     const box = id => document.getElementById(id).getBoundingClientRect();
-    const timeline = document.getElementById("swpipe-timeline");
-    const range = () => timeline._fullLayout.xaxis.range.map(Math.round);
-    const names = [...timeline.querySelectorAll(".bartext")].map(each => each.textContent);
-    const first = range();
-    Plotly.Fx.hover(timeline, [{curveNumber: 1, pointNumber: 1}]);
-    const told = timeline.querySelector(".hovertext").textContent;
-    await Plotly.relayout(timeline, {"xaxis.range": [0, 5]});
+    const texts = id => [...document.querySelectorAll(`#${id} svg text`)].map(e => e.textContent);
     const color = of => getComputedStyle(of).getPropertyValue("background-color");
     return {
         empty: SECTIONS.filter(id => box(id).height < 20 || box(id).width < 200),
-        below: box("verdict").bottom, wide: document.body.scrollWidth, first, told, names,
-        zoomed: range(), resources: performance.getEntriesByType("resource").map(e => e.name),
-        bars: document.querySelectorAll("#swpipe-exposed .point").length,
-        intervals: document.querySelectorAll("#swpipe-exposed .xerror").length,
+        below: box("verdict").bottom, wide: document.body.scrollWidth,
+        names: texts("timeline"), bars: texts("exposed"),
+        resources: performance.getEntriesByType("resource").map(e => e.name),
         paper: color(document.body),
-        ink: getComputedStyle(timeline.querySelector(".x2tick text")).fill,
         plan: await (await fetch(document.querySelector("#next a").href)).json(),
         total: document.querySelector("tfoot").textContent,
     };
@@ -49,13 +35,9 @@ PROBE = """
 
 
 @pytest.fixture(scope="module")
-def found() -> StepReport:
+def found(waiting: StepReport) -> StepReport:
     """The report on a loop that waits for its input, as if there were ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        host = TimedHost()
-        tell_time(patch, host)
-        made = report(image_loop(host, decode=12, train=7), range(8), name="images")
-    return replace(made, profile=replace(made.profile, ranks=tuple(map(_on, (0, 1)))))
+    return replace(waiting, profile=replace(waiting.profile, ranks=tuple(map(_on, (0, 1)))))
 
 
 def _on(rank: int) -> RankTimes:
@@ -67,9 +49,8 @@ def _on(rank: int) -> RankTimes:
 
 
 @needs_chromium
-@needs_plotly
 def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
-    """No error, no request, every element; the timeline is named, told on hover, and zooms."""
+    """No error, no request, every element; the charts name the tasks."""
     value, errors = seen(found.to_html(), tmp_path, PROBE, *LIGHT, "--window-size=1100,900")
     assert errors == []
     assert "failed" not in value, value
@@ -77,25 +58,20 @@ def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
     assert value["resources"] == []
     assert value["below"] < 400  # verdict, ceiling and next step are seen first
     assert value["wide"] <= 1100
-    assert value["first"] == [0, 80]  # four iterations of 20 ms
-    assert value["told"] == "train of iteration 3: 7.000 ms"
-    assert {name[:5] for name in value["names"]} >= {"train", "decod"}
-    assert value["zoomed"] == [0, 5]
-    assert (value["bars"], value["intervals"]) == (3, 3)
-    assert value["plan"]["schedule"]["decode"] == {"thread_group": "decode"}
+    assert {"decode", "train"} <= {*value["names"]}
+    assert {"decode", "train"} <= {*value["bars"]}
+    assert value["plan"]["schedule"]["decode"] == {"thread_group": "worker 1"}
     assert "20.0" in value["total"]
     assert "100%" in value["total"]
     assert value["paper"] == "rgb(255, 255, 255)"
 
 
 @needs_chromium
-@needs_plotly
 def test_the_page_can_be_read_in_the_dark_and_on_paper(found: StepReport, tmp_path: Path) -> None:
-    """The charts change with the page; printed, all of it is there."""
+    """The charts stay on white; printed, all of it is there."""
     value, errors = seen(found.to_html(), tmp_path, PROBE, *DARK)
     assert errors == []
     assert _light(value["paper"]) < 60
-    assert _light(value["ink"]) > 200
     browse(found.to_html(), tmp_path, f"--print-to-pdf={tmp_path / 'page.pdf'}", *DARK)
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
@@ -119,16 +95,15 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
     assert "Run decode on a thread of its own, one iteration ahead." in markup
 
 
-def test_without_plotly_the_page_has_pictures(
+def test_the_page_is_small_and_has_pictures(
     found: StepReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And without matplotlib, text."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("swpipe.reporting.charts.find_spec", lambda name: None)
     page = found.to_html()
     assert page.count("<svg") == 2
     assert "<script" not in page
-    assert "decode" in page
+    assert len(page) < 2**20
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "▌decode" in found.to_html()

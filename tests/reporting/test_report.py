@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, report, task
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
-from swpipe.reporting import measuring
-from swpipe.reporting.step_parts import Roles, step_parts
-from swpipe.reporting.verdict import costs_of
+from swpipe.reporting import StepReport, measuring
+from swpipe.reporting.account import account_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
 MS = 1e-3
 
 
-def test_a_loop_that_waits_for_its_input(host: TimedHost) -> None:
+def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
     """Verdict, ceiling and next step; and the first advice gives what it promises."""
-    found = report(image_loop(host, decode=12, train=7), range(8), name="images")
+    found = waiting
     assert found.verdict.bound == "input-bound"
     assert "decode" in found.verdict.why
     assert found.profile.baseline_s == pytest.approx(20 * MS)
@@ -39,6 +38,14 @@ def test_a_loop_that_waits_for_its_input(host: TimedHost) -> None:
     assert first.tried.value_s == pytest.approx(first.advice.saved_s) == pytest.approx(8 * MS)
     assert first.kept
     assert PipelinePlan.from_json(first.advice.plan).schedule["train"].stage == 1
+    # The simulated timeline of the same plan takes as long.
+    assert found.predicted is not None
+    assert found.predicted_s == pytest.approx(20 * MS)
+    assert found.measured.initiation_interval_s == pytest.approx(20 * MS)
+    # Each part of a plain loop is what an iteration saves without the task.
+    assert sum(part.share for part in found.parts) == pytest.approx(1)
+    for part in found.parts:
+        assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
 
 
 def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
@@ -160,12 +167,7 @@ def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
     assert found.verdict.shares["input"] == pytest.approx(31 / 40)
     assert found.parts[0].task == "loader"
     assert "loader on a thread of its own" in found.next_step
-
-
-def test_what_keeps_work_from_overlapping_is_found(host: TimedHost) -> None:
-    """With its place and its mend: here, a loader that makes its batches between two steps."""
-    loader = Batches(host, ms=30)
-    found = report(image_loop(host, decode=1, train=8), range(8), loader=loader)
+    # With its place and its mend: here, a loader that makes its batches between two steps.
     assert [one.place for one in found.findings if one.rule == "loader-in-process"] == ["loader"]
 
 
@@ -174,15 +176,6 @@ def test_waiting_is_not_computing(host: TimedHost) -> None:
     found = report(image_loop(host, decode=1, train=8, log=11), range(8))
     assert found.verdict.bound == "host-bound"
     assert found.verdict.shares["host"] == pytest.approx(11 / 20)
-
-
-def test_the_parts_add_up_and_agree_with_removal(host: TimedHost) -> None:
-    """Each part of a plain loop is what an iteration saves without the task."""
-    found = report(image_loop(host, decode=12, train=7), range(8))
-    assert sum(part.share for part in found.parts) == pytest.approx(1)
-    assert sum(part.seconds for part in found.parts) == pytest.approx(found.profile.baseline_s)
-    for part in found.parts:
-        assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
 
 
 def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
@@ -214,8 +207,9 @@ def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -
     )
     host_s = {name: ms / 1e3 for name, ms in zip(names, host_ms, strict=True)}
     simulated = simulate(plan, CostModel({n: TaskCost(1e6 * s) for n, s in host_s.items()}))
-    path = simulate(plan, costs_of(profile_of(host_s)), iterations=24).trace().critical_path()
-    parts = step_parts(path, profile_of(host_s, step_s=simulated.ii_us / 1e6), Roles.of(plan))
+    path = simulate(plan, profile_of(host_s).costs, iterations=24).trace().critical_path()
+    profile = profile_of(host_s, step_s=simulated.ii_us / 1e6)
+    parts = account_of(profile, path, plan, streams=False).parts
     assert sum(part.share for part in parts) == pytest.approx(1)
     assert sum(part.seconds for part in parts) == pytest.approx(simulated.ii_us / 1e6)
     assert {part.cause for part in parts if part.task == "read"} <= {"input"}
@@ -226,16 +220,8 @@ def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
     none = dict.fromkeys(host_s, 0.0)
     return ProfileResult(
         *("batch 0", "serial", step_s, step_s, 0.0, host_s, host_s, none, none, {}, host_s, none),
-        *({}, {}, (), (), 2, 3, 4),
+        *({}, {}, (), 2, 3, 4),
     )
-
-
-def test_the_prediction_stands_beside_what_was_measured(host: TimedHost) -> None:
-    """The simulated timeline of the same plan takes as long."""
-    found = report(image_loop(host, decode=12, train=7), range(8))
-    assert found.predicted is not None
-    assert found.predicted_s == pytest.approx(20 * MS)
-    assert found.measured.initiation_interval_s == pytest.approx(20 * MS)
 
 
 def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost) -> None:
@@ -250,9 +236,9 @@ def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost) -> None:
     assert report(tasks, range(8)).memory is None
 
 
-def test_the_text_has_what_the_page_begins_with(host: TimedHost) -> None:
+def test_the_text_has_what_the_page_begins_with(waiting: StepReport) -> None:
     """Verdict, step, ceiling, next step, and what its promise was worth."""
-    lines = str(report(image_loop(host, decode=12, train=7), range(8))).splitlines()
+    lines = str(waiting).splitlines()
     assert lines[0].startswith("input-bound. For 60% of its time it waits for its input: decode.")
     assert lines[1] == "step: 20.0 ± 0.00 ms"
     assert lines[2].startswith("ceiling: any overlap can save 8.00 ms at most (40%); then")

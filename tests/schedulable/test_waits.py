@@ -16,7 +16,7 @@ from swpipe.schedulable import (
     Task,
     ThreadedExecutor,
 )
-from swpipe.schedulable.schedule_edges import edges_of
+from swpipe.schedulable.schedule import edges_of
 from tests.schedulable.work import Log, one_stage, pool, results
 
 EXECUTORS = (None, "threaded", ThreadedExecutor("per_task"), ThreadedExecutor({"c": "other"}))

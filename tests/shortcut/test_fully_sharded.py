@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe._tensors.pytree import inner_tensors, parts_of, record_stream
+from swpipe._values.walk import inner_tensors, parts_of, record_stream
 from tests.shortcut.loops import (
     Loop,
     alone_and_in_pairs,

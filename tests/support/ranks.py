@@ -54,7 +54,7 @@ WELL_BEFORE_S = 30.0
 IMPORTED = (
     "torch.distributed",
     "torchrec.distributed.train_pipeline",
-    "swpipe.tasks.torchrec_pipelines",
+    "swpipe.tasks.torchrec.drop_in",
 )
 """What ranks find imported; what is not installed is left out."""
 

@@ -26,8 +26,6 @@ import swpipe._engine.iterations
 import swpipe.pipeline
 import swpipe.profiler.host
 import swpipe.profiler.measure
-import swpipe.profiler.pulls
-import swpipe.profiler.slopes
 import swpipe.run_report
 import swpipe.trace.recorder
 from swpipe import IterContext, PipelineTask, StreamSpec
@@ -191,8 +189,6 @@ def tell_time(
     for module in (
         profiler.host,
         profiler.measure,
-        profiler.pulls,
-        profiler.slopes,
         swpipe.run_report,
     ):
         monkeypatch.setattr(module, "time", host)

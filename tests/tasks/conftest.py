@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tasks.rows import write_log
+from tests.tasks.clicks.rows import write_log
 
 if find_spec("torchrec") is None or find_spec("polars") is None:
     collect_ignore_glob = ["test_*.py"]
-    collect_ignore = ["hstu", "recsys_examples", "sparse_dist", "torchrec_pipelines"]
+    collect_ignore = ["torchrec"]
 
 
 @pytest.fixture

@@ -13,20 +13,21 @@ from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
 from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
-from swpipe.plans import clicks, sharded_clicks, sparse_dist
-from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+from swpipe.plans import clicks
+from swpipe.plans.torchrec import sharded_clicks, sparse_dist
+from swpipe.tasks.clicks import ClickConfig, ClickJob
 from swpipe.tasks.clicks.sharded import ShardedClickJob
-from swpipe.tasks.sparse_dist import (
+from swpipe.tasks.torchrec import (
     IdentityShuffler,
     KarmarkarKarpShuffler,
+    PipelineStage,
     SparseDistTasks,
+    StagedTrainPipeline,
     TrainStep,
 )
-from swpipe.tasks.torchrec_pipelines import PipelineStage, StagedTrainPipeline
 from tests.support.ranks import Ranks
-from tests.tasks.sparse_dist.models import CPU, Batch, Job, dense_optimizer, sharded
-
-SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))
+from tests.tasks.clicks.rows import SMALL
+from tests.tasks.torchrec.models import CPU, Batch, Job, dense_optimizer, sharded
 
 
 def _unproved(

@@ -88,21 +88,16 @@ def test_a_wrong_task_is_named() -> None:
         if ctx.iter_idx == 3:
             ctx.x[1, 0] = 7.0
 
+    def in_place(ctx: Any) -> None:
+        ctx.x.mul_(0.25)  # the attribute is bound by another task
+
+    assert found(make(), with_part(norm=in_place)).task == "norm"
     seen = found(make(), with_part(norm=norm))
     assert (seen.iteration, seen.task, seen.attribute) == (3, "norm", "ctx.x")
     assert (seen.element, seen.b) == ((1, 0), 7.0)
     said = str(seen)
     assert said.startswith("iteration 3, task 'norm': ctx.x[1, 0] is 0.")
     assert said.endswith("in a, and 7.0 in b")
-
-
-def test_a_change_in_place_is_its_task_s() -> None:
-    """The attribute is bound by another task."""
-
-    def norm(ctx: Any) -> None:
-        ctx.x.mul_(0.25)
-
-    assert found(make(), with_part(norm=norm)).task == "norm"
 
 
 def test_what_a_task_changes_outside_is_its_own() -> None:
@@ -125,10 +120,6 @@ def test_what_a_task_changes_outside_is_its_own() -> None:
         assert seen.attribute.startswith("state()[0]['weight']")
     assert found(make(state=list), lambda: replace(make_twice(), state=list)).iteration == 3
 
-
-def test_the_body_s_changes_are_the_body_s() -> None:
-    """Told as what comes after the tasks."""
-
     def make_body() -> Loop:
         job = Job()
 
@@ -138,7 +129,7 @@ def test_the_body_s_changes_are_the_body_s() -> None:
 
         return job.loop(body=body)
 
-    seen = found(make(), make_body)
+    seen = found(make(), make_body)  # the body's changes come after the tasks
     assert (seen.iteration, seen.task) == (1, "<retire>")
     assert seen.attribute == "state()[0]['bias']"
 

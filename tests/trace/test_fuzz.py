@@ -22,7 +22,7 @@ SAVED = {
         {**TASK, "name": "a", "args": {"iteration": 0, "wait_us": 0.5}, "ts": 1.5, "dur": 2},
         {**TASK, "name": "b", "args": {"iteration": 1, "wait_us": 0.0}, "ts": 9.0, "dur": 3},
     ],
-    "otherData": {"producer": "swpipe", "arrows": [["a", "b"]]},
+    "otherData": {"producer": "swpipe", "arrows": [["a", "b", 0]]},
 }
 
 

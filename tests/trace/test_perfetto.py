@@ -181,15 +181,6 @@ def test_an_arrow_leads_to_a_later_iteration(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "trace.json").arrows == arrows
 
 
-def test_a_file_from_before_arrows_had_distances_is_read(tmp_path: Path) -> None:
-    """They are within an iteration."""
-    TRACE.save(tmp_path / "trace.json")
-    document = json.loads((tmp_path / "trace.json").read_text())
-    document["otherData"] = {"producer": "swpipe", "arrows": [["h2d", "forward"]]}
-    (tmp_path / "trace.json").write_text(json.dumps(document))
-    assert Trace.load(tmp_path / "trace.json").arrows == (Arrow("h2d", "forward", 0),)
-
-
 def test_torch_profiler_and_a_trace_share_one_clock(tmp_path: Path) -> None:
     """A task is where torch.profiler saw its range, in one file."""
     plan = PipelinePlan.serial(["sleep"])

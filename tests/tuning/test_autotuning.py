@@ -21,13 +21,7 @@ from swpipe.planning import Limits
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.tuning import autotuning
-from swpipe.tuning.autotuning import (
-    PLANNED,
-    PLANNED_AGAIN,
-    Loop,
-    autotune,
-    join_stages,
-)
+from swpipe.tuning.autotuning import PLANNED, PLANNED_AGAIN, Loop, autotune
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.tried_plans import Candidate, choose, explain
 
@@ -71,8 +65,11 @@ def tried(name: str, *rounds_ms: float, plan: PipelinePlan = SERIAL, **fields: A
     )
 
 
-def fake_trial(monkeypatch: pytest.MonkeyPatch, took_ms: dict[str, float]) -> list[tuple[str, ...]]:
+def fake_trial(
+    monkeypatch: pytest.MonkeyPatch, planned_ms: float = 6.0, **ready_made_ms: float
+) -> list[tuple[str, ...]]:
     """Replace the trial by these times, and return the plans of each round."""
+    took_ms = {"serial": 10.0, **ready_made_ms, PLANNED: planned_ms, PLANNED_AGAIN: planned_ms}
     rounds: list[tuple[str, ...]] = []
 
     def try_plans(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
@@ -107,10 +104,6 @@ def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
     """Serial, then ready-made, then planned; within the spread the first one wins."""
     candidates = [tried(name, *rounds) for name, rounds in rounds_ms.items()]
     assert choose(candidates).name == chosen
-
-
-def test_interval_and_spread_come_from_the_rounds() -> None:
-    """The median, and half the range."""
     trial = tried("serial", 9.0, 12.0, 10.0)
     assert (trial.interval_us, trial.spread_us) == (10e3, 1.5e3)
 
@@ -118,7 +111,7 @@ def test_interval_and_spread_come_from_the_rounds() -> None:
 # ------------------------------------------------------------------------------------- the reasons
 
 
-def test_the_gain_over_the_serial_plan_is_stated() -> None:
+def test_the_choice_is_explained() -> None:
     """After the planner's own reasons; a faster plan within the spread is named."""
     serial, ready = tried("serial", 10.0), tried("ready", 8.0, 8.4, why=("Because.",))
     faster = tried("planned", 7.9, 8.3)
@@ -128,13 +121,8 @@ def test_the_gain_over_the_serial_plan_is_stated() -> None:
         "It takes 18.0% less time per iteration than the serial plan.",
         "planned is not faster by more than the spread, and less simple.",
     )
-
-
-def test_the_serial_plan_is_explained() -> None:
-    """Nothing is faster by more than the spread."""
-    serial, planned = tried("serial", 10.0, 10.4), tried("planned", 10.1)
-    (why,) = explain([serial, planned], serial, COSTS)
-    assert why == "No plan is faster than the serial one by more than the spread of the trial."
+    (alone,) = explain([serial, tried("planned", 10.1)], serial, COSTS)
+    assert alone == "No plan is faster than the serial one by more than the spread of the trial."
 
 
 @pytest.mark.parametrize(
@@ -161,43 +149,6 @@ def test_processes_are_advised_where_the_interpreter_lock_limits(
     assert ("read the longest" in text) == binds
 
 
-# -------------------------------------------------------------------------- tasks of one stage
-
-
-def parted(**costs_us: float) -> tuple[PipelinePlan, CostModel]:
-    """Two independent tasks in one stage and two thread groups, and one in the next stage."""
-    plan = PipelinePlan(
-        {
-            "a": TaskSchedule(thread_group="one"),
-            "b": TaskSchedule(thread_group="two"),
-            "c": TaskSchedule(stage=1),
-        },
-        deps=[("c", "a"), ("c", "b")],
-        pipeline_depth=3,
-    )
-    return plan, CostModel({name: TaskCost(host_us=us) for name, us in costs_us.items()})
-
-
-def test_tasks_of_one_stage_stay_together_where_parting_them_gains_nothing() -> None:
-    """The last stage takes longer than both of the first."""
-    plan, costs = parted(a=1000, b=1000, c=5000)
-    joined, why = join_stages(plan, costs, lambda plan: True, streams=False)
-    assert joined.schedule["a"].thread_group == joined.schedule["b"].thread_group == "one"
-    assert why == ("The tasks of stage 0 share thread group one: parting them gains nothing.",)
-
-
-def test_tasks_of_one_stage_are_parted_where_it_gains() -> None:
-    """One thread for both would take 8 ms, two take 4 ms."""
-    plan, costs = parted(a=4000, b=4000, c=1000)
-    assert join_stages(plan, costs, lambda plan: True, streams=False) == (plan, ())
-
-
-def test_tasks_are_not_joined_at_the_price_of_the_serial_numbers() -> None:
-    """A plan that is not allowed is not taken."""
-    plan, costs = parted(a=1000, b=1000, c=5000)
-    assert join_stages(plan, costs, lambda plan: False, streams=False) == (plan, ())
-
-
 # ------------------------------------------------------------------------------------- the steps
 
 
@@ -205,15 +156,15 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The simplest first, in an order that alternates; the result has a row for each."""
-    took = {"serial": 10.0, "prefetch": 8.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0}
-    rounds = fake_trial(monkeypatch, took)
+    took = ("serial", "prefetch", PLANNED, PLANNED_AGAIN)
+    rounds = fake_trial(monkeypatch, prefetch=8.0)
     steps: list[str] = []
     tuned = swpipe.autotune(
         TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, progress=steps.append
     )
     assert [candidate.name for candidate in tuned.candidates] == list(took)
     assert rounds[0] == tuple(reversed(took))
-    assert rounds[1] == tuple(took)
+    assert rounds[1] == took
     assert len(rounds) == 5
     assert tuned.chosen.name == PLANNED
     assert len(tuned.plan.thread_groups) == 2
@@ -223,13 +174,6 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     text = tuned.format()
     assert text.startswith("6.000 ms per iteration, ")
     assert all(f"\n{name} " in text for name in took)
-
-
-def test_a_ready_made_plan_that_is_as_fast_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned ones are no reason to leave it."""
-    fake_trial(monkeypatch, {"serial": 10.0, "prefetch": 6.0, PLANNED: 6.0, PLANNED_AGAIN: 6.1})
-    tuned = autotune(TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH})
-    assert tuned.plan == PREFETCH
 
 
 @pytest.mark.parametrize(
@@ -245,14 +189,14 @@ def test_a_ready_made_plan_that_may_not_run_is_left_out(
     monkeypatch: pytest.MonkeyPatch, plan: PipelinePlan, limits: Limits, reason: str
 ) -> None:
     """And the reason is given."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 10.0, PLANNED_AGAIN: 10.0})
+    fake_trial(monkeypatch, planned_ms=10.0)
     tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, ready_made={"prefetch": plan})
     assert f"The ready-made plan prefetch was not tried: {reason}." in tuned.why
 
 
 def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the limit, and with a reason; one thread needs none."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch)
     tuned = autotune(TASKS, BATCHES, device="cpu")
     assert tuned.plan.depth == 3
     assert any("evens out" in sentence for sentence in tuned.why)
@@ -264,8 +208,9 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
 
 def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """By planned and ready-made plans; neither depth nor a thread is added beyond it."""
-    fake_trial(monkeypatch, {"serial": 10.0, "prefetch": 6.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch, prefetch=6.0)
     free = autotune(TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH})
+    assert free.plan == PREFETCH  # it is as fast as the planned ones
     held = {one.name: peak(one.plan, free.costs) for one in free.candidates}
     assert held["serial"] < held["prefetch"]
     limited = autotune(
@@ -282,37 +227,11 @@ def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotune(TASKS, BATCHES, device="cpu", max_bytes=two).plan.depth == 2
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_stages_are_not_joined_beyond_the_limit(
-    limited: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan that shares threads has another timeline, and may hold more."""
-    asked: list[bool] = []
-
-    def join(plan: PipelinePlan, costs: CostModel, allowed: Any, *, streams: bool) -> Any:
-        asked.append(allowed(PREFETCH))
-        return plan, ()
-
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
-    monkeypatch.setattr(autotuning, "join_stages", join)
-    free = autotune(TASKS, BATCHES, device="cpu")
-    most = peak(SERIAL, free.costs) if limited else peak(PREFETCH, free.costs)
-    del asked[:]
-    autotune(TASKS, BATCHES, device="cpu", max_bytes=most)
-    assert set(asked) == {not limited}
-
-
 def peak(plan: PipelinePlan, costs: CostModel) -> int:
     """What a plan holds, in bytes."""
     held = peak_of(plan, costs, streams=False)
     assert held is not None
     return held.bytes
-
-
-def test_a_limit_that_cannot_be_kept_is_refused_at_once() -> None:
-    """Before anything is recorded."""
-    with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes, 1 or more"):
-        autotune(TASKS, BATCHES, device="cpu", max_bytes=0, progress=pytest.fail)
 
 
 def test_a_loop_is_tuned_without_a_fake() -> None:
@@ -326,7 +245,11 @@ def test_a_loop_is_tuned_without_a_fake() -> None:
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    """No batches; a frozen task that is unknown."""
+    """No batches, no time, a frozen task that is unknown; before anything is recorded."""
+    with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes, 1 or more"):
+        autotune(TASKS, BATCHES, device="cpu", max_bytes=0, progress=pytest.fail)
+    with pytest.raises(ValueError, match="seconds is 0: give a number greater than 0"):
+        autotune(TASKS, BATCHES, device="cpu", seconds=0, progress=pytest.fail)
     with pytest.raises(ValueError, match="give at least one batch"):
         autotune(TASKS, [], device="cpu")
     with pytest.raises(PlanError, match="'gone'"):
@@ -347,7 +270,7 @@ class Loader:
 
 def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the planner finds that faster; it counts in each measurement and trial."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch)
     costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
     monkeypatch.setattr(Loop, "measure", lambda loop, plan, until=1.0: costs)
     limits = Limits(frozen=["train"])
@@ -399,7 +322,7 @@ def test_a_trial_has_as_many_rounds_as_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch, seconds: float | None, rounds: int
 ) -> None:
     """Ten seconds each: two at least, five at most; that it took longer is said."""
-    seen = fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    seen = fake_trial(monkeypatch)
     clock, trial = Clock(monkeypatch), autotuning.try_plans
 
     def slow_trial(*given: Any, **options: Any) -> dict[str, float]:
@@ -443,7 +366,7 @@ def test_a_bar_shows_how_much_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In iterations, and in seconds, by those that have run; nothing unless it is asked for."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch)
     autotune(TASKS, BATCHES, device="cpu")
     assert capsys.readouterr().err == ""
     autotune(TASKS, BATCHES, device="cpu", verbose=True)
@@ -455,17 +378,11 @@ def test_a_bar_shows_how_much_is_left(
     assert "iteration/s]" in shown or "s/iteration]" in shown
 
 
-def test_no_time_is_refused() -> None:
-    """As a wrong value."""
-    with pytest.raises(ValueError, match="seconds is 0: give a number greater than 0"):
-        autotune(TASKS, BATCHES, device="cpu", seconds=0)
-
-
 def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is measured there need not hold elsewhere; an idle one is no news."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch)
     for used, told in ((1.5, True), (0.1, False)):
         load = SimpleNamespace(others=partial(OtherLoad, used, 2))
         monkeypatch.setattr(autotuning, "load_so_far", lambda load=load, **given: load)
@@ -480,7 +397,7 @@ def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(
 
 def test_a_round_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan that is best here keeps another rank waiting."""
-    fake_trial(monkeypatch, {"one": 10.0, "two": 12.0})
+    fake_trial(monkeypatch, one=10.0, two=12.0)
     there = {"one": 0.015, "two": 0.011}
     candidates = [tried("one", 1.0), tried("two", 1.0)]
     here = autotuning._try(Loop(TASKS, BATCHES, "cpu"), candidates)
@@ -528,7 +445,7 @@ def test_a_task_costs_its_mean_over_the_ranks() -> None:
 
 def test_all_ranks_use_the_plan_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own might be another one."""
-    fake_trial(monkeypatch, {"serial": 10.0, PLANNED: 6.0, PLANNED_AGAIN: 6.0})
+    fake_trial(monkeypatch)
 
     def ranks(own: Any) -> list[Any]:
         return [replace(own, plan=PREFETCH), own] if isinstance(own, Candidate) else [own]

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
-from swpipe.planning.modulo.moves import Candidate
+from swpipe.planning.modulo.moves import MovableSchedule
 from swpipe.planning.modulo.schedule_graph import TOLERANCE
 from swpipe.planning.modulo.starts import distributed
 
@@ -104,7 +104,7 @@ class Annealer:
         moves = _MOVES_PER_TASK * graph.size
         temperature = _FIRST_TEMPERATURE / graph.size
         cooling = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / moves)
-        here = Candidate(graph, start, estimator.threads, estimator.depth, random)
+        here = MovableSchedule(graph, start, estimator.threads, estimator.depth, random)
         cost = self._cost(here, math.inf)
         critical = estimator.critical()
         for _ in range(moves):
@@ -124,7 +124,7 @@ class Annealer:
         if self._waiting is not None:
             self._ask(self._waiting)
 
-    def _cost(self, here: Candidate, limit: float) -> float:
+    def _cost(self, here: MovableSchedule, limit: float) -> float:
         """The estimated cost; and what the estimate promises too much, where that is known."""
         estimator = self._estimator
         self.work += self._operations

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from swpipe.analysis import verify
+from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import DRAWS, EffectTable, Location, anything, conflicts, with_the_others
-from swpipe.core.messages import counted, in_ms, listed
+from swpipe.core.messages import counted, in_bytes, in_ms, listed, shown
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.memory_limit import Fitting, check_limit, fitting
+from swpipe.planning.modulo.bounds import Bounds, bounds_of
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
-from swpipe.planning.modulo.search import Found, Search
-from swpipe.planning.simulation.bounds import Bounds, lower_bounds
+from swpipe.planning.modulo.search import MOST_AHEAD, FoundPlan, Search
+from swpipe.planning.simulation.interval import interval_us
+from swpipe.planning.simulation.simulator import peak_of
 
 PULL_GROUP = "loader"
 """The thread group that pulls batches, where a planner adds one."""
@@ -30,9 +34,7 @@ class Choice:
     Attributes:
         plan: The plan that was chosen.
         ii_us: The interval that the simulator predicts for it, in microseconds.
-        bounds: What no plan within the limit on threads can beat.
-        in_flight: Iterations in flight: the plan's depth.
-        threads: Thread groups, the caller's counted.
+        bounds: What no plan within the limits can beat.
         why: In words, a sentence each: what limits the interval, what each thread earned, what the
             depth is for.
     """
@@ -40,9 +42,17 @@ class Choice:
     plan: PipelinePlan
     ii_us: float
     bounds: Bounds
-    in_flight: int
-    threads: int
     why: tuple[str, ...]
+
+    @property
+    def in_flight(self) -> int:
+        """Iterations in flight: the plan's depth."""
+        return self.plan.depth
+
+    @property
+    def threads(self) -> int:
+        """Thread groups, the caller's counted."""
+        return len(self.plan.thread_groups)
 
     @property
     def gap(self) -> float:
@@ -68,6 +78,7 @@ def auto_plan(
     effort: float = 1.0,
     max_bytes: int | None = None,
     body: bool = True,
+    slack: float = 0.0,
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
@@ -94,6 +105,8 @@ def auto_plan(
             must have the tasks' memory. The search is repeated for fewer iterations in flight,
             until a plan fits; less ``run_ahead`` is tried before less depth.
         body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
+        slack: The interval may be longer by this fraction where tasks of one stage then share a
+            thread; 0.01 is 1%.
 
     Raises:
         ValueError: ``effort`` is not above 0.
@@ -114,36 +127,28 @@ def auto_plan(
         limits, why = beside_the_others(limits, effects)
     if max_bytes is not None:
         check_limit(max_bytes, costs)
-    best = _best(plan, costs, limits, streams, effort)
+
+    def find(limits: Limits) -> Choice:
+        return _best(plan, costs, limits, streams, effort, slack)
+
+    best = find(limits)
     if max_bytes is not None:
-
-        def find(limits: Limits) -> PipelinePlan:
-            return _best(plan, costs, limits, streams, effort).plan
-
-        best = _fitting(best, fitting(best.plan, find, costs, limits, max_bytes, streams=streams))
+        best = _fitting(best, find, costs, limits, max_bytes, streams=streams)
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams, body=body)
     return best
 
 
-def _fitting(free: Choice, found: Fitting) -> Choice:
-    """The choice under a limit to memory, without which it is ``free``."""
-    plan = found.plan
-    why = (*(free.why if plan == free.plan else ()), found.why)
-    depth, threads = plan.depth, len(plan.thread_groups)
-    return replace(free, plan=plan, ii_us=found.ii_us, in_flight=depth, threads=threads, why=why)
-
-
 def _best(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
+    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float, slack: float
 ) -> Choice:
     """The plan found, with the pull on the caller's thread or on one of its own."""
-    best = _choice(plan, costs, limits, streams, effort)
+    best = _choice(plan, costs, limits, streams, effort, slack)
     pull = costs.tasks.get(PULL, TaskCost())
     if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
         other = replace(plan, pull_group=PULL_GROUP, pipeline_depth=None)
-        apart = _choice(other, costs, limits, streams, effort)
+        apart = _choice(other, costs, limits, streams, effort, slack)
         saved_us = best.ii_us - apart.ii_us
         if saved_us > TOLERANCE * best.ii_us:
             words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
@@ -189,58 +194,47 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
 
 
 def _choice(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float
+    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float, slack: float
 ) -> Choice:
     """The plan found, with the pull on the thread group that ``plan`` gives it."""
-    pulls_apart = plan.pull_group is not None
-    if pulls_apart:
-        limits = _without_the_loaders(limits, plan)
-    bounds = lower_bounds(plan, costs, streams=streams, threads=limits.threads)
+    if plan.pull_group is not None:  # beside the thread that pulls, one iteration ahead
+        if min(limits.threads, limits.in_flight) == 1:
+            text = (
+                f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
+                "iteration: set the limits on threads and in_flight to 2 or more, or leave it out"
+            )
+            raise PlanError([Problem(text)])
+        limits = Limits(limits.in_flight - 1, limits.threads - 1, limits.frozen)
+    validate(plan)
     graph = schedule_graph(plan, costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
-    least = _least(search, limits)
+    least = search.together(_least(search, limits), slack)
     best = search.further_ahead(least)
+    chooses_ahead = plan.run_ahead is None and graph.run_ahead is not None
+    freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
+    bounds = bounds_of(freest, limits.threads, limits.in_flight)
     why = _why(best, bounds, search)
     if best is not least:
         why.append(
             f"The host may run {best.plan.run_ahead} iterations ahead of the device, which earns "
             f"{in_ms(least.ii_us - best.ii_us)}."
         )
-    return Choice(
-        plan=best.plan,
-        ii_us=best.ii_us,
-        bounds=bounds,
-        in_flight=best.plan.depth,
-        threads=best.schedule.threads + pulls_apart,
-        why=tuple(why),
-    )
+    return Choice(best.plan, best.ii_us, bounds, tuple(why))
 
 
-def _without_the_loaders(limits: Limits, plan: PipelinePlan) -> Limits:
-    """What is left for the tasks beside the thread that pulls, one iteration ahead of them."""
-    if min(limits.threads, limits.in_flight) == 1:
-        text = (
-            f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
-            "iteration: set the limits on threads and in_flight to 2 or more, or leave it out"
-        )
-        raise PlanError([Problem(text)])
-    return Limits(limits.in_flight - 1, limits.threads - 1, limits.frozen)
-
-
-def _least(search: Search, limits: Limits) -> Found:
+def _least(search: Search, limits: Limits) -> FoundPlan:
     """The least interval; then the least depth for it; then the fewest threads."""
     best = search.best(limits.threads, limits.in_flight)
     while best.depth > 1 and (found := _beating(best, search, limits.threads, best.depth - 1)):
         best = found
     for threads in range(1, best.schedule.threads):
         if found := _beating(best, search, threads, best.depth):
-            best = found
-            break
-    return search.together(best)
+            return found
+    return best
 
 
-def _beating(best: Found, search: Search, threads: int, depth: int) -> Found | None:
+def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> FoundPlan | None:
     """What beats the best plan under tighter limits, if that is found."""
     if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
         return None
@@ -262,14 +256,111 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
 
 
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _fitting(
+    free: Choice,
+    find: Callable[[Limits], Choice],
+    costs: CostModel,
+    limits: Limits,
+    max_bytes: int,
+    *,
+    streams: bool,
+) -> Choice:
+    """The fastest plan found that holds ``max_bytes`` at most, by the simulator.
+
+    The plans that are fastest under each number of iterations in flight are looked at, the most
+    first: as they are, and with less ``run_ahead`` and depth. A plan of fewer iterations in flight
+    is no faster than one of more in which those are allowed, so the search ends where it has one
+    that fits.
+
+    Args:
+        free: The fastest plan found, whatever it holds.
+        find: The fastest plan under other limits.
+        costs: With the tasks' memory.
+        limits: What else to keep to.
+        max_bytes: The limit.
+        streams: Whether the device has streams.
+
+    Raises:
+        PlanError: No plan was found that fits; the message has the smallest peak.
+    """
+    best: tuple[float, PipelinePlan] | None = None
+    least = 0
+    for found in _of_less_depth(free, find, limits):
+        if best is not None and found.ii_us >= best[0]:
+            break
+        for plan in _smaller(found.plan, streams=streams):
+            held = peak_of(plan, costs, streams=streams)
+            size = 0 if held is None else held.bytes
+            least = min(least or size, size)
+            if size <= max_bytes:
+                ii_us = interval_us(plan, costs, streams=streams)
+                best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
+                if plan.run_ahead == found.plan.run_ahead:
+                    break  # else one of less depth that may run ahead can be faster
+    if best is None:
+        text = (
+            f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
+            f"smallest peak found is {in_bytes(least)}, {least} bytes: allow that, or take smaller "
+            "batches"
+        )
+        raise PlanError([Problem(text)])
+    why = (
+        f"The limit of {in_bytes(max_bytes)} costs {in_ms(max(0.0, best[0] - free.ii_us))} per "
+        f"iteration: without it {in_ms(free.ii_us)}."
+    )
+    known = free.why if best[1] == free.plan else ()
+    return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
+
+
+def _of_less_depth(
+    free: Choice, find: Callable[[Limits], Choice], limits: Limits
+) -> Iterator[Choice]:
+    yield free
+    fewer = [Limits(depth, limits.threads, limits.frozen) for depth in range(1, free.in_flight)]
+    for less in (*reversed(fewer), Limits(1, 1, limits.frozen)):
+        with suppress(PlanError):  # so few are not admitted
+            yield find(less)
+
+
+def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
+    """The plan, then with less and less run-ahead, then with less depth, too."""
+    for depth in range(plan.depth, plan.least_depth - 1, -1):
+        shallow = replace(plan, pipeline_depth=depth)
+        yield shallow
+        if streams and plan.names_streams:
+            for ahead in range((plan.launch_limit or 0) - 1, -1, -1):
+                yield replace(shallow, run_ahead=ahead)
+
+
+def check_limit(max_bytes: int, costs: CostModel | None = None) -> None:
+    """Refuse a limit that is none, or to what is not known.
+
+    Raises:
+        PlanError: ``max_bytes`` is not an integer of 1 or more, or costs are given that lack the
+            memory.
+    """
+    problems = []
+    if type(max_bytes) is not int or max_bytes < 1:
+        rule = "give a number of bytes, 1 or more"
+        problems.append(Problem(f"max_bytes is {shown(max_bytes)}: {rule}"))
+    if costs is not None and costs.memory is None:
+        mend = "give CostModel(memory=measure_memory(tasks, batches))"
+        problems.append(Problem(f"max_bytes needs what the tasks hold: {mend}"))
+    if problems:
+        raise PlanError(problems)
+
+
 # ------------------------------------------------------------------------------------------ words
 
 
-def _why(best: Found, bounds: Bounds, search: Search) -> list[str]:
+def _why(best: FoundPlan, bounds: Bounds, search: Search) -> list[str]:
     gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
-    above = "" if gap < 1e-6 else f"{gap:.2%} above "
+    above = "optimal:" if gap < 1e-6 else f"{gap:.2%} above"
     bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
-    words = [f"The predicted interval is {above}{bound}."]
+    words = [f"The predicted interval is {above} {bound}."]
     if best.schedule.threads == 1:
         words.append("The caller's thread is enough for the tasks.")
     for threads in range(2, best.schedule.threads + 1):

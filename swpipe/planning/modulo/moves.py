@@ -30,7 +30,7 @@ _DRAWS = 4
 """So many tasks are drawn to find one that shares a thread or a resource with another."""
 
 
-class Candidate:
+class MovableSchedule:
     """A schedule that moves change in place.
 
     Args:

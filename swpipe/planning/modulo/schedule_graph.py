@@ -20,24 +20,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
-from operator import not_
+from itertools import permutations
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.drawing import stream_name
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.limits import Limits
 
 LOCK = "the interpreter lock"
-TURN = "the turn of globally ordered tasks"
-CALLERS_STREAM = "the caller's stream"
+TURN = "submission in global order"
+CALLERS_STREAM = f"stream {stream_name(None)!r}"
 
 TOLERANCE = 1e-9
 """Intervals that differ by less than this fraction are equal."""
 
 
-class Edge(NamedTuple):
+class OperationEdge(NamedTuple):
     """The head on iteration i begins no sooner than ``time_us`` after the tail on i - distance."""
 
     tail: int
@@ -77,6 +77,8 @@ class ScheduleGraph:
         least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
             reach into later iterations.
         handover_us: What waiting for another thread costs.
+        pull_us: What pulling a batch takes, of the caller's thread or of that of ``pull_group``.
+        pull_group: The thread group that pulls batches, if that has a name.
         run_ahead: How many iterations beyond the depth may be launched; None for any number.
     """
 
@@ -89,13 +91,15 @@ class ScheduleGraph:
     stream: tuple[int, ...]
     resources: tuple[str, ...]
     reservations: tuple[tuple[Reservation, ...], ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[OperationEdge, ...]
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
     last: frozenset[int]
     serial: tuple[int, ...]
     least_stages: tuple[int, ...]
     handover_us: float
+    pull_us: float = 0.0
+    pull_group: str | None = None
     run_ahead: int | None = None
 
     @property
@@ -118,23 +122,20 @@ class ScheduleGraph:
     @cached_property
     def sharing(self) -> tuple[frozenset[int], ...]:
         """Task to the tasks that reserve a resource that it reserves too."""
-        users: dict[int, set[int]] = defaultdict(set)
-        for operation, reserved in enumerate(self.reservations):
-            for each in reserved:
-                users[each.resource].add(operation % self.size)
+        users = self.users.values()
         return tuple(
-            frozenset().union(*(tasks for tasks in users.values() if v in tasks)) - {v}
+            frozenset[int]().union(*(tasks for tasks in users if v in tasks)) - {v}
             for v in range(self.size)
         )
 
-    @property
-    def busiest_us(self) -> float:
-        """What an iteration takes of the busiest resource."""
-        load = [0.0] * len(self.resources)
-        for reserved in self.reservations:
+    @cached_property
+    def users(self) -> dict[str, dict[int, float]]:
+        """Resource to the tasks that reserve it, each with its time; microseconds."""
+        users: dict[str, dict[int, float]] = {name: {} for name in self.resources}
+        for operation, reserved in enumerate(self.reservations):
             for each in reserved:
-                load[each.resource] += each.time_us
-        return max(load, default=0.0)
+                users[self.resources[each.resource]][operation % self.size] = each.time_us
+        return users
 
 
 def schedule_graph(
@@ -147,21 +148,29 @@ def schedule_graph(
     """
     limits.check(plan)
     names = tuple(plan.schedule)
+    n, index = len(names), {name: v for v, name in enumerate(names)}
     task_costs = list(costs.of(names).values())
-    index = {name: v for v, name in enumerate(names)}
     resolved = resolve_plan(plan)
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
-    host_only = [d.host_only for d in resolved.dependences]
     frozen = frozenset(index[name] for name in limits.frozen)
     host = tuple(c.host_us if streams and not c.blocks else c.total_us for c in task_costs)
     launch = tuple(c.host_us if streams else c.total_us for c in task_costs)
     device = tuple(c.device_us if streams else 0.0 for c in task_costs)
     blocks = frozenset(v for v, c in enumerate(task_costs) if streams and c.blocks)
-    stream_numbers: dict[object, int] = {None: 0}
+    numbers: dict[object, int] = {None: 0}
     stream = tuple(
-        stream_numbers.setdefault(entry.stream, len(stream_numbers)) if streams else -1
+        numbers.setdefault(entry.stream, len(numbers)) if streams else -1
         for entry in plan.schedule.values()
     )
+    edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
+    if streams:
+        host_only = (dep.host_only for dep in resolved.dependences)
+        of_streams = [dep for dep, alone in zip(deps, host_only, strict=True) if not alone]
+        edges += [OperationEdge(v, n + v, launch[v], 0) for v in range(n)]
+        edges += [OperationEdge(n + p, n + c, device[p], d) for c, p, d in of_streams]
+        edges += [OperationEdge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
+    # In one period, on one thread: the next iteration's begin when all of this one's have ended.
+    edges += [OperationEdge(u, v, host[u], 1) for u, v in permutations(sorted(frozen), 2)]
     resources, reservations = _reservations(plan, task_costs, host, streams, limits.threads > 1)
     return ScheduleGraph(
         names=names,
@@ -173,13 +182,15 @@ def schedule_graph(
         stream=stream,
         resources=resources,
         reservations=reservations,
-        edges=tuple(_edges(host, launch, device, blocks, deps, host_only, frozen, streams)),
+        edges=tuple(edges),
         deps=deps,
         frozen=frozen,
         last=_and_successors(deps, frozen),
         serial=tuple(index[name] for name in resolved.serial_order),
-        least_stages=_least_stages(len(names), deps),
+        least_stages=_least_stages(n, deps),
         handover_us=costs.handover_us,
+        pull_us=costs.tasks.get(PULL, TaskCost()).total_us,
+        pull_group=plan.pull_group,
         run_ahead=plan.launch_limit,
     )
 
@@ -201,7 +212,7 @@ def _reservations(
                 (n + v, cost.device_us) if on_device else (v, host[v])
             )
         if streams:
-            stream = CALLERS_STREAM if entry.stream is None else f"stream {entry.stream!r}"
+            stream = f"stream {stream_name(entry.stream)!r}"
             users[stream].append((n + v, cost.device_us))
             if entry.stream is not None and threaded:
                 users[f"submission to {stream}"].append((v, host[v]))
@@ -215,28 +226,6 @@ def _reservations(
         for operation, time_us in users[name]:
             found[operation].append(Reservation(number, time_us))
     return tuple(shared), tuple(map(tuple, found))
-
-
-def _edges(
-    host: Sequence[float],
-    launch: Sequence[float],
-    device: Sequence[float],
-    blocks: frozenset[int],
-    deps: Sequence[tuple[int, int, int]],
-    host_only: Sequence[bool],
-    frozen: frozenset[int],
-    streams: bool,
-) -> list[Edge]:
-    n = len(host)
-    edges = [Edge(p, c, host[p], d) for c, p, d in deps]
-    if streams:
-        edges += [Edge(v, n + v, launch[v], 0) for v in range(n)]
-        of_streams = compress(deps, map(not_, host_only))
-        edges += [Edge(n + p, n + c, device[p], d) for c, p, d in of_streams]
-        edges += [Edge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
-    # In one period, on one thread: the next iteration's begin when all of this one's have ended.
-    edges += [Edge(u, v, host[u], 1) for u in sorted(frozen) for v in sorted(frozen) if u != v]
-    return edges
 
 
 def _and_successors(deps: Sequence[tuple[int, int, int]], tasks: frozenset[int]) -> frozenset[int]:

@@ -18,12 +18,11 @@ from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.errors import InternalError
 from swpipe.planning.modulo.annealing import Annealer
+from swpipe.planning.modulo.bounds import bounds_of
 from swpipe.planning.modulo.estimate import Estimator
-from swpipe.planning.modulo.load_balance import least_load
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of, serial_schedule
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import starts
-from swpipe.planning.simulation.cycles import Arc, heaviest_cycle, ticks
 from swpipe.planning.simulation.interval import interval_us
 
 _WORK, _WORK_PER_TASK = 200_000, 35_000
@@ -40,7 +39,7 @@ MOST_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """A schedule, its plan, and the interval that the simulator has for it, in microseconds."""
 
     schedule: ModuloSchedule
@@ -57,9 +56,9 @@ class Found:
         """How many iterations the first is ahead of the device's last at most, where limited."""
         return self.plan.depth + (self.plan.launch_limit or 0)
 
-    def beats(self, other: Found | None) -> bool:
+    def beats(self, other: FoundPlan) -> bool:
         """Whether it is better: less interval, then ahead, then threads, then stages parted."""
-        if other is None or self.ii_us < other.ii_us * (1 - TOLERANCE):
+        if self.ii_us < other.ii_us * (1 - TOLERANCE):
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
@@ -82,27 +81,9 @@ class Search:
         """No plan with so many threads and iterations in flight has a shorter interval."""
         if depth <= max(self.graph.least_stages):
             return math.inf  # there is no such plan
-        busiest_us = max(least_load(self.graph, threads), self.graph.busiest_us)
-        return max(busiest_us, self._cycle_us(depth))
+        return bounds_of(self.graph, threads, depth).ii_us
 
-    def _cycle_us(self, depth: int) -> float:
-        """What dependences ask for, and that iterations wait for earlier ones.
-
-        For the thread work of the one ``depth`` before, and ``run_ahead`` further the device's.
-        """
-        n, graph = self.graph.size, self.graph
-        begin, end, done = 2 * n, 2 * n + 1, 2 * n + 2
-        arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
-        for v in range(n):
-            arcs += [Arc(begin, v, 0, 0), Arc(v, end, ticks(graph.host_us[v]), 0)]
-            arcs += [Arc(n + v, done, ticks(graph.device_us[v]), 0)]
-        arcs += [Arc(end, begin, 0, depth)]
-        if graph.run_ahead is not None:
-            arcs += [Arc(done, begin, 0, depth + graph.run_ahead)]
-        cycle = heaviest_cycle(2 * n + 3, arcs)
-        return cycle.ratio_us if cycle is not None else 0.0
-
-    def best(self, threads: int, depth: int) -> Found:
+    def best(self, threads: int, depth: int) -> FoundPlan:
         """The best plan found with at most so many threads and iterations in flight.
 
         To be asked for first: it leaves a small share of the effort for lower limits.
@@ -115,7 +96,7 @@ class Search:
         self._work = rest
         return found if found is not None and found.beats(best) else best
 
-    def reach(self, goal_us: float, threads: int, depth: int, share: float) -> Found | None:
+    def reach(self, goal_us: float, threads: int, depth: int, share: float) -> FoundPlan | None:
         """The first plan found that reaches an interval, or else the best one.
 
         ``share`` is the share of what is left of the effort that may be spent.
@@ -126,13 +107,13 @@ class Search:
             return math.inf if found is None else found.ii_us
 
         annealer = Annealer(Estimator(self.graph, threads, depth), simulate, goal_us)
-        annealer.search(starts(self.graph, threads, depth), self._work * share)
+        annealer.search(starts(self.graph, depth), self._work * share)
         self._work -= annealer.work
         if annealer.incumbent is None:
             return None
         return self.simulated(annealer.incumbent.from_stage_0(), depth)
 
-    def serial(self) -> Found:
+    def serial(self) -> FoundPlan:
         """The plan that overlaps nothing but what the device overlaps by itself."""
         schedule = serial_schedule(self.graph)
         found = self.simulated(schedule, max(schedule.stage) + 1)
@@ -142,7 +123,7 @@ class Search:
 
     def simulated(
         self, schedule: ModuloSchedule, depth: int, enough_us: float = math.inf
-    ) -> Found | None:
+    ) -> FoundPlan | None:
         """The plan of a schedule whose first stage is 0; None if it states no same_period_deps.
 
         An interval of ``enough_us`` or more need not be exact: a lower bound of it will do.
@@ -152,12 +133,16 @@ class Search:
             return None
         streams = self.graph.streams
         ii_us = interval_us(plan, self._costs, streams=streams, enough_us=enough_us)
-        return Found(schedule, plan, ii_us)
+        return FoundPlan(schedule, plan, ii_us)
 
-    def together(self, found: Found) -> Found:
-        """The same interval with tasks of one stage on one thread, where that can be."""
+    def together(self, found: FoundPlan, slack: float) -> FoundPlan:
+        """The same with tasks of one stage on one thread, where the interval is no longer.
+
+        But for a fraction ``slack`` of it.
+        """
+        most_us = found.ii_us * (1 + slack + TOLERANCE)
         parts = sorted(set(zip(found.schedule.stage, found.schedule.thread, strict=True)))
-        for (stage, source), (other, target) in permutations(parts, 2):
+        for (stage, target), (other, source) in permutations(parts, 2):  # the caller's is first
             if stage == other:
                 pairs = zip(found.schedule.stage, found.schedule.thread, strict=True)
                 moved = [
@@ -165,24 +150,24 @@ class Search:
                     for v, (s, k) in enumerate(pairs)
                 ]
                 schedule = replace(found.schedule, thread=tuple(moved))
-                if schedule.parts < found.schedule.parts and self._fits(schedule, found.ii_us):
+                if schedule.parts < found.schedule.parts and self._fits(schedule, most_us):
                     tidy = self.simulated(schedule, found.depth)
-                    if tidy is not None and tidy.beats(found):
+                    if tidy is not None and tidy.ii_us <= most_us:
                         found = tidy
         return found
 
-    def further_ahead(self, found: Found) -> Found:
+    def further_ahead(self, found: FoundPlan) -> FoundPlan:
         """The same plan with more ``run_ahead``, as little as gives a shorter interval."""
         if self._base.run_ahead is None and self.graph.streams and self.graph.run_ahead is not None:
             for ahead in range(self.graph.run_ahead + 1, MOST_AHEAD + 1):
                 plan = replace(found.plan, run_ahead=ahead)
-                more = Found(found.schedule, plan, interval_us(plan, self._costs, streams=True))
+                more = FoundPlan(found.schedule, plan, interval_us(plan, self._costs, streams=True))
                 found = more if more.beats(found) else found
         return found
 
-    def _fits(self, schedule: ModuloSchedule, ii_us: float) -> bool:
-        """Whether no thread has more work than an interval."""
+    def _fits(self, schedule: ModuloSchedule, most_us: float) -> bool:
+        """Whether no thread has more work."""
         load = [0.0] * (max(schedule.thread) + 1)
         for thread, host_us in zip(schedule.thread, self.graph.host_us, strict=True):
             load[thread] += host_us
-        return max(load) <= ii_us * (1 + TOLERANCE)
+        return max(load) <= most_us

@@ -55,7 +55,6 @@ class EventSimulator:
         start: Execution to ticks since the first period began; when all that it needs is
             available, as far as that is known before its end is.
         end: Execution to ticks; -1 while unknown.
-        bound_by: Execution to the last to end of those it waited for; -1 for none.
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
@@ -64,7 +63,6 @@ class EventSimulator:
         self.limit = self.size * (iterations + graph.depth - 1)
         self.start: list[int] = []
         self.end: list[int] = []
-        self.bound_by: list[int] = []
         self._pending: list[int] = []
         self._waits = _Waits(graph, iterations)
         self._out = _outgoing(graph)
@@ -83,7 +81,6 @@ class EventSimulator:
         ]
         self._heap: list[tuple[int, int, _Request]] = []
         self._free = [0] * len(number)
-        self._holder = [-1] * len(number)
         self._blocked: dict[int, list[tuple[int, int, _Request]]] = {}
         self._last: dict[int, int] = {}  # queue to the last execution in it
         self._next: dict[int, list[int]] = {}
@@ -118,7 +115,6 @@ class EventSimulator:
             self._pending += self._waits.in_next_period()
         self.start += [0] * (more * self.size)
         self.end += [-1] * (more * self.size)
-        self.bound_by += [-1] * (more * self.size)
         return len(self.end)
 
     # ------------------------------------------------------------- uncontended
@@ -127,7 +123,7 @@ class EventSimulator:
         """Compute all executions that follow from those on the stack, except contended ones."""
         size, total, count = self.size, self.iterations, len(self.end)
         stage, time, request, out = self._stage, self._time, self._request, self._out
-        start, pending, end, bound_by = self.start, self._pending, self.end, self.bound_by
+        start, pending, end = self.start, self._pending, self.end
         queues = self.graph.queues
         while stack:
             execution = stack.pop()
@@ -153,7 +149,6 @@ class EventSimulator:
                     continue
                 if ended + extra > start[other]:
                     start[other] = ended + extra
-                    bound_by[other] = execution
                 pending[other] -= 1
                 if not pending[other]:
                     stack.append(other)
@@ -174,10 +169,6 @@ class EventSimulator:
                 self._blocked.setdefault(what, []).append((time, execution, request))
                 return []
             begin = max(begin, free[what])
-        if begin > time:
-            for what in needs:
-                if free[what] == begin:
-                    self.bound_by[execution] = self._holder[what]
         if request is _Request.HOLD and self._lock[k]:
             for what in needs:
                 free[what] = _HELD
@@ -191,10 +182,8 @@ class EventSimulator:
         self.end[execution] = begin + self._time[k]
         if self._lock[k]:
             self._free[_LOCK] = begin + self._lock[k]
-            self._holder[_LOCK] = execution
         for what in self._needs[k]:
             self._free[what] = self.end[execution]
-            self._holder[what] = execution
             for waiting in self._blocked.pop(what, ()):
                 heapq.heappush(self._heap, waiting)
 
@@ -221,9 +210,8 @@ class EventSimulator:
         return ready
 
     def _release(self, ahead: int, execution: int) -> list[int]:
-        if ahead >= 0 and self.end[ahead] > self.start[execution]:
-            self.start[execution] = self.end[ahead]
-            self.bound_by[execution] = ahead
+        if ahead >= 0:
+            self.start[execution] = max(self.start[execution], self.end[ahead])
         self._pending[execution] -= 1
         return [] if self._pending[execution] else [execution]
 

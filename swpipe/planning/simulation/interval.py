@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, OWN, compile_plan
+from swpipe._engine.program import OWN, compile_plan
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
-from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
+from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
 
@@ -38,9 +37,9 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
         enough_us: If a lower bound shows that the interval is at least this, the bound is returned
             and nothing is simulated.
     """
-    busiest = max(graph.load.values())
-    cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busiest)
-    bound_us = busiest / TICKS_PER_US if cycle is None else cycle.ratio_us
+    _, busy = graph.busiest()
+    cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busy)
+    bound_us = busy / TICKS_PER_US if cycle is None else cycle.ratio_us
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
     ii_us, exact = _simulated_interval(graph.limited())
@@ -116,97 +115,42 @@ class Limit(NamedTuple):
 def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     """What limits an interval: what is always busy, or a cycle of tasks that wait for each other.
 
-    It can take long to find.
+    Or else what goes to whoever comes first, so that no cycle is fixed.
     """
     if not ii_us:
         return Limit("nothing")
-    key, load = max(graph.load.items(), key=lambda item: item[1])
-    if ii_us <= load / TICKS_PER_US:
-        return _of_load(graph, key)
+    key, busy = graph.busiest()
+    if ii_us <= busy / TICKS_PER_US:
+        if isinstance(key, Row):
+            what, state = f"{key.kind} {key.name!r}", "busy"
+        else:
+            what, state = f"the {key}" if key == LOCK else f"resource {key!r}", "taken"
+        tasks = tuple(task for task, time in graph.load[key].items() if time)
+        return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tasks)
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady))
     if cycle is not None and ii_us <= cycle.ratio_us:
         return _of_cycle(graph, cycle)
-    graph = graph.limited()
-    for length in (3, LONGEST_RUN):  # a short run shows most cycles of waits
-        found = _of_chain(simulate_run(graph, length * graph.reach), ii_us)
-        if found is not None:
-            return found
-    return Limit("contention between tasks, without a repeating pattern")
-
-
-def _of_load(graph: TimedGraph, key: Row | str) -> Limit:
-    if isinstance(key, Row):
-        what, state = f"{key.kind} {key.name!r}", "busy"
-    else:
-        what, state = f"the {key}" if key == LOCK else f"resource {key!r}", "taken"
-    tasks = graph.users[key]
-    return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tasks)
+    nodes = graph.nodes
+    wanted = {f"stream {nodes[node].row.name!r}" for node in graph.queues}
+    wanted |= {f"resource {what!r}" for node in nodes for what in node.resources}
+    wanted |= {f"the {LOCK}" for node in nodes if node.lock}
+    return Limit(f"contention for {', '.join(sorted(wanted))}")
 
 
 def _of_cycle(graph: TimedGraph, cycle: Cycle) -> Limit:
-    nodes = graph.nodes
-    steps, iteration = [], 0
-    arcs = cycle.arcs
+    nodes, arcs, iteration = graph.nodes, cycle.arcs, 0
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
-    for tail, head, _, lag in (*arcs[first:], *arcs[:first]):
-        steps.append(_Step(tail, iteration))
-        iteration += lag - nodes[head].stage + nodes[tail].stage
-    return _of_path(graph, steps, iteration, cycle.ratio_us)
-
-
-def _of_chain(run: EventSimulator, ii_us: float) -> Limit | None:
-    """Follow back what each execution waited for last, until it repeats; None if it never does."""
-    graph = run.graph
-    size, nodes = len(graph.nodes), graph.nodes
-    path: list[int] = []
-    execution = run.execution(graph.retire, _last_unaffected(run))
-    met: dict[int, list[int]] = {}
-    while execution >= 0:
-        period, k = divmod(execution, size)
-        for place in met.get(k, ()):
-            periods = path[place] // size - period
-            took_us = (run.start[path[place]] - run.start[execution]) / TICKS_PER_US
-            if periods and abs(took_us - periods * ii_us) <= 1e-6 * took_us:
-                cycle = [*reversed(path[place + 1 :]), path[place]]
-                steps = [
-                    _Step(t % size, t // size - nodes[t % size].stage) for t in (execution, *cycle)
-                ]
-                return _of_path(graph, steps[:-1], periods, ii_us, steps[0].iteration)
-        met.setdefault(k, []).append(len(path))
-        path.append(execution)
-        execution = run.bound_by[execution]
-    return None
-
-
-def _last_unaffected(run: EventSimulator) -> int:
-    """The last iteration retired before the end of the run could have had any effect."""
-    graph, missing = run.graph, run.iterations
-    admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
-    execution = run.execution(admit, missing)
-    if execution >= len(run.end):
-        return missing - 1
-    return max(i for i in range(missing) if i == 0 or run.retired(i) <= run.end[execution])
-
-
-class _Step(NamedTuple):
-    node: int
-    iteration: int
-
-
-def _of_path(
-    graph: TimedGraph, steps: Sequence[_Step], distance: int, ratio_us: float, origin: int = 0
-) -> Limit:
-    """A cycle that begins and ends with the same task, ``distance`` iterations later."""
     words: list[str] = []
-    for node, iteration in (*steps, _Step(steps[0].node, steps[0].iteration + distance)):
-        number = iteration - origin
-        word = f"{graph.nodes[node].task} {'i' if not number else f'i{number:+d}'}"
-        if graph.device_of and graph.nodes[node].row.kind == "thread":
-            word += " (host)"
-        if graph.nodes[node].time or graph.nodes[node].task in OWN:
-            words.append(word)
-    tasks = dict.fromkeys(graph.nodes[node].task for node, _ in steps)
+    for tail, head, _, lag in (*arcs[first:], *arcs[:first], arcs[first]):
+        node = nodes[tail]
+        if node.time or node.task in OWN:
+            word = f"{node.task} i{iteration:+d}" if iteration else f"{node.task} i"
+            words.append(
+                f"{word} (host)" if graph.device_of and node.row.kind == "thread" else word
+            )
+        iteration += lag - nodes[head].stage + node.stage
+    tasks = dict.fromkeys(nodes[arc.tail].task for arc in (*arcs[first:], *arcs[:first]))
     return Limit(
-        f"a cycle, {in_ms(ratio_us)} per iteration: {' -> '.join(words)}",
+        f"a cycle, {in_ms(cycle.ratio_us)} per iteration: {' -> '.join(words)}",
         tasks=tuple(task for task in tasks if task not in OWN),
     )

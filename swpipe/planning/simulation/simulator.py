@@ -218,8 +218,8 @@ def _latency_us(run: EventSimulator) -> float:
 
 
 def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
-    for key, load in graph.load.items():
-        busy_us = load / TICKS_PER_US
+    for key, uses in graph.load.items():
+        busy_us = sum(uses.values()) / TICKS_PER_US
         idle = max(0.0, 1 - busy_us / interval.ii_us) if interval.ii_us else 1.0
         if isinstance(key, Row):
             yield Load(key.name, key.kind, busy_us, idle)

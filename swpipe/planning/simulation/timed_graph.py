@@ -92,8 +92,7 @@ class TimedGraph:
         contended: Whether anything is granted in no fixed order, so that arcs do not fix all times.
         device_of: Host node to its device node.
         returns: Host node of a task that blocks to the node of its return.
-        load: Row, resource or lock to the ticks per iteration in which it is busy.
-        users: The same to the tasks that make it so.
+        load: Row, resource or lock to the tasks that use it, each with its ticks per iteration.
     """
 
     nodes: tuple[Node, ...]
@@ -107,13 +106,17 @@ class TimedGraph:
     contended: bool
     device_of: Mapping[int, int]
     returns: Mapping[int, int]
-    load: Mapping[Row | str, int]
-    users: Mapping[Row | str, tuple[str, ...]]
+    load: Mapping[Row | str, Mapping[str, int]]
 
     @property
     def in_flight(self) -> int:
         """How many iterations can have begun of which the device has not done all."""
         return self.depth + (self.run_ahead or 0)
+
+    def busiest(self) -> tuple[Row | str, int]:
+        """What is busy longest in an iteration, and for how many ticks."""
+        loads = ((key, sum(uses.values())) for key, uses in self.load.items())
+        return max(loads, key=lambda load: load[1])
 
     @property
     def reach(self) -> int:
@@ -198,11 +201,9 @@ class _Builder:
         streams = [line for line in lines if line.on_one_stream and line.is_programs]
         queues = [line for line in lines if line not in streams]
         optional = tuple(self._optional(nodes))
-        load: dict[Row | str, int] = defaultdict(int)
-        users: dict[Row | str, list[str]] = defaultdict(list)
+        load: dict[Row | str, dict[str, int]] = defaultdict(dict)
         for key, task, time in self._uses():
-            load[key] += time
-            users[key] += [task] if time else []
+            load[key][task] = time
         turns: dict[int, list[int]] = defaultdict(list)
         for number, queue in enumerate(queues):
             for node in queue.works:
@@ -221,7 +222,6 @@ class _Builder:
             device_of={self.host[task]: node for task, node in self.device.items()},
             returns=self.returns,
             load=load,
-            users={key: tuple(tasks) for key, tasks in users.items()},
         )
 
     def _lines(self) -> Iterable[_Line]:

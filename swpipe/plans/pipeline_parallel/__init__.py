@@ -11,7 +11,7 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
     PipelineCosts,
     activation_memory,
 )
-from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph
+from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph, ScheduledNode
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
 from swpipe.plans.pipeline_parallel.schedule_comparison import (
@@ -19,10 +19,8 @@ from swpipe.plans.pipeline_parallel.schedule_comparison import (
     ScheduleComparison,
     compare_schedules,
 )
-from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
 from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
-from swpipe.plans.pipeline_parallel.v_proof import prove_v_schedule
 
 __all__ = [
     "Action",
@@ -41,6 +39,5 @@ __all__ = [
     "check_schedule",
     "compare_schedules",
     "plan_v_schedule",
-    "prove_v_schedule",
     "torch_schedule",
 ]

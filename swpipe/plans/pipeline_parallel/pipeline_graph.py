@@ -1,22 +1,70 @@
-"""The published generator of zero-bubble V schedules, with the interface of seed 003."""
+"""The published generator of zero-bubble V schedules, with the interface of seed 003.
+
+Each stage (a rank) has two chunks of the model in a V. An attempt is written in *raw* chunks, which
+count in the order of the work, so that one rule serves both directions::
+
+    kind     0 F0   1 F1   2 B0   3 B1     the result comes from     then 4 W0, 5 W1
+    way      down   up     down   up       stage - 1, or stage + 1
+
+F0 is the forward pass of physical chunk 0, but B0 the backward pass of physical chunk 1: the
+backward pass takes the V in the other direction.
+
+Source: seed 003, sections "try_v_schedule" and "get_v_schedule"; the method is that of P. Qi et
+al., "Pipeline parallelism with controllable memory" (2024), as published with "Zero bubble pipeline
+parallelism" (2023).
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from itertools import chain
+from typing import Literal, NamedTuple, NoReturn, overload
 
 from swpipe.core.messages import shown
 from swpipe.plans.pipeline_parallel.action import ScheduleError
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts, is_positive, require_counts
-from swpipe.plans.pipeline_parallel.published_attempt import (
-    AttemptResult,
-    Sizes,
-    best_attempt,
-    try_twice,
-)
-from swpipe.plans.pipeline_parallel.published_nodes import nodes_of
-from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+
+
+class ScheduledNode(NamedTuple):
+    """One entry of a stage's list, with its times; the names are those of seed 003.
+
+    Attributes:
+        type: ``F``, ``B`` (the gradient of the input) or ``W``; ``SEND_FORWARD``, ``RECV_FORWARD``,
+            ``SEND_BACKWARD``, ``RECV_BACKWARD``; ``POST_VALIDATION``, ``SEND_POST_VALIDATION``,
+            ``RECV_POST_VALIDATION``.
+        chunk: 0 on the way down the V, 1 on the way up: the physical chunk.
+        stage: The rank, from 0.
+        minibatch: The microbatch, from 0.
+        start_time: In the unit of the costs.
+        completion_time: In the unit of the costs; of what does not compute, the start.
+        rollback: Whether a receive has to be repeated when the optimizer's step is rolled back.
+    """
+
+    type: str
+    chunk: int
+    stage: int
+    minibatch: int
+    start_time: float
+    completion_time: float
+    rollback: bool = False
+
+
+class AttemptResult(NamedTuple):
+    """A schedule of the published method; it unpacks as in seed 003.
+
+    Attributes:
+        schedule: Per stage, (category, raw chunk, microbatch) in order; F is 0, B is 1, W is 2.
+        end_time: The end of each pass, by ``PipelineGraph.get_id``.
+        max_bubble: The largest idle time of a stage between its first start and its last end.
+    """
+
+    schedule: list[list[tuple[int, int, int]]]
+    end_time: list[float]
+    max_bubble: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +119,11 @@ class PipelineGraph:
         costs.require_room()
         object.__setattr__(self, "max_mem", costs.limit(2 * self.n_stage))
 
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """The times of F, B and W."""
+        return (self.f_cost, self.b_cost, self.w_cost)
+
     def get_id(self, cat: int, chunk: int, stage: int, micro: int) -> int:
         """The index of a pass in ``end_time``.
 
@@ -89,7 +142,7 @@ class PipelineGraph:
         fill_b: bool = True,
         approved_bubble: Sequence[float] | None = None,
     ) -> AttemptResult:
-        """Make a schedule, make it again with its bubbles approved, and keep the better one.
+        """Make a schedule, and again with its bubbles approved as long as the largest one shrinks.
 
         Args:
             fill_f: Whether a W pass may delay an F pass where that waits too long.
@@ -103,7 +156,19 @@ class PipelineGraph:
             raise ScheduleError(
                 f"approved_bubble has {len(approved_bubble)} numbers: one per stage, {self.n_stage}"
             )
-        return try_twice(self._sizes(), fill_f, fill_b, approved_bubble)
+        attempt = _Attempt(self, fill_f, fill_b, approved_bubble)
+        result = attempt.run()
+        if approved_bubble is None or result.max_bubble < max(approved_bubble):
+            again = self.try_v_schedule(fill_f, fill_b, attempt.bubble)
+            if again.max_bubble < result.max_bubble:
+                return again
+        return result
+
+    def best_attempt(self) -> AttemptResult:
+        """Of the four ways to fill waits, the one with the smallest largest bubble."""
+        ways = ((True, True), (False, True), (True, False), (False, False))
+        attempts = [self.try_v_schedule(*way) for way in ways]
+        return min(attempts, key=lambda attempt: attempt.max_bubble)
 
     @overload
     def get_v_schedule(
@@ -122,17 +187,263 @@ class PipelineGraph:
         Raises:
             ScheduleError: The method finds no schedule within ``max_mem``.
         """
-        best = best_attempt(self._sizes())
+        best = self.best_attempt()
         if only_run_time:
-            return best.max_bubble + sum(self._sizes().costs) * self.n_micro * 2
-        return nodes_of(self._sizes(), best)
+            return best.max_bubble + sum(self.costs) * self.n_micro * 2
+        rows = []
+        for entries in _Nodes(self, best).listed:
+            entries.sort(key=lambda entry: entry[:2])
+            rows.append(_receive_early([node for _, _, node in entries]))
+        return [_with_rollback(row, above) for above, row in zip([[], *rows], rows, strict=False)]
 
-    def _sizes(self) -> Sizes:
-        return Sizes(
-            self.n_stage,
-            self.n_micro,
-            (self.f_cost, self.b_cost, self.w_cost),
-            self.c_cost,
-            (self.f_mem, self.b_mem, self.w_mem),
-            (self.max_mem or 0) * (1 + 1e-9),  # sums of floats are a little off
+
+class _Attempt:
+    """The schedule as far as it is made."""
+
+    def __init__(
+        self, graph: PipelineGraph, fill_f: bool, fill_b: bool, approved: Sequence[float] | None
+    ) -> None:
+        n = graph.n_stage
+        self.graph, self.fill_f, self.fill_b = graph, fill_f, fill_b
+        self.memory = (graph.f_mem, graph.b_mem, graph.w_mem)
+        self.max_mem = (graph.max_mem or 0) * (1 + 1e-9)  # sums of floats are a little off
+        self.ends: list[list[list[float]]] = [[[] for _ in range(n)] for _ in range(6)]
+        self.clock: list[float] = [0] * n
+        self.mem: list[float] = [0] * n
+        self.bubble: list[float] = [0] * n
+        self.max_bubble: float = 0
+        self.pending: list[deque[int]] = [deque() for _ in range(n)]
+        self.schedule: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
+        most = max(approved) if approved is not None else 0
+        self.left = [most - one for one in approved] if approved is not None else [0] * n
+        """How far each stage's approved bubble is below the largest one."""
+
+    def run(self) -> AttemptResult:
+        """Make the schedule.
+
+        Raises:
+            ScheduleError: The method finds none within the memory.
+        """
+        self._first_forwards()
+        self._fill_the_way_down()
+        for _ in range(2 * self.graph.n_micro):
+            for stage in range(self.graph.n_stage):
+                self._free_memory(BACKWARD, stage)
+            for stage, chunk in self._backwards():
+                self._fill(2 + chunk, stage, may_delay=chunk == 1 or self.fill_b)
+                self._put(2 + chunk, stage)
+            for stage in range(self.graph.n_stage):
+                if (kind := self._next_forward(stage)) is not None:
+                    self._free_memory(FORWARD, stage)
+                    self._fill(kind, stage, may_delay=self.fill_f)
+                    self._put(kind, stage)
+        for stage, pending in enumerate(self.pending):
+            while pending:
+                self._put_weight(stage)
+        end_time = list(chain.from_iterable(chain(*self.ends)))
+        return AttemptResult(self.schedule, end_time, self.max_bubble)
+
+    # ------------------------------------------------------------ single passes
+
+    def _producer(self, kind: int, stage: int) -> list[float] | None:
+        """The ends of the passes whose results ``kind`` needs; None where there is no producer."""
+        neighbour = stage - 1 if kind % 2 == 0 else stage + 1
+        return self.ends[kind][neighbour] if 0 <= neighbour < self.graph.n_stage else None
+
+    def _put(self, kind: int, stage: int) -> None:
+        """Append the next pass of this kind."""
+        ends, category = self.ends, kind // 2
+        done = ends[kind][stage]
+        micro = len(done)
+        now = start = self.clock[stage]
+        if micro >= self.graph.n_micro:
+            self._fail(f"stage {stage} would get a microbatch too many")
+        self.mem[stage] += self.memory[category]
+        if self.mem[stage] > self.max_mem:
+            self._fail(f"stage {stage} would exceed it")
+        if kind < 4:
+            producer = self._producer(kind, stage)
+            if (producer is not None and len(producer) <= micro) or (
+                kind and len(ends[kind - 1][stage]) <= micro
+            ):
+                self._fail(f"stage {stage} would come before what it needs")
+            if producer is not None and (arrival := producer[micro] + self.graph.c_cost) > now:
+                start = arrival
+                if ends[0][stage]:
+                    self.bubble[stage] += start - now
+                    self.max_bubble = max(self.max_bubble, self.bubble[stage])
+        self.clock[stage] = end = start + self.graph.costs[category]
+        done.append(end)
+        self.schedule[stage].append((category, kind % 2, micro))
+        if category == BACKWARD:
+            self.pending[stage].append(kind + 2)
+
+    def _put_weight(self, stage: int) -> None:
+        if not self.pending[stage]:
+            self._fail(f"stage {stage} has nothing to free")
+        self._put(self.pending[stage].popleft(), stage)
+
+    def _fill(self, kind: int, stage: int, may_delay: bool) -> None:
+        """Put W passes into the wait before a pass; one that does not fit, where it may delay."""
+        pending, producer = self.pending[stage], self._producer(kind, stage)
+        micro = len(self.ends[kind][stage])
+        if producer is None or len(producer) <= micro:
+            return
+        arrival = producer[micro] + self.graph.c_cost
+        while pending and arrival >= self.clock[stage] + self.graph.w_cost:
+            self._put_weight(stage)
+        if pending and may_delay:
+            slack = max(self.max_bubble, self.left[stage]) - self.bubble[stage]
+            if arrival - self.clock[stage] > slack:
+                self._put_weight(stage)
+
+    def _free_memory(self, category: int, stage: int) -> None:
+        while self.mem[stage] + self.memory[category] > self.max_mem:
+            self._put_weight(stage)
+
+    def _fail(self, why: str) -> NoReturn:
+        raise ScheduleError(
+            f"the published method finds no schedule of {self.graph.n_micro} microbatches on "
+            f"{self.graph.n_stage} stages in this max_mem: {why}; plan_v_schedule finds one "
+            "for every max_mem from 2 * f_mem on"
         )
+
+    # ------------------------------------------------------------ phases
+
+    def _first_forwards(self) -> None:
+        """The first microbatch down the V and up again, with F0 of others where time allows."""
+        n, graph, first = self.graph.n_stage, self.graph, self.ends[0]
+        for stage in range(n):
+            self._put(0, stage)
+        self._put(1, n - 1)
+        for stage in range(n - 2, -1, -1):
+            arrival = self.ends[1][stage + 1][0] + graph.c_cost
+            room = self.max_mem - graph.f_mem * (2 + 2 * stage)
+            while (
+                self.mem[stage] <= room
+                and self.clock[stage] + graph.f_cost <= arrival
+                and len(first[stage]) < graph.n_micro
+            ):
+                for above in range(stage + 1):
+                    self._put(0, above)
+            self._put(1, stage)
+
+    def _fill_the_way_down(self) -> None:
+        """The F passes that are left before the first B, F0 and F1 in turns."""
+        n, m = self.graph.n_stage, self.graph.n_micro
+        down, up = self.ends[0], self.ends[1]
+        kind = 0
+        for stage in range(1, n):
+            above = stage - 1
+            while (
+                len(down[stage]) + len(up[stage]) < len(down[above]) + len(up[above])
+                or len(up[stage]) <= len(up[above]) < m
+            ):
+                for below in range(n - 1, stage - 1, -1):
+                    if len(self.ends[kind][below]) < m:
+                        self._put(kind, below)
+                kind = 1 - kind
+
+    def _backwards(self) -> list[tuple[int, int]]:
+        """The B pass that each stage does next, as (stage, raw chunk), in the order to put them."""
+        n, m = self.graph.n_stage, self.graph.n_micro
+        down, up = self.ends[2], self.ends[3]
+        on_way_up = [
+            stage
+            for stage in range(n)
+            if (micro := len(up[stage])) < len(down[stage])
+            and (stage == n - 1 or len(up[stage + 1]) > micro or len(down[stage]) >= m)
+        ]
+        others = sorted(set(range(n)).difference(on_way_up))
+        return [*((stage, 1) for stage in reversed(on_way_up)), *((stage, 0) for stage in others)]
+
+    def _next_forward(self, stage: int) -> int | None:
+        """The kind of F pass that a stage does next; None where it has none that is ready."""
+        n, m = self.graph.n_stage, self.graph.n_micro
+        down, up = self.ends[0], self.ends[1]
+        n_down, n_up = len(down[stage]), len(up[stage])
+        if n_up >= m:
+            return None
+        if n_up >= n_down:
+            return 0
+        if stage == n - 1 or len(up[stage + 1]) > n_up:
+            return 1
+        if n_down < m and (stage == 0 or len(down[stage - 1]) > n_down):
+            return 0
+        return None
+
+
+class _Nodes:
+    """Passes, communication, and validation after the step: per stage, (time, number, node).
+
+    At one time, communication comes before computation.
+    """
+
+    def __init__(self, graph: PipelineGraph, attempt: AttemptResult) -> None:
+        self.graph, self.end_time, self.number = graph, attempt.end_time, 0
+        self.listed: list[list[tuple[float, int, ScheduledNode]]] = [
+            [] for _ in range(graph.n_stage)
+        ]
+        self._add_validation()
+        self._add_passes(attempt.schedule)
+
+    def _add_validation(self) -> None:
+        """Validation of the step before, from the last stage to the first."""
+        graph = self.graph
+        time: float = 0
+        for stage in range(graph.n_stage - 1, -1, -1):
+            micro = min(2 * (graph.n_stage - 1 - stage), graph.n_micro - 1)
+            end = self.end_time[graph.get_id(FORWARD, 0, stage, micro)]
+            time = max(time, end - graph.f_cost - graph.c_cost)
+            for prefix in ("RECV_", "SEND_", ""):
+                first, last = stage == 0, stage == graph.n_stage - 1
+                if not (first and prefix == "SEND_") and not (last and prefix == "RECV_"):
+                    node = ScheduledNode(prefix + "POST_VALIDATION", 0, stage, 0, time, time)
+                    self.listed[stage].append((time, self.number, node))
+                    self.number += 1
+
+    def _add_passes(self, schedule: list[list[tuple[int, int, int]]]) -> None:
+        graph = self.graph
+        last_number = self.number + 6 * graph.n_stage * graph.n_micro
+        names = {FORWARD: "FORWARD", BACKWARD: "BACKWARD"}
+        for stage, row in enumerate(schedule):
+            for category, raw, micro in row:
+                end = self.end_time[graph.get_id(category, raw, stage, micro)]
+                start = end - graph.costs[category]
+                chunk = raw if category == FORWARD else 1 - raw
+                node = ScheduledNode("FBW"[category], chunk, stage, micro, start, end)
+                self.listed[stage].append((start, last_number, node))
+                if category == WEIGHT:
+                    continue
+                to = stage - 1 if raw else stage + 1
+                if 0 <= to < graph.n_stage:
+                    for prefix, at in (("SEND_", stage), ("RECV_", to)):
+                        sent = ScheduledNode(prefix + names[category], chunk, at, micro, end, end)
+                        self.listed[at].append((end, self.number, sent))
+                self.number += 1
+
+
+def _receive_early(row: list[ScheduledNode]) -> list[ScheduledNode]:
+    """Where a receive starts no later than the pass before it ends, it comes before that pass."""
+    for i in range(1, len(row)):
+        before, node = row[i - 1], row[i]
+        if (
+            before.type in "FBW"
+            and node.type in ("RECV_FORWARD", "RECV_BACKWARD")
+            and node.start_time <= before.completion_time
+        ):
+            row[i - 1], row[i] = node, before
+    return row
+
+
+def _with_rollback(row: list[ScheduledNode], above: list[ScheduledNode]) -> list[ScheduledNode]:
+    """Mark the receives of what the stage above sent before its validation."""
+    types = [node.type for node in above]
+    sent = above[: types.index("POST_VALIDATION")] if above else []
+    unvalidated = {node.minibatch for node in sent if node.type == "SEND_FORWARD"}
+    return [
+        node._replace(rollback=True)
+        if node.type == "RECV_FORWARD" and node.chunk == 0 and node.minibatch in unvalidated
+        else node
+        for node in row
+    ]

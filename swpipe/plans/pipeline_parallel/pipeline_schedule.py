@@ -13,7 +13,7 @@ from pathlib import Path
 from swpipe.core.files import read_text
 from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
 from swpipe.plans.pipeline_parallel.order_check import check_order, placement_of
-from swpipe.plans.pipeline_parallel.scheduled_node import ScheduledNode
+from swpipe.plans.pipeline_parallel.pipeline_graph import ScheduledNode
 
 
 @dataclass(frozen=True)

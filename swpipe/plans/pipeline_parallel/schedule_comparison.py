@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,18 +45,16 @@ class ScheduleComparison(Rows):
 
     def records(self) -> list[dict[str, Any]]:
         """A row per schedule."""
-        rows = []
-        for name, report, note in ((one.name, one.report, one.note) for one in self.compared):
-            rows.append(
-                {
-                    "schedule": name,
-                    "makespan": report.makespan if report else None,
-                    "bubble": report.bubble if report else None,
-                    "peak_memory": max(report.peak_memory) if report else None,
-                    "note": note,
-                }
-            )
-        return rows
+        return [
+            {
+                "schedule": one.name,
+                "makespan": one.report and one.report.makespan,
+                "bubble": one.report and one.report.bubble,
+                "peak_memory": one.report and max(one.report.peak_memory),
+                "note": one.note,
+            }
+            for one in self.compared
+        ]
 
     def as_text(self) -> str:
         return self.format()
@@ -139,19 +137,15 @@ def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
         if not isinstance(value, Sequence):
             return 2 * value
         if len(value) == 2 * n_ranks:
-            return [first + second for first, second in _pairs(value)]
+            return [sum(pair) for pair in zip(value[::2], value[1::2], strict=True)]
         return [2 * one for one in value]
 
-    return PipelineCosts(
-        times(costs.forward),
-        times(costs.backward),
-        times(costs.weight),
-        costs.hop,
-        2 * costs.f_mem,
-        2 * costs.b_mem,
-        2 * costs.w_mem,
+    return replace(
+        costs,
+        forward=times(costs.forward),
+        backward=times(costs.backward),
+        weight=times(costs.weight),
+        f_mem=2 * costs.f_mem,
+        b_mem=2 * costs.b_mem,
+        w_mem=2 * costs.w_mem,
     )
-
-
-def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return zip(values[::2], values[1::2], strict=True)

@@ -1,21 +1,24 @@
-"""Orders of a V to start a search from: published, torch's, greedy."""
+"""Orders of a V to start a search from: published, torch's, greedy.
+
+Greedy orders are made in the order of time, within any memory from 2 * f on. Each rank takes the
+pass that can start first, and W passes in waits. F0 is taken only where memory is left for the F1
+of a microbatch, counting what the pending W passes free. So the oldest microbatch can always go on:
+where its F1 is due, everything older is done and freed, and the memory that its last F0 left is
+there. Therefore an order is found for every ``max_mem`` from 2 * f on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, product
 from random import Random
 
 from swpipe.plans.pipeline_parallel.action import ScheduleError
-from swpipe.plans.pipeline_parallel.greedy_order import GreedyOrder, GreedyRules
-from swpipe.plans.pipeline_parallel.published_attempt import (
-    AttemptResult,
-    Sizes,
-    best_attempt,
-    try_twice,
-)
+from swpipe.plans.pipeline_parallel.pipeline_graph import AttemptResult, PipelineGraph
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
-from swpipe.plans.pipeline_parallel.v_order import Order, VOrders
+from swpipe.plans.pipeline_parallel.v_order import NEEDS, Order, VOrders
 
 _RATIOS = (
     (1, 1.2, 0.8),
@@ -32,21 +35,10 @@ _HOPS = (0.001, 0.05, 0.4)
 """Latencies with which it is restarted, in units of F."""
 
 
-def published_sizes(orders: VOrders) -> Sizes:
-    """What the published method is told: it knows one time of each pass, here the mean."""
-    n = orders.n_ranks
-    pairs = [[cost[kind] + cost[kind + 1] for cost in orders.cost] for kind in (0, 2, 4)]
-    means = [(pair[0] if len(set(pair)) == 1 else sum(pair) / n) / 2 for pair in pairs]
-    memory = (orders.memory[0], orders.memory[2], orders.memory[4])
-    return Sizes(
-        n, orders.n_micro, (means[0], means[1], means[2]), orders.hop, memory, orders.max_mem
-    )
-
-
 def published_order(orders: VOrders) -> Order | None:
     """What the published method makes; None where it finds nothing within the memory."""
     try:
-        return _order_of(best_attempt(published_sizes(orders)))
+        return _order_of(_published(orders).best_attempt())
     except ScheduleError:
         return None
 
@@ -63,29 +55,143 @@ def torch_order(orders: VOrders) -> Order | None:
 def starts(orders: VOrders, rng: Random) -> Iterator[Order]:
     """Further orders, without an end: the published method with other costs, and greedy ones."""
     yield GreedyOrder(orders, GreedyRules.plain(orders)).make()
-    sizes = published_sizes(orders)
-    f = sizes.costs[0]
+    graph = _published(orders)
+    f = graph.f_cost
     ways = [(True, True), (True, False), (False, True), (False, False)]
     hops = (orders.hop, *(f * hop for hop in _HOPS))
     tries = list(product([(f * a, f * b, f * w) for a, b, w in _RATIOS], hops, ways))
-    tries += list(product([sizes.costs], hops, ways))
+    tries += list(product([graph.costs], hops, ways))
     rng.shuffle(tries)
-    for costs, hop, way in tries:
-        yield from _restarted(sizes._replace(costs=costs, hop=hop), *way)
+    for costs, hop, way in chain(tries, _drawn(f, ways, rng)):
+        other = replace(graph, f_cost=costs[0], b_cost=costs[1], w_cost=costs[2], c_cost=hop)
+        with suppress(ScheduleError):  # the published method needs more memory
+            yield _order_of(other.try_v_schedule(*way))
         yield GreedyOrder(orders, GreedyRules.drawn(orders, rng)).make()
+
+
+def _drawn(
+    f: float, ways: list[tuple[bool, bool]], rng: Random
+) -> Iterator[tuple[tuple[float, float, float], float, tuple[bool, bool]]]:
     while True:
         costs = (f, f * rng.uniform(0.4, 2.5), f * rng.uniform(0.2, 1.5))
-        drawn = sizes._replace(costs=costs, hop=f * 10 ** rng.uniform(-3, -0.2))
-        yield from _restarted(drawn, *rng.choice(ways))
-        yield GreedyOrder(orders, GreedyRules.drawn(orders, rng)).make()
+        yield costs, f * 10 ** rng.uniform(-3, -0.2), rng.choice(ways)
 
 
-def _restarted(sizes: Sizes, fill_f: bool, fill_b: bool) -> Iterator[Order]:
-    try:
-        yield _order_of(try_twice(sizes, fill_f, fill_b))
-    except ScheduleError:
-        return  # the published method needs more memory
+def _published(orders: VOrders) -> PipelineGraph:
+    """What the published method is told: it knows one time of each pass, here the mean."""
+    pairs = [[cost[kind] + cost[kind + 1] for cost in orders.cost] for kind in (0, 2, 4)]
+    f, b, w = ((row[0] if len(set(row)) == 1 else sum(row) / len(row)) / 2 for row in pairs)
+    costs = orders.costs
+    memory = (costs.f_mem, costs.b_mem, costs.w_mem, costs.max_mem)
+    return PipelineGraph(orders.n_ranks, orders.n_micro, f, b, w, costs.hop, *memory)
 
 
 def _order_of(attempt: AttemptResult) -> Order:
     return [[2 * category + raw for category, raw, _ in row] for row in attempt.schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyRules:
+    """How a rank chooses.
+
+    Attributes:
+        preference: The kinds 0 to 3; of those that can start at once, the first one is taken.
+        lead: Per rank, how many microbatches may be between F0 and I1.
+        slack: By how much a W pass may delay another pass.
+    """
+
+    preference: tuple[int, ...]
+    lead: tuple[int, ...]
+    slack: float
+
+    @classmethod
+    def plain(cls, orders: VOrders) -> GreedyRules:
+        """Backward passes first; memory alone limits the lead."""
+        return cls((2, 3, 1, 0), (orders.n_micro,) * orders.n_ranks, 0)
+
+    @classmethod
+    def drawn(cls, orders: VOrders, rng: Random) -> GreedyRules:
+        """Rules drawn at random."""
+        n = orders.n_ranks
+        backward = [2, 3] if rng.random() < 0.5 else [3, 2]
+        preference = [*backward, 1, 0] if rng.random() < 0.7 else [1, *backward, 0]
+        base, slope = rng.uniform(1, 2 * n), rng.uniform(-1, 2)
+        lead = tuple(max(1, round(base + slope * (n - 1 - rank))) for rank in range(n))
+        slack = rng.choice((0, 0.25, 0.5, 1)) * min(cost[4] for cost in orders.cost)
+        return cls(tuple(preference), lead, slack)
+
+
+class GreedyOrder:
+    """An order as far as it is made."""
+
+    def __init__(self, orders: VOrders, rules: GreedyRules) -> None:
+        n = orders.n_ranks
+        self.orders, self.rules = orders, rules
+        self.ends: list[list[list[float]]] = [[[] for _ in range(6)] for _ in range(n)]
+        self.clock: list[float] = [0] * n
+        self.used: list[float] = [0] * n
+        self.rows: Order = [[] for _ in range(n)]
+
+    def make(self) -> Order:
+        """The whole order."""
+        n = self.orders.n_ranks
+        next_of = [self._next(rank) for rank in range(n)]
+        for _ in range(6 * n * self.orders.n_micro):
+            _, rank, kind = min(one for one in next_of if one is not None)
+            self._append(rank, kind)
+            for near in (rank - 1, rank, rank + 1):
+                if 0 <= near < n:
+                    next_of[near] = self._next(near)
+        return self.rows
+
+    def _append(self, rank: int, kind: int) -> None:
+        start = max(self.clock[rank], self._arrival(rank, kind) or 0)
+        self.clock[rank] = end = start + self.orders.cost[rank][kind]
+        self.ends[rank][kind].append(end)
+        self.used[rank] += self.orders.memory[kind]
+        self.rows[rank].append(kind)
+
+    def _arrival(self, rank: int, kind: int) -> float | None:
+        """When the input of the next pass of a kind is there; None: not yet known."""
+        if kind >= 4:
+            return 0
+        source = rank + 1 if kind % 2 else rank - 1
+        if not 0 <= source < self.orders.n_ranks:
+            return 0
+        ends, micro = self.ends[source][kind], len(self.ends[rank][kind])
+        return ends[micro] + self.orders.hop if micro < len(ends) else None
+
+    def _next(self, rank: int) -> tuple[float, int, int] | None:
+        """Start, rank and kind of what a rank does next, as far as is known."""
+        orders, own, clock = self.orders, self.ends[rank], self.clock[rank]
+        pending = [kind for kind in (4, 5) if len(own[kind]) < len(own[kind - 2])]
+        weight = min(pending, key=lambda kind: own[kind - 2][len(own[kind])], default=None)
+        best: tuple[float, int, int] | None = None
+        for place, kind in enumerate(self.rules.preference):
+            if not self._is_due(rank, kind):
+                continue
+            arrival = self._arrival(rank, kind)
+            if arrival is not None:
+                best = min(best or (float("inf"), 0, 0), (max(clock, arrival), place, kind))
+        if weight is not None:
+            fits = best is None or clock + orders.cost[rank][weight] <= best[0] + (
+                self.rules.slack if best[0] > clock else 0
+            )
+            full = best is not None and self.used[rank] + orders.memory[best[2]] > orders.max_mem
+            if fits or full:
+                return clock, rank, weight
+        return None if best is None else (best[0], rank, best[2])
+
+    def _is_due(self, rank: int, kind: int) -> bool:
+        """Whether the microbatch is there, and the memory for it once the pending W have run."""
+        orders, own = self.orders, self.ends[rank]
+        done, need = len(own[kind]), NEEDS[kind]
+        if done >= (orders.n_micro if need is None else len(own[need])):
+            return False
+        if kind > 1:
+            return True
+        if kind == 0 and done - len(own[3]) >= self.rules.lead[rank]:
+            return False
+        pending = len(own[2]) + len(own[3]) - len(own[4]) - len(own[5])
+        left = orders.max_mem - self.used[rank] - pending * orders.memory[4]
+        return left >= orders.memory[0] * (2 - kind)

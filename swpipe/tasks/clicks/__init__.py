@@ -1,22 +1,18 @@
 """A DLRM-style click model on click logs in the Criteo TSV format: the project's main job.
 
 Needs the extra ``swpipe[clicks]`` and TorchRec; the README says how to install it with and without
-a GPU.
+a GPU. The command line imports this package in any case, so names are loaded when asked for.
 """
 
-import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# By default Polars and torch each use as many threads as there are cores, and would compete for
-# them. One thread each is enough, since the plan runs them at the same time. The variable must be
-# set before Polars is first imported; a value set by the user is kept.
-os.environ.setdefault("POLARS_MAX_THREADS", "1")
-
-from swpipe.tasks.clicks.config import ClickConfig, ModelConfig
-from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
-from swpipe.tasks.clicks.feed import Evaluation
-from swpipe.tasks.clicks.job import ClickJob
-from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
-from swpipe.tasks.clicks.metrics import TrainingDivergedError
+if TYPE_CHECKING:
+    from swpipe.tasks.clicks.config import ClickConfig, ModelConfig
+    from swpipe.tasks.clicks.decode import MalformedRowError, RejectedRow
+    from swpipe.tasks.clicks.job import ClickJob, Evaluation
+    from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
+    from swpipe.tasks.job_run import TrainingDivergedError
 
 __all__ = [
     "BatchSpec",
@@ -30,3 +26,13 @@ __all__ = [
     "RejectedRow",
     "TrainingDivergedError",
 ]
+
+_MODULES = ("config", "log", "decode", "job")
+
+
+def __getattr__(name: str) -> Any:
+    for module in _MODULES if name in __all__ else ():
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

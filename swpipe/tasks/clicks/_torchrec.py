@@ -12,7 +12,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    from torchmetrics.classification import BinaryAUROC
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -25,7 +24,6 @@ with warnings.catch_warnings():
 
 __all__ = [
     "DLRM_DCN",
-    "BinaryAUROC",
     "DistributedModelParallel",
     "EmbeddingBagCollection",
     "EmbeddingBagCollectionSharder",

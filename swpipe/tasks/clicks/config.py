@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -30,16 +30,11 @@ class ModelConfig:
     learning_rate: float = 0.03
 
     def __post_init__(self) -> None:
-        sizes = {
-            "buckets": (self.buckets,),
-            "embedding_dim": (self.embedding_dim,),
-            "bottom_layers": self.bottom_layers,
-            "cross_layers": (self.cross_layers,),
-            "cross_rank": (self.cross_rank,),
-            "top_layers": self.top_layers,
-        }
         wrong = [
-            f"{name} {value}" for name, values in sizes.items() for value in values if value < 1
+            f"{name} {size}"
+            for name, given in asdict(self).items()
+            for size in (given if isinstance(given, tuple) else (given,))
+            if name != "learning_rate" and size < 1
         ]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: the sizes of a model are 1 or more")

@@ -7,24 +7,20 @@ vectorised, and costs a comparison of two counts where there are none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from swpipe.core.messages import MOST_CHARACTERS, one_line, plain
-from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, LABEL, ClickDataError, RowRange
+from swpipe.tasks.clicks._polars import pl
+from swpipe.tasks.clicks.log import COLUMNS, IDS, INTEGERS, LABEL, BatchSpec, ClickDataError
 
+_LABELS = pl.col(LABEL).replace_strict({"0": 0, "1": 1}, default=None, return_dtype=pl.UInt8)
 _TYPED = (
-    pl.when(pl.col(LABEL) == "1")
-    .then(1)
-    .when(pl.col(LABEL) == "0")
-    .then(0)
-    .cast(pl.UInt8)
-    .alias(LABEL),
+    _LABELS,
     pl.col(INTEGERS).cast(pl.Int64, strict=False),
     pl.col(IDS).str.to_integer(base=16, dtype=pl.UInt32, strict=False),
 )
@@ -50,19 +46,14 @@ class RejectedRow:
 
 
 class MalformedRowError(ClickDataError):
-    """The first malformed row, in strict mode.
-
-    Attributes:
-        row: The row.
-    """
+    """The first malformed row, ``row``, in strict mode."""
 
     def __init__(self, row: RejectedRow) -> None:
         super().__init__(f"{row}. Fix the row; without strict such rows are dropped and counted")
         self.row = row
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """The rows of one batch.
 
     Attributes:
@@ -75,33 +66,34 @@ class Decoded:
     rejected: tuple[RejectedRow, ...]
 
 
-def decode(data: bytes, ranges: Sequence[RowRange], strict: bool = False) -> Decoded:
-    """Parse the lines that ``ranges`` name.
+def decode(data: bytes, spec: BatchSpec, strict: bool = False) -> Decoded:
+    """Parse the lines of a batch, each ending in a line end.
 
     Args:
-        data: The bytes of all ranges, one after the other, each ending in a line end.
-        ranges: Where they came from, for reporting.
+        data: What ``spec.read`` gave.
+        spec: Where they came from, for reporting.
         strict: Raise at the first malformed row instead of leaving it out.
 
     Raises:
         MalformedRowError: ``strict``, and a row is malformed.
     """
     data, lines, rejected = _whole_rows(data)
-    text = pl.read_csv(
-        data,
-        has_header=False,
-        separator="\t",
-        quote_char=None,
-        schema=dict.fromkeys(COLUMNS, pl.String),
-        encoding="utf8-lossy",
-    ) if data else pl.DataFrame(schema=dict.fromkeys(COLUMNS, pl.String))  # fmt: skip
+    schema = dict.fromkeys(COLUMNS, pl.String)
+    text = pl.DataFrame(schema=schema)
+    if data:
+        text = pl.read_csv(
+            data, has_header=False, separator="\t", quote_char=None, schema=schema,
+            encoding="utf8-lossy",
+        )  # fmt: skip
     frame = text.select(_TYPED)
     if _nulls(frame) != _nulls(text) or frame[LABEL].null_count():
         reasons = _reasons(text, frame)
         bad = reasons.is_not_null()
         rejected |= dict(zip(lines[bad.to_numpy()].tolist(), reasons.filter(bad), strict=True))
         frame = frame.filter(~bad)
-    named = tuple(_place(ranges, line, rejected[line]) for line in sorted(rejected))
+    named = tuple(
+        RejectedRow(spec.path, spec.first_line + line, rejected[line]) for line in sorted(rejected)
+    )
     if strict and named:
         raise MalformedRowError(named[0])
     return Decoded(frame, named)
@@ -116,11 +108,8 @@ def _whole_rows(data: bytes) -> tuple[bytes, NDArray[np.int64], dict[int, str]]:
     bytes_ = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(bytes_ == ord("\n"))
     separators = np.flatnonzero((bytes_ == ord("\t")) | (bytes_ == ord("\n")))
-    width = len(COLUMNS)
-    lines = np.arange(len(ends))
-    if len(separators) == width * len(ends) and np.array_equal(
-        separators[width - 1 :: width], ends
-    ):
+    width, lines = len(COLUMNS), np.arange(len(ends))
+    if len(separators) == width * len(ends) and (separators[width - 1 :: width] == ends).all():
         return data, lines, {}
     fields = np.diff(np.searchsorted(separators, ends, side="right"), prepend=0)
     good = fields == width
@@ -135,28 +124,17 @@ def _nulls(frame: pl.DataFrame) -> tuple[int, ...]:
 
 def _reasons(text: pl.DataFrame, frame: pl.DataFrame) -> pl.Series:
     """What is wrong with each row, in words; null where nothing is."""
-
-    def complaint(name: str, rule: str) -> pl.Expr:
-        return pl.format(
-            "{} {} is not {}", pl.lit(name), pl.col(_TEXT + name).fill_null("(empty)"), pl.lit(rule)
-        )
-
-    def lost(name: str) -> pl.Expr:
-        return pl.col(_TEXT + name).is_not_null() & pl.col(name).is_null()
-
-    checks = [
-        pl.when(pl.col(LABEL).is_null()).then(complaint(LABEL, "0 or 1")),
-        *(pl.when(lost(name)).then(complaint(name, "an integer of 64 bits")) for name in INTEGERS),
-        *(pl.when(lost(name)).then(complaint(name, "a hexadecimal id of 32 bits")) for name in IDS),
-    ]
+    rules = {
+        LABEL: "0 or 1",
+        **dict.fromkeys(INTEGERS, "an integer of 64 bits"),
+        **dict.fromkeys(IDS, "a hexadecimal id of 32 bits"),
+    }
+    checks = []
+    for name, rule in rules.items():
+        given, lost = pl.col(_TEXT + name), pl.col(name).is_null()
+        if name != LABEL:  # which may not be missing
+            lost &= given.is_not_null()
+        told = pl.format(f"{name} {{}} is not {rule}", given.fill_null("(empty)"))
+        checks.append(pl.when(lost).then(told))
     both = frame.hstack(text.rename(lambda name: _TEXT + name))
     return both.select(pl.coalesce(checks).alias("reason"))["reason"]
-
-
-def _place(ranges: Sequence[RowRange], line: int, reason: str) -> RejectedRow:
-    """``line`` counts from 0 through all ranges."""
-    for part in ranges:
-        if line < part.rows:
-            return RejectedRow(part.path, part.first_line + line, reason)
-        line -= part.rows
-    raise IndexError(f"line {line} lies behind the last of the ranges")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import polars as pl
 import torch
 
+from swpipe.tasks.clicks._polars import pl
 from swpipe.tasks.clicks._torchrec import KeyedJaggedTensor
 from swpipe.tasks.clicks.log import IDS, INTEGERS, LABEL
 

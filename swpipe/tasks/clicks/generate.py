@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
+from swpipe.tasks.clicks._polars import pl
 from swpipe.tasks.clicks.log import IDS, INTEGERS, LABEL
 
 Floats = NDArray[np.float64]
@@ -35,14 +35,8 @@ _PAIRS = ((0, 1), (4, 6), (7, 9), (13, 16), (17, 24), (19, 25))  # id features t
 _CHUNK = 50_000  # rows made together
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedLogs:
-    """The two parts of a generated log.
-
-    Attributes:
-        train: To train on.
-        held_out: Drawn from the same model, to evaluate on.
-    """
+class GeneratedLogs(NamedTuple):
+    """The two parts of a generated log, drawn from the same model."""
 
     train: Path
     held_out: Path
@@ -71,7 +65,14 @@ class PlantedModel:
         logs = rng.normal(self._scales, 1.0, (count, len(INTEGERS))).clip(-1.0)
         integers = np.floor(np.expm1(logs)).astype(np.int64)  # -1 and up, as in the real log
         integer_gone = rng.random(integers.shape) < _INTEGER_MISSING
-        clicked = rng.random(count) < self._probability(ids, id_gone, logs, integer_gone)
+        logit = np.full(count, -1.3)
+        for feature, weights in enumerate(self._weights):
+            logit += np.where(id_gone[feature], 0.0, weights[ids[feature]])
+        for a, b in _PAIRS:
+            product = self._factors[a][ids[a]] * self._factors[b][ids[b]]
+            logit += np.where(id_gone[a] | id_gone[b], 0.0, product)
+        logit += np.where(integer_gone, 0.0, (logs - self._scales) * self._slopes).sum(axis=1)
+        clicked = rng.random(count) < 1.0 / (1.0 + np.exp(-logit))
         columns = [
             pl.Series(LABEL, clicked.astype(np.uint8)),
             *(
@@ -86,23 +87,6 @@ class PlantedModel:
             ),
         ]
         return pl.DataFrame(columns)
-
-    def _probability(
-        self,
-        ids: list[NDArray[np.int64]],
-        id_gone: list[NDArray[np.bool_]],
-        logs: Floats,
-        integer_gone: NDArray[np.bool_],
-    ) -> Floats:
-        logit = np.full(len(logs), -1.3)
-        for feature, weights in enumerate(self._weights):
-            logit += np.where(id_gone[feature], 0.0, weights[ids[feature]])
-        for a, b in _PAIRS:
-            product = self._factors[a][ids[a]] * self._factors[b][ids[b]]
-            logit += np.where(id_gone[a] | id_gone[b], 0.0, product)
-        logit += np.where(integer_gone, 0.0, (logs - self._scales) * self._slopes).sum(axis=1)
-        probability: Floats = 1.0 / (1.0 + np.exp(-logit))
-        return probability
 
 
 def click_logs(
@@ -126,19 +110,16 @@ def click_logs(
         progress: Called with the number of rows just written; never called if all is there.
     """
     directory = Path(directory)
-    train_rows = TRAIN_ROWS if train_rows is None else train_rows
-    held_out_rows = HELD_OUT_ROWS if held_out_rows is None else held_out_rows
-    logs = GeneratedLogs(
-        train=directory / f"train-{train_rows}-{seed}.tsv",
-        held_out=directory / f"held-out-{held_out_rows}-{seed}.tsv",
-    )
-    wanted = ((logs.train, train_rows, 1), (logs.held_out, held_out_rows, 2))
-    missing = [part for part in wanted if not part[0].exists()]
-    if missing:
-        directory.mkdir(parents=True, exist_ok=True)
-        planted = PlantedModel(seed)
-        for path, rows, part in missing:
-            _write(path, planted, rows, np.random.default_rng([seed, part]), progress)
+    sizes = {
+        "train": TRAIN_ROWS if train_rows is None else train_rows,
+        "held-out": HELD_OUT_ROWS if held_out_rows is None else held_out_rows,
+    }
+    logs = GeneratedLogs(*(directory / f"{part}-{rows}-{seed}.tsv" for part, rows in sizes.items()))
+    for number, (path, rows) in enumerate(zip(logs, sizes.values(), strict=True), 1):
+        if not path.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            rng = np.random.default_rng([seed, number])
+            _write(path, PlantedModel(seed), rows, rng, progress)
     return logs
 
 

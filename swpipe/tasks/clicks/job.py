@@ -8,9 +8,16 @@ What goes through the context, attribute by attribute::
     logits, inputs -- auc --> (histogram)
 
 What stands in parentheses lies outside the context: in the model, in its optimizer, in the metric.
+Each task that feeds deletes its input from the context: an iteration in flight holds its batch in
+one form only, and the thread that allocates also frees.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +25,144 @@ from torch import Tensor
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.device import resolve
 from swpipe.plans.clicks import PLANS
 from swpipe.tasks.clicks.config import ClickConfig
+from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch, encode
-from swpipe.tasks.clicks.feed import AnyClickJob
+from swpipe.tasks.clicks.log import BatchSpec, ClickLog
+from swpipe.tasks.clicks.metrics import RankingJob, RunningAUC
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
 
 
-class ClickJob(AnyClickJob[ClickModel]):
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results on rows that the model was not trained on.
+
+    Attributes:
+        rows: How many.
+        loss: Mean binary cross-entropy.
+        auc: Area under the ROC curve, as of ``RunningAUC``; NaN unless there are clicks and others.
+    """
+
+    rows: int
+    loss: float
+    auc: float
+
+
+class AnyClickJob(RankingJob):
+    """A click model in training, in one process or on several ranks.
+
+    Attributes:
+        config: What to train on what.
+        log: The rows to train on.
+        held_out: The rows to evaluate on; None where the config names none.
+        model: What is trained.
+        optimizer: Does so.
+        size: The number of ranks.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    size: int = 1
+
+    def __init__(self, config: ClickConfig) -> None:
+        super().__init__(config.device)
+        self.config = config
+        self.log = ClickLog(config.data, config.batch_size)
+        self.held_out = ClickLog(config.held_out, config.batch_size) if config.held_out else None
+        self._pins_memory = resolve(self.device).pins_memory
+
+    # ------------------------------------------------------------------- tasks
+
+    def read(self, ctx: IterContext) -> None:
+        """Bytes of the batch's lines."""
+        ctx.raw = ctx.batch.read()
+
+    def decode(self, ctx: IterContext) -> None:
+        """Typed columns of the good rows; the malformed ones."""
+        ctx.frame, ctx.rejected = decode(ctx.raw, ctx.batch, self.config.strict)
+        del ctx.raw
+
+    def hash(self, ctx: IterContext) -> None:
+        """Ids into buckets, all into tensors on the host."""
+        raise NotImplementedError
+
+    def _encoded(self, ctx: IterContext) -> ClickBatch:
+        """Tensors in memory that the device can copy from, in place of the columns."""
+        batch = encode(ctx.frame, self.config.model.buckets)
+        del ctx.frame
+        return batch.pin_memory() if self._pins_memory else batch
+
+    def _feed(self) -> tuple[PipelineTask, ...]:
+        """The tasks that bring a batch from its file to tensors on the host."""
+        fns = {"read": self.read, "decode": self.decode, "hash": self.hash}
+        return tuple(PipelineTask(name, fn, pure=True) for name, fn in fns.items())
+
+    # -------------------------------------------------------------------- data
+
+    @property
+    def epoch_steps(self) -> int:
+        """How many steps once through the data takes."""
+        return math.ceil(len(self.log) / self.size)
+
+    def batches(self, steps: int | None = None, /) -> Iterator[BatchSpec]:
+        """Addresses of this rank's batches: one epoch, or ``steps`` over as many as it takes."""
+        return self._share(self.log, steps)
+
+    def _share(self, log: ClickLog, steps: int | None = None) -> Iterator[BatchSpec]:
+        """This rank's part of a log."""
+        return log.batches(steps)
+
+    def spec(self, ctx: Any) -> BatchSpec:
+        """Where the rows of a trained batch lie."""
+        spec: BatchSpec = ctx.batch
+        return spec
+
+    # -------------------------------------------------------------- evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Predict the held-out rows, each rank its share; the same result on all.
+
+        Malformed rows are left out.
+
+        Raises:
+            RuntimeError: The config names no held-out files, or iterations of a sharded job are in
+                flight.
+        """
+        if self.held_out is None:
+            raise RuntimeError(
+                "there is nothing to evaluate on: name files in ClickConfig.held_out"
+            )
+        loss, rows, seen = 0.0, 0, RunningAUC(self.device)
+        for spec in self._share(self.held_out):
+            frame = decode(spec.read(), spec).frame
+            batch = encode(frame, self.config.model.buckets).to(self.device)
+            mean, logits = self._predict(batch)
+            seen.update(logits, batch.labels)
+            loss, rows = loss + float(mean) * frame.height, rows + frame.height
+        losses, counts, histograms = zip(
+            *self.over_ranks((loss, rows, seen.counts.cpu())), strict=True
+        )
+        auc = seen.compute(torch.stack(histograms).sum(0))
+        return Evaluation(sum(counts), sum(losses) / max(sum(counts), 1), auc)
+
+    def _predict(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
+        """The mean loss and the logits of a batch on the device."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """The evaluation, and the rows."""
+        if self.held_out is None:
+            return super().notes()
+        found = self.evaluate()
+        auc = f"{found.auc:.4f}".replace("nan", "n/a")
+        told = f"held-out rows: AUC {auc}, loss {found.loss:.4f}, {found.rows:,} rows"
+        return [told, *super().notes()]
+
+
+class ClickJob(AnyClickJob):
     """A click model in training, in one process.
 
     Args:
@@ -35,18 +172,17 @@ class ClickJob(AnyClickJob[ClickModel]):
         ClickDataError: A data file is missing or empty.
     """
 
+    model: ClickModel
+
     def __init__(self, config: ClickConfig) -> None:
         super().__init__(config)
         self.model = ClickModel(config.model, config.seed).to(self.device)
+        self.modules = (self.model,)
         self._parameters = tuple(self.model.parameters())
         self.optimizer = make_optimizer(self._parameters, config.model.learning_rate)
 
-    # ------------------------------------------------------------------- tasks
-
     def hash(self, ctx: IterContext) -> None:
-        """Ids into buckets, all into tensors on the host."""
-        ctx.host = self._on_host(encode(ctx.frame, self.config.model.buckets))
-        del ctx.frame
+        ctx.host = self._encoded(ctx)
 
     def copy(self, ctx: IterContext) -> None:
         """The tensors, on the device."""
@@ -58,10 +194,9 @@ class ClickJob(AnyClickJob[ClickModel]):
         ctx.embedded = self.model.embed(ctx.inputs)
 
     def forward(self, ctx: IterContext) -> None:
-        """Logits and loss; a loss that is not finite ends the training."""
+        """Logits and loss."""
         ctx.logits = self.model.predict(ctx.inputs, ctx.embedded)
         ctx.loss = click_loss(ctx.logits, ctx.inputs.labels)
-        self.guard.watch(ctx.loss, ctx.batch.step)
 
     def backward(self, ctx: IterContext) -> None:
         """Gradients of this loss alone, in place of those of the step before."""
@@ -89,21 +224,19 @@ class ClickJob(AnyClickJob[ClickModel]):
             *self._feed(),
             PipelineTask("copy", self.copy, pure=True),
             PipelineTask("embed", self.embed, io=[reads]),
-            PipelineTask("forward", self.forward, io=[reads, self._guarded()]),
+            PipelineTask("forward", self.forward, io=[reads]),
             PipelineTask("backward", self.backward, io=[reads, gradients]),
             # Not run, it leaves the parameters as its last run did: that is its replay.
             PipelineTask("step", self.step, io=updates),
             PipelineTask("auc", self.update_auc, io=[self._histogram()]),
         )
 
-    def _get_gradients(self) -> list[torch.Tensor | None]:
+    def _get_gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
-    def _set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    # ---------------------------------------------------- plans and evaluation
 
     def plan(self, name: str = "pipelined") -> PipelinePlan:
         """A ready-made plan: "serial" or "pipelined"."""

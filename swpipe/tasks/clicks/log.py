@@ -10,13 +10,11 @@ so iterating is cheap, and reading the rows is a task.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from swpipe.tasks.workload import InputError
 
@@ -34,15 +32,17 @@ class ClickDataError(InputError):
 
 
 @dataclass(frozen=True, slots=True)
-class RowRange:
-    """Whole lines that follow each other in one file.
+class BatchSpec:
+    """Where one batch's rows lie: whole lines that follow each other in one file.
 
     Attributes:
         path: The file.
         offset: First byte, from 0.
         length: Bytes, the last line end included where the file has one there.
         first_line: Number of the first line in the file, from 1.
-        rows: How many lines.
+        rows: How many lines, malformed ones included; 0 for a batch without rows.
+        step: Number of the batch in the run, from 0.
+        epoch: How many times the log was read completely before.
     """
 
     path: Path
@@ -50,6 +50,8 @@ class RowRange:
     length: int
     first_line: int
     rows: int
+    step: int = 0
+    epoch: int = 0
 
     def read(self) -> bytes:
         """The bytes of these lines, always ending in a line end.
@@ -57,6 +59,8 @@ class RowRange:
         Raises:
             ClickDataError: The file is gone, or has become shorter since it was indexed.
         """
+        if not self.rows:
+            return b""
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset)
@@ -73,33 +77,15 @@ class RowRange:
         return data if data.endswith(b"\n") else data + b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """Where one batch's rows lie.
-
-    Attributes:
-        step: Number of the batch in the run, from 0.
-        epoch: How many times the log was read completely before.
-        ranges: In order; more than one where the batch continues in the next file.
-    """
-
-    step: int
-    epoch: int
-    ranges: tuple[RowRange, ...]
-
-    @property
-    def rows(self) -> int:
-        """Lines in the batch, malformed ones included."""
-        return sum(part.rows for part in self.ranges)
-
-
 class ClickLog:
     """The rows of several files, one after the other, cut into batches.
 
     Args:
         paths: The files, in order. Each is scanned once for line ends, here.
-        batch_size: Rows per batch. A batch may continue in the next file; only the last one may be
-            shorter.
+        batch_size: Rows per batch; the last one of each file may be shorter.
+
+    Attributes:
+        rows: In all files together.
 
     Raises:
         ClickDataError: No file is given, or one is missing or empty.
@@ -111,12 +97,8 @@ class ClickLog:
             raise ValueError(f"batch_size is {batch_size}: it must be 1 row or more")
         if not paths:
             raise ClickDataError("no click log is given: name at least one file")
-        self.paths = tuple(Path(path) for path in paths)
-        for path in self.paths:
-            if fault := _fault(path):
-                raise ClickDataError(f"{path}: {fault}; give a click log in the Criteo TSV format")
-        self._parts = _cut(self.paths, batch_size)
-        self.rows = sum(part.rows for parts in self._parts for part in parts)
+        self._parts = [part for path in map(Path, paths) for part in _parts(path, batch_size)]
+        self.rows = sum(part.rows for part in self._parts)
 
     def __len__(self) -> int:
         """Batches in one epoch."""
@@ -124,56 +106,36 @@ class ClickLog:
 
     def batches(self, steps: int | None = None) -> Iterator[BatchSpec]:
         """Addresses of batches: one epoch, or ``steps`` batches over as many epochs as it takes."""
-        count = len(self) if steps is None else steps
-        for step in range(count):
+        for step in range(len(self) if steps is None else steps):
             epoch, index = divmod(step, len(self))
-            yield BatchSpec(step, epoch, self._parts[index])
+            yield replace(self._parts[index], step=step, epoch=epoch)
 
 
-def _fault(path: Path) -> str:
+def _parts(path: Path, batch_size: int) -> list[BatchSpec]:
+    parts, fault = [], ""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return "is not a file"
-        with path.open("rb") as file:
-            return "" if file.read(1) else "the file is empty"
+        if path.exists() and not path.is_file():
+            fault = "is not a file"
+        elif not (parts := [*_cut(path, batch_size)]):
+            fault = "the file is empty"
     except FileNotFoundError:
-        return "no such file"
+        fault = "no such file"
     except OSError as error:
-        return error.strerror or str(error)
+        fault = error.strerror or str(error)
+    if fault:
+        raise ClickDataError(f"{path}: {fault}; give a click log in the Criteo TSV format")
+    return parts
 
 
-def _cut(paths: Sequence[Path], batch_size: int) -> tuple[tuple[RowRange, ...], ...]:
-    batches: list[tuple[RowRange, ...]] = []
-    parts: list[RowRange] = []  # of the batch that is not full yet
-    missing = batch_size  # rows it still needs
-    for path in paths:
-        offset, line, rows, size = 0, 1, 0, 0
-        for ends in _line_ends(path):
-            taken = 0
-            while len(ends) - taken >= missing:
-                taken += missing
-                rows += missing
-                end = int(ends[taken - 1])
-                batches.append((*parts, RowRange(path, offset, end - offset, line, rows)))
-                parts, missing = [], batch_size
-                offset, line, rows = end, line + rows, 0
-            left = len(ends) - taken
-            rows, missing = rows + left, missing - left
-            size = int(ends[-1])
-        if rows:
-            parts.append(RowRange(path, offset, size - offset, line, rows))
-    return tuple(batches) if not parts else (*batches, tuple(parts))
-
-
-def _line_ends(path: Path) -> Iterator[NDArray[np.int64]]:
-    """Offsets just past each line, block by block; a last line without a line end counts as one."""
-    offset, last = 0, 0
+def _cut(path: Path, batch_size: int) -> Iterator[BatchSpec]:
+    offset, line, rows, size, ended = 0, 1, 0, 0, True  # rows: of the batch that is not full yet
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (offset + 1)
-            offset += len(block)
-            if len(ends):
-                last = int(ends[-1])
-                yield ends
-    if last < offset:
-        yield np.array([offset], dtype=np.int64)
+            ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (size + 1)
+            for end in ends[batch_size - rows - 1 :: batch_size].tolist():
+                yield BatchSpec(path, offset, end - offset, line, batch_size)
+                offset, line = end, line + batch_size
+            rows = (rows + len(ends)) % batch_size
+            size, ended = size + len(block), block.endswith(b"\n")
+    if offset < size:
+        yield BatchSpec(path, offset, size - offset, line, rows + (not ended))

@@ -1,14 +1,20 @@
-"""Metrics of training that do not make the host wait for the device at every step."""
+"""What a ranking job in training reports, without making the host wait for the device each step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from swpipe.device import on_cpu
-from swpipe.tasks.workload import TrainingFailedError
+from swpipe.core.task import DeclaredIO
+from swpipe.tasks.clicks.log import ClickDataError
+from swpipe.tasks.workload import Job
+
+_EXAMPLES = 5  # malformed rows that are shown
 
 
 class RunningAUC(nn.Module):
@@ -26,10 +32,11 @@ class RunningAUC(nn.Module):
             modifies it, so it can be kept and put back.
     """
 
+    counts: torch.Tensor
+
     def __init__(self, device: torch.device, bins: int = 2000) -> None:
         super().__init__()
         self.bins = bins
-        self.counts: torch.Tensor
         self.register_buffer("counts", torch.zeros(2 * bins, dtype=torch.int64, device=device))
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -40,12 +47,13 @@ class RunningAUC(nn.Module):
         seen = torch.zeros_like(self.counts).scatter_add_(0, slot, torch.ones_like(slot))
         self.counts = self.counts + seen
 
-    def compute(self) -> float:
-        """The area, 0 to 1; NaN until both labels have been seen. Waits for the device."""
-        return self.area(self.counts)
+    def compute(self, counts: torch.Tensor | None = None) -> float:
+        """The area, 0 to 1; NaN until both labels have been seen. Waits for the device.
 
-    def area(self, counts: torch.Tensor) -> float:
-        """As ``compute``, of another histogram, such as the sum of several ranks'."""
+        Args:
+            counts: Another histogram, such as the sum of several ranks'.
+        """
+        counts = self.counts if counts is None else counts
         negatives, positives = counts.view(2, self.bins).double().cpu()
         below = negatives.cumsum(0) - negatives
         pairs = negatives.sum() * positives.sum()
@@ -53,59 +61,100 @@ class RunningAUC(nn.Module):
         return float(won / pairs) if pairs else math.nan
 
 
-class TrainingDivergedError(TrainingFailedError):
-    """The loss is no longer a number; training on would only spoil the model.
+@dataclass
+class RowCount:
+    """Rows read in the first epoch.
 
     Attributes:
-        step: The first such step, from 0.
+        lines: All of them.
+        malformed: Those dropped.
+        examples: The first few of these.
     """
 
-    def __init__(self, step: int) -> None:
-        super().__init__(
-            f"the loss became NaN or infinite at step {step} (the first is 0): "
-            "lower the learning rate, or look at that step's rows"
-        )
-        self.step = step
+    lines: int = 0
+    malformed: int = 0
+    examples: list[Any] = field(default_factory=list)
+
+    def add(self, lines: int, rejected: Sequence[Any]) -> None:
+        """Count the rows of a batch, and those of them that were dropped."""
+        self.lines += lines
+        self.malformed += len(rejected)
+        self.examples += rejected[: _EXAMPLES - len(self.examples)]
+
+    def __str__(self) -> str:
+        if not self.malformed:
+            return f"{self.lines:,} rows, none malformed"
+        told = f"{self.lines:,} rows, {self.malformed:,} of them malformed and dropped:"
+        shown = [f"  {row}" for row in self.examples[:_EXAMPLES]]
+        if self.malformed > len(shown):
+            shown.append(f"  ... and {self.malformed - len(shown):,} more")
+        return "\n".join((told, *shown))
 
 
-class LossGuard:
-    """Stops training when a loss is not finite.
+class ReadRows(Protocol):
+    """What a step has read: how many rows, and in which epoch, from 0."""
 
-    On a CPU each loss is checked. On a device with streams that would make the host wait, so the
-    device keeps the first bad step, and the host checks every ``interval`` steps.
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+
+class RankingJob(Job):
+    """A job whose model predicts a label per row: its rows and its running AUC.
 
     Args:
-        device: Where losses come from.
-        interval: Steps between checks on a device with streams.
+        device: Where the model lives.
+
+    Attributes:
+        device: As given.
+        auc: Over all rows trained on, each predicted before the model was updated with it.
+        rows: Read so far, by this rank.
     """
 
-    _NONE = torch.iinfo(torch.int64).max
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.auc = RunningAUC(self.device)
+        self.rows = RowCount()
 
-    def __init__(self, device: torch.device, interval: int = 100) -> None:
-        self.first_bad = torch.full((), self._NONE, dtype=torch.int64, device=device)
-        self.interval = 1 if on_cpu(self.first_bad) else interval
+    def spec(self, ctx: Any) -> ReadRows:
+        """What a trained batch has read."""
+        raise NotImplementedError
 
-    def watch(self, loss: torch.Tensor, step: int) -> None:
-        """Check a loss, or keep it to be checked.
-
-        Args:
-            loss: A scalar.
-            step: Its step, from 0.
-
-        Raises:
-            TrainingDivergedError: This loss, or one since the last check, is not finite.
-        """
-        here = torch.where(torch.isfinite(loss.detach()), self._NONE, step)
-        torch.minimum(self.first_bad, here, out=self.first_bad)
-        if (step + 1) % self.interval == 0:
-            self.check()
+    def retired(self, ctx: Any) -> float | torch.Tensor | None:
+        if (spec := self.spec(ctx)).epoch == 0:  # later epochs read the same rows
+            self.rows.add(spec.rows, getattr(ctx, "rejected", ()))
+        return super().retired(ctx)
 
     def check(self) -> None:
-        """Check now. Waits for the device.
+        rows = self.all_rows()
+        if rows.lines and rows.malformed == rows.lines:
+            raise ClickDataError(
+                f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
+            )
 
-        Raises:
-            TrainingDivergedError: A loss was not finite.
-        """
-        first = int(self.first_bad)
-        if first != self._NONE:
-            raise TrainingDivergedError(first)
+    def all_rows(self) -> RowCount:
+        """Rows read so far, by all ranks. A collective."""
+        total = RowCount()
+        for one in self.over_ranks(self.rows):
+            total.lines += one.lines
+            total.malformed += one.malformed
+            total.examples += one.examples
+        return total
+
+    def auc_of_all(self) -> float:
+        """The running AUC over all ranks; NaN until both labels have been seen. A collective."""
+        return self.auc.compute(torch.stack(self.over_ranks(self.auc.counts.cpu())).sum(0))
+
+    def results(self) -> dict[str, str]:
+        return {"AUC": f"{self.auc_of_all():.4f}".replace("nan", "n/a")}
+
+    def notes(self) -> list[str]:
+        return [f"data: {self.all_rows()}"]
+
+    def _histogram(self) -> DeclaredIO:
+        """The running AUC's state."""
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
+
+    def _set_histogram(self, counts: torch.Tensor) -> None:
+        self.auc.counts = counts

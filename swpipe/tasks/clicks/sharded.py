@@ -3,7 +3,7 @@
 What goes through the context, attribute by attribute::
 
     ctx.batch -- read --> raw -- decode --> frame, rejected -- hash --> spec, batch (tensors)
-    batch -- the eleven of swpipe.tasks.sparse_dist --> losses, loss, output (logits)
+    batch -- the eleven of swpipe.tasks.torchrec --> losses, loss, output (logits)
     output, batch -- auc --> (histogram)
 
 Reading, decoding and hashing are tasks before the eleven rather than the iterator's work: so they
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,11 +43,11 @@ from swpipe.tasks.clicks._torchrec import (
     table_wise,
 )
 from swpipe.tasks.clicks.config import ClickConfig
-from swpipe.tasks.clicks.encode import ClickBatch, encode
-from swpipe.tasks.clicks.feed import AnyClickJob, Evaluation
+from swpipe.tasks.clicks.encode import ClickBatch
+from swpipe.tasks.clicks.job import AnyClickJob, Evaluation
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
-from swpipe.tasks.sparse_dist import EvenData, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import EvenData, SparseDistTasks, TrainStep
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class _Criterion(nn.Module):
         return click_loss(labelled, labels), labelled.detach()
 
 
-class ShardedClickJob(AnyClickJob[nn.Module]):
+class ShardedClickJob(AnyClickJob):
     """A click model in training on all ranks of the default process group; each rank makes one.
 
     The tables go to the ranks one by one, table by table, and are updated inside backward by a
@@ -111,24 +112,20 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         whole = LossOfBatch(ClickModel(config.model, config.seed).net)
         sharder = EmbeddingBagCollectionSharder()
         self.model = shard_tables(whole, _TABLES, sharder, self.device, config.model.learning_rate)
+        self.modules = (self.model,)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = make_optimizer(list(dense.values()), config.model.learning_rate)
         self.step_tasks = SparseDistTasks(
             self.model, TrainStep([self.optimizer]), device=self.device
         )
-        self._even = EvenData("pad", pad=lambda _: BatchSpec(0, 0, ()))
-
-    # ------------------------------------------------------------------- tasks
+        self._even = EvenData("pad", pad=lambda _: BatchSpec(Path(), 0, 0, 1, 0))
 
     def hash(self, ctx: IterContext) -> None:
         """Ids into buckets, all into tensors on the host, in the place of their address."""
-        batch = encode(ctx.frame, self.config.model.buckets)
-        ctx.spec, ctx.batch = ctx.batch, self._on_host(batch)
-        del ctx.frame
+        ctx.spec, ctx.batch = ctx.batch, self._encoded(ctx)
 
     def update_auc(self, ctx: IterContext) -> None:
-        """Count the predictions; a loss that is not finite ends the training."""
-        self.guard.watch(ctx.loss, ctx.iter_idx)
+        """Count the predictions into the running AUC."""
         self.auc.update(ctx.output, ctx.batch.labels)
 
     def tasks(self) -> tuple[PipelineTask, ...]:
@@ -136,13 +133,10 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         return (
             *self._feed(),
             *self.step_tasks.tasks(),
-            PipelineTask("auc", self.update_auc, io=[self._histogram(), self._guarded()]),
+            PipelineTask("auc", self.update_auc, io=[self._histogram()]),
         )
 
-    # -------------------------------------------------------------------- data
-
-    def spec(self, ctx: IterContext) -> BatchSpec:
-        """Where the rows of a trained batch lie."""
+    def spec(self, ctx: Any) -> BatchSpec:
         spec: BatchSpec = ctx.spec
         return spec
 
@@ -150,13 +144,8 @@ class ShardedClickJob(AnyClickJob[nn.Module]):
         own = islice(log.batches(steps and steps * self.size), self.rank, None, self.size)
         return iter(self._even.over(replace(spec, step=step) for step, spec in enumerate(own)))
 
-    # ------------------------------------------------------------------- ranks
-
-    def over_ranks(self, value: T) -> list[T]:
-        """The values of all ranks. A collective, with no iteration in flight."""
+    def over_ranks(self, value: T, /) -> list[T]:
         return gather(value)
-
-    # -------------------------------------------------------------- evaluation
 
     def evaluate(self) -> Evaluation:
         rewrite = self.step_tasks.rewrite

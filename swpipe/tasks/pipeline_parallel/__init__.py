@@ -1,9 +1,16 @@
-"""Pipeline-parallel training: a schedule over the ranks' chunks of a model, on torch's runtime."""
+"""Pipeline-parallel training: a schedule over the ranks' chunks of a model, on torch's runtime.
 
-from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs, measure_hop
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, StepResult
-from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
-from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
+The command line imports this package in any case, so names are loaded when asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs, measure_hop
+    from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, StepResult
+    from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
+    from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
 
 __all__ = [
     "PipelineRuntime",
@@ -13,3 +20,13 @@ __all__ = [
     "measure_costs",
     "measure_hop",
 ]
+
+_MODULES = ("measured_costs", "pipeline_runtime", "serial_runtime", "train_tasks")
+
+
+def __getattr__(name: str) -> Any:
+    for module in _MODULES if name in __all__ else ():
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

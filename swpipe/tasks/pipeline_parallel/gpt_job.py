@@ -7,10 +7,11 @@ then by chance, so that the loss falls.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,21 +19,35 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.task import PipelineTask
-from swpipe.plans.pipeline_parallel import PipelineCosts, PipelineSchedule, ScheduleError
-from swpipe.tasks.pipeline_parallel.chosen_schedule import choose_schedule
+from swpipe.plans.pipeline_parallel import (
+    PipelineCosts,
+    PipelineSchedule,
+    ScheduleError,
+    plan_v_schedule,
+    torch_schedule,
+)
+from swpipe.plans.pipeline_parallel.torch_orders import TorchOrder
 from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime
 from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
 from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks, Runtime
 from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
+from swpipe.tasks.workload import Job
 
 T = TypeVar("T")
 
 EPOCH = 100
 """Steps where none are named: the data have no end."""
 
+OURS = "ours"
+"""A V, planned for measured costs."""
+
+SEARCH_S = 2.0
+"""How long it is searched for."""
+
 _BY_CHANCE = 0.1
 _LEARNING_RATE = 1e-3
+_TOKENS = 101  # different ones; a prime, so that the generated text has long cycles
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +75,27 @@ class GPTJobConfig:
                 f"divide: give a multiple of {self.n_micro}"
             )
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> GPTJobConfig:
+        """From the workload's options at the command line."""
+        model = TransformerConfig(
+            num_layers=options["layers"],
+            hidden_size=options["hidden_size"],
+            num_attention_heads=options["heads"],
+            vocab_size=_TOKENS,
+            max_sequence_length=options["sequence_length"],
+            seed=options["seed"],
+        )
+        return cls(
+            model,
+            sequences=options["global_batch_size"],
+            n_micro=options["microbatches"],
+            schedule=options["schedule"],
+            device=options["device"] or "cpu",
+        )
 
-class GPTJob:
+
+class GPTJob(Job):
     """A GPT in training in one process, microbatch after microbatch.
 
     Attributes:
@@ -70,10 +104,13 @@ class GPTJob:
         optimizer: Of the parameters that are here.
     """
 
+    epoch_steps = EPOCH
+
     def __init__(self, config: GPTJobConfig) -> None:
         self.config = config
         self.runtime: Runtime = self._make()
-        parameters = [p for module in self.runtime.modules for p in module.parameters()]
+        self.modules = self.runtime.modules
+        parameters = [p for module in self.modules for p in module.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE)
 
     def _make(self) -> Runtime:
@@ -89,8 +126,7 @@ class GPTJob:
         model = self.config.model
         draw = torch.Generator().manual_seed(model.seed * (2**31 - 1) + number)
         shape = (self.config.sequences, model.max_sequence_length)
-        tokens = torch.randint(model.vocab_size, (shape[0], 1), generator=draw)
-        columns = [tokens]
+        columns = [torch.randint(model.vocab_size, (shape[0], 1), generator=draw)]
         by_chance = torch.rand(shape, generator=draw) < _BY_CHANCE
         drawn = torch.randint(model.vocab_size, shape, generator=draw)
         for place in range(shape[1]):
@@ -99,32 +135,30 @@ class GPTJob:
         text = torch.cat(columns, 1).to(self.config.device)
         return (text[:, :-1],), text[:, 1:]
 
-    def batches(self, steps: int | None = None) -> Iterator[int]:
+    def batches(self, steps: int | None = None, /) -> Iterator[int]:
         """Numbers of steps, from 0."""
         return islice(iter(range(EPOCH if steps is None else steps)), steps)
 
-    def over_ranks(self, value: T) -> list[T]:
-        """One process."""
-        return [value]
+    def retired(self, ctx: Any) -> Tensor | None:
+        """The mean loss of the microbatches; None on ranks without the last stage."""
+        return None if ctx.losses is None else ctx.losses.mean()
 
-    def digest(self) -> str:
-        """Of the whole model's parameters: equal ones have equal digests. A collective."""
+    def results(self) -> dict[str, str]:
+        """A digest of the whole model's parameters: equal ones have equal digests."""
         own = {
             name: hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
-            for module in self.runtime.modules
+            for module in self.modules
             for name, parameter in module.named_parameters()
         }
         names = {name: digest for held in self.over_ranks(own) for name, digest in held.items()}
-        return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:16]
-
-    def close(self) -> None:
-        """Nothing is held."""
+        digest = hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()
+        return {"parameters": digest[:16]}
 
 
 class PipelineGPTJob(GPTJob):
     """The same model, its layers on the ranks of the default process group.
 
-    Making one is a collective, and so are its steps, ``over_ranks`` and ``digest``.
+    Making one is a collective, and so are its steps, ``over_ranks`` and ``results``.
 
     Attributes:
         schedule: What the steps run.
@@ -165,8 +199,7 @@ class PipelineGPTJob(GPTJob):
             device=self.config.device,
         )
 
-    def over_ranks(self, value: T) -> list[T]:
-        """The values of all ranks."""
+    def over_ranks(self, value: T, /) -> list[T]:
         return gather(value)
 
 
@@ -184,3 +217,49 @@ def layers_of(stage: int, n_stages: int, num_layers: int) -> range:
     each, more = divmod(num_layers, n_stages)
     begin = stage * each + min(stage, more)
     return range(begin, begin + each + (stage < more))
+
+
+def choose_schedule(
+    name: str, n_micro: int, measure: Callable[[], PipelineCosts]
+) -> PipelineSchedule:
+    """Make, or read, a schedule for the ranks of the default process group. A collective.
+
+    Rank 0 makes it for all: ranks that search for a limited time may find different ones.
+
+    Args:
+        name: ``ours``, an order of torch's, or a CSV file.
+        n_micro: The number of microbatches.
+        measure: Gives the costs of a V's stages, on all ranks; called for ``ours``.
+
+    Raises:
+        ScheduleError: There is no such schedule for these ranks and microbatches; raised on all
+            of them.
+    """
+    orders: tuple[Any, ...] = get_args(TorchOrder)
+    n_ranks = dist.get_world_size()
+    costs = measure() if name == OURS else None
+    made: Any = None
+    problem = ""
+    if dist.get_rank() == 0:
+        try:
+            if costs is not None:
+                planned = plan_v_schedule(
+                    n_ranks, n_micro, costs, objective="bubble", seconds=SEARCH_S
+                )
+                made = planned.schedule
+            elif name in orders:
+                made = torch_schedule(orders[orders.index(name)], n_ranks, n_micro)
+            else:
+                made = PipelineSchedule.from_csv(Path(name), n_ranks=n_ranks, n_micro=n_micro)
+        except OSError as error:
+            names = ", ".join((OURS, *orders))
+            problem = f"{error.strerror or error}; name a CSV file, or one of {names}"
+        except ValueError as error:  # a ScheduleError, or bytes that are no text
+            problem = str(error)
+    told = [(made, problem)]
+    dist.broadcast_object_list(told)
+    ((schedule, problem),) = told
+    if problem:
+        raise ScheduleError(problem)
+    found: PipelineSchedule = schedule
+    return found

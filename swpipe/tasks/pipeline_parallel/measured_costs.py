@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.device import resolve
 from swpipe.plans.pipeline_parallel import PipelineCosts
-from swpipe.tasks.pipeline_parallel.first_batch import kept_buffers
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
+from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
 from swpipe.tasks.pipeline_parallel.torch_pipelining import backward_input, backward_weight
 
 LEAST_MS = 1e-3

@@ -25,15 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
-from swpipe.tasks.pipeline_parallel.first_batch import kept_buffers, no_collectives
 from swpipe.tasks.pipeline_parallel.run_rules import (
     check_batch,
     check_chunks,
     check_runnable,
-    split,
+    kept_buffers,
+    no_collectives,
 )
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
@@ -164,66 +165,60 @@ class _Passes:
     """A runtime of torch's for training or for evaluation, and the shapes it was prepared for."""
 
     def __init__(self, owner: PipelineRuntime, runtime: Any, *, training: bool = True) -> None:
-        self._owner, self._runtime = owner, runtime
-        self._step = runtime.step if training else runtime.eval
-        self._training = training
-        self._shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._owner, self._runtime, self._training = owner, runtime, training
+        self._shapes: dict[str, str] = {}
         self._ready = self._failed = False
 
     def run(
         self, inputs: tuple[Tensor, ...], target: Tensor | None, with_output: bool
     ) -> StepResult:
+        owner, runtime = self._owner, self._runtime
         if self._failed:
             raise RuntimeError(
                 "an earlier step failed, and its microbatches are still under way on other ranks: "
                 "make a new runtime on all of them"
             )
         self._check(inputs, target)
-        inputs = inputs if self._owner.has_first else ()
-        target = target if self._owner.has_last else None
-        losses: list[Tensor] | None = [] if self._owner.has_last else None
+        inputs = inputs if owner.has_first else ()
+        target = target if owner.has_last else None
+        losses: list[Tensor] | None = [] if owner.has_last else None
         self._failed = True
         if not self._ready:
-            self._prepare(inputs, target)
-        output = self._step(*inputs, target=target, losses=losses, return_outputs=with_output)
-        for stage in self._runtime._stages:
+            self._find_shapes(inputs, target)
+        step = runtime.step if self._training else runtime.eval
+        output = step(*inputs, target=target, losses=losses, return_outputs=with_output)
+        for stage in runtime._stages:
             stage.clear_runtime_states()
         # What backward passes would have used up; an evaluation has none.
-        self._runtime.bwd_recv_ops.clear()
+        runtime.bwd_recv_ops.clear()
         self._failed = False
         if losses is None:
             return StepResult()
-        return StepResult(torch.stack(losses).detach(), _detached(output))
+        output = output if output is None else tree_map(Tensor.detach, output)
+        return StepResult(torch.stack(losses).detach(), output)
 
     def _check(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> None:
-        named = {f"input {number}": tensor for number, tensor in enumerate(inputs)}
-        if target is not None:
-            named["target"] = target
-        wanted = {"inputs": self._owner.has_first, "target": self._owner.has_last}
-        given = {"inputs": bool(inputs), "target": target is not None}
-        for name, needed in wanted.items():
-            if needed and not given[name]:
-                stage = "first" if name == "inputs" else "last"
-                raise ValueError(f"{name}: rank {self._owner.rank} has the {stage} stage; give it")
-        check_batch(named, self._owner.schedule.n_micro)
-        for name, tensor in named.items():
-            found = (tensor.dtype, tensor.shape)
-            before = self._shapes.get(name, found)
-            if found != before:
+        owner = self._owner
+        for what, needed, given, stage in (
+            ("inputs", owner.has_first, bool(inputs), "first"),
+            ("target", owner.has_last, target is not None, "last"),
+        ):
+            if needed and not given:
+                raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
+        for name, tensor in check_batch(inputs, target, owner.schedule.n_micro).items():
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            if (before := self._shapes.setdefault(name, found)) != found:
                 raise ValueError(
-                    f"{name} is {_described(*found)}, and the first batch had "
-                    f"{_described(*before)}: the ranks receive into memory of that shape; give "
-                    "batches of one shape, or make another runtime"
+                    f"{name} is {found}, and the first batch had {before}: the ranks receive into "
+                    "memory of that shape; give batches of one shape, or make another runtime"
                 )
-        self._shapes |= {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
 
-    def _prepare(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> None:
-        """Have the runtime find the shapes, with the first microbatch."""
-        n_micro = self._owner.schedule.n_micro
-        args = split(inputs, n_micro)[0] if inputs else ()
+    def _find_shapes(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> None:
+        """Have torch's runtime run each stage once more than the schedule says."""
+        n_micro, modules = self._owner.schedule.n_micro, self._owner.modules
+        args = tuple(tensor.chunk(n_micro)[0] for tensor in inputs)
         first = None if target is None else target.chunk(n_micro)[0]
         self._runtime._has_backward = self._training
-        modules = self._owner.modules
         with no_collectives(modules), kept_buffers(modules):
             self._runtime._initialize_stages(args, {}, first)
         self._ready = True
@@ -241,30 +236,15 @@ def _check_together(
         problem = str(error)
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()
     digests, problems = zip(*gather((digest, problem), group), strict=True)
-    wrong = {text: number for number, text in reversed([*enumerate(problems)]) if text}
-    if wrong:
-        raise ScheduleError(
-            "; ".join(
-                text if len(set(problems)) == 1 else f"rank {number}: {text}"
-                for text, number in sorted(wrong.items(), key=lambda item: item[1])
-            )
-        )
+    if any(problems):
+        told = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
+        raise ScheduleError(problem if len(set(problems)) == 1 else "; ".join(told))
     if len(set(digests)) > 1:
         other = next(number for number, one in enumerate(digests) if one != digests[0])
         raise ScheduleError(
             f"ranks 0 and {other} have different schedules, and would wait for each other for "
             "ever: make it on one rank and broadcast it"
         )
-
-
-def _described(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} {tuple(shape)}"
-
-
-def _detached(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    return output if output is None else tuple(one.detach() for one in output)
 
 
 def _do_nothing(action: Any, context: Any) -> None:

@@ -1,13 +1,17 @@
-"""What must hold before a schedule runs on torch's runtime, besides the rules of the checker."""
+"""What must hold before a schedule, a chunk or a batch runs on torch's runtime."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe.core.messages import counted, shown
 from swpipe.plans.pipeline_parallel import (
@@ -75,29 +79,26 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
                     "the plain module, and reduce gradients after the step"
                 )
         for name, parameter in chunks[stage].named_parameters():
-            other = owner.setdefault(id(parameter), f"{name} of stage {stage}")
-            if other != f"{name} of stage {stage}":
+            own = f"{name} of stage {stage}"
+            if (other := owner.setdefault(id(parameter), own)) != own:
                 raise ScheduleError(
-                    f"{name} of stage {stage} is {other}: the runtime would scale its gradient "
-                    "twice, before it is complete; give each stage parameters of its own"
+                    f"{own} is {other}: the runtime would scale its gradient twice, before it is "
+                    "complete; give each stage parameters of its own"
                 )
 
 
-def check_batch(tensors: Mapping[str, Tensor], n_micro: int) -> None:
-    """Check that a batch can be split into microbatches of equal size.
-
-    Args:
-        tensors: Name to tensor; rows of the batch are its first dimension.
-        n_micro: The number of microbatches.
+def check_batch(inputs: Iterable[Tensor], target: Tensor | None, n_micro: int) -> dict[str, Tensor]:
+    """Check that a batch can be split into microbatches of equal size; its tensors by name.
 
     Raises:
         ValueError: It cannot.
     """
-    sizes = {}
+    tensors = {f"input {number}": tensor for number, tensor in enumerate(inputs)}
+    tensors |= {} if target is None else {"target": target}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.dim():
             raise ValueError(f"{name} is {shown(tensor)}: give a tensor with rows of the batch")
-        sizes[name] = len(tensor)
+    sizes = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
         raise ValueError(f"{told}: give all of them the same rows")
@@ -107,8 +108,51 @@ def check_batch(tensors: Mapping[str, Tensor], n_micro: int) -> None:
                 f"{name} has {size} rows, which {n_micro} microbatches do not divide: give a "
                 f"multiple of {n_micro}"
             )
+    return tensors
 
 
-def split(tensors: Sequence[Tensor], n_micro: int) -> list[tuple[Tensor, ...]]:
-    """The microbatches of a batch, in order."""
-    return list(zip(*(tensor.chunk(n_micro) for tensor in tensors), strict=True))
+@contextmanager
+def no_collectives(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Refuse collectives: a rank is at another pass than the others, which would wait for ever.
+
+    The runtime's own sends and receives pass, and all that it exchanges before a stage begins:
+    every rank is at the same place then. Stage 0 makes no backward pass here: a collective in it is
+    not seen.
+    """
+    mode: Any = _NoCollectives()  # type: ignore[no-untyped-call]
+    with ExitStack() as stack:
+        for stage in stages:
+            hook = stage.register_forward_pre_hook(mode.begin, prepend=True)
+            stack.callback(hook.remove)
+        stack.enter_context(mode)
+        yield
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    began = False
+
+    def begin(self, *given: Any) -> None:
+        self.began = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.overloadpacket._qualified_op_name.partition("::")
+        sends = name.startswith(("send", "recv"))
+        if self.began and space in ("c10d", "_c10d_functional") and not sends:
+            raise RuntimeError(
+                f"a stage starts the collective {name} inside a pass, where each rank is at "
+                "another one, and would wait for ever: reduce outside of the schedule's step"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give buffers, such as running means, the values back that they had before the block."""
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    before = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn, StepResult
-from swpipe.tasks.pipeline_parallel.run_rules import check_batch, split
+from swpipe.tasks.pipeline_parallel.run_rules import check_batch
 
 
 class SerialRuntime:
@@ -50,14 +50,10 @@ class SerialRuntime:
     def _run(
         self, inputs: tuple[Tensor, ...], target: Tensor, with_output: bool, *, backward: bool
     ) -> StepResult:
-        check_batch(
-            {**{f"input {k}": one for k, one in enumerate(inputs)}, "target": target}, self.n_micro
-        )
+        tensors = check_batch(inputs, target, self.n_micro).values()
         losses, outputs = [], []
-        for micro, wanted in zip(
-            split(inputs, self.n_micro), target.chunk(self.n_micro), strict=True
-        ):
-            output: Any = micro
+        for *micro, wanted in zip(*(one.chunk(self.n_micro) for one in tensors), strict=True):
+            output: Any = tuple(micro)
             for chunk in self.modules:
                 output = chunk(*output) if isinstance(output, tuple) else chunk(output)
             loss: Any = self._loss_fn(output, wanted)

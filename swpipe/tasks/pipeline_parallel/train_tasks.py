@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
-from swpipe.plans.pipeline_training import LOAD, STEP, UPDATE
+from swpipe.plans.pipeline_parallel.pipeline_training import LOAD, STEP, UPDATE
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import StepResult
 
 
@@ -33,7 +33,7 @@ class Runtime(Protocol):
 
 
 class PipelineTrainTasks:
-    """Three tasks, for the plans of ``swpipe.plans.pipeline_training`` or others.
+    """Three tasks, for the plans of ``swpipe.plans.pipeline_parallel.pipeline_training`` or others.
 
     On each rank ``ctx.losses`` is what ``StepResult.losses`` says.
 

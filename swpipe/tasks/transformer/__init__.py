@@ -6,23 +6,27 @@
 """
 
 from swpipe.tasks.transformer.chunk_schedule import TransformerModelChunkSchedulePlan
-from swpipe.tasks.transformer.chunk_state import ModelChunkState
-from swpipe.tasks.transformer.decoder_layer import TransformerLayer
 from swpipe.tasks.transformer.gpt import GPTModel, mean_loss, token_losses
-from swpipe.tasks.transformer.layer_nodes import (
+from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
+from swpipe.tasks.transformer.layer_schedule import (
+    ModelChunkState,
     PostProcessNode,
     PreProcessNode,
     TransformerLayerNode,
+    TransformerLayerSchedulePlan,
 )
-from swpipe.tasks.transformer.layer_schedule import TransformerLayerSchedulePlan
-from swpipe.tasks.transformer.layer_streams import get_comm_stream, get_comp_stream, set_streams
 from swpipe.tasks.transformer.layer_training import (
     training_pipeline,
     training_plan,
     training_tasks,
 )
-from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
-from swpipe.tasks.transformer.schedule_node import NoopScheduleNode, ScheduleNode
+from swpipe.tasks.transformer.schedule_node import (
+    NoopScheduleNode,
+    ScheduleNode,
+    get_comm_stream,
+    get_comp_stream,
+    set_streams,
+)
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
 
 __all__ = [

@@ -11,19 +11,27 @@ Source: seed "model_chunk_schedule_plan".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swpipe.core.messages import listed
-from swpipe.plans.layer_overlap import LayerKind, chunk_order
-from swpipe.tasks.transformer.chunk_state import ChunkModel, ModelChunkState
-from swpipe.tasks.transformer.layer_nodes import PostProcessNode, PreProcessNode
+from swpipe.plans.transformer import LayerKind, chunk_order
 from swpipe.tasks.transformer.layer_runs import Side, run_steps
-from swpipe.tasks.transformer.layer_schedule import TransformerLayerSchedulePlan
-from swpipe.tasks.transformer.layer_streams import device_of, get_comm_stream, get_comp_stream
-from swpipe.tasks.transformer.schedule_node import NoopScheduleNode
+from swpipe.tasks.transformer.layer_schedule import (
+    ModelChunkState,
+    PostProcessNode,
+    PreProcessNode,
+    TransformerLayerSchedulePlan,
+)
+from swpipe.tasks.transformer.schedule_node import (
+    NoopScheduleNode,
+    device_of,
+    get_comm_stream,
+    get_comp_stream,
+)
 
 Before: TypeAlias = Callable[[int | None], object]
 """Called with the chunk's ``vp_stage``."""
@@ -35,6 +43,13 @@ _EXTRA = ("delay_wgrad_compute",)
 
 _BEFORE = {"forward": "made", "backward": "forward"}
 """What a plan has done before it is run in a direction."""
+
+_STATES = {
+    "made": "was not run forward yet",
+    "forward": "was run forward already",
+    "backward": "is being run backward, or failed in it",
+    "released": "was run backward already, or released",
+}
 
 
 class TransformerModelChunkSchedulePlan:
@@ -55,13 +70,19 @@ class TransformerModelChunkSchedulePlan:
             ranks, so the logits are whole in either case.
         loss_mask: As of the model's forward.
 
+    Attributes:
+        state: What the nodes share; None when released.
+        event: What the nodes' streams wait for and record; None on a device without streams.
+        layers: The plans of the layers, in order; those for multi-token prediction are among them
+            where there are labels. None of them when released.
+
     Raises:
         ValueError: There is no input, or an unknown key in ``extra_block_kwargs``.
     """
 
     def __init__(
         self,
-        model: ChunkModel,
+        model: Any,
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -72,7 +93,14 @@ class TransformerModelChunkSchedulePlan:
         runtime_gather_output: bool | None = None,
         loss_mask: Tensor | None = None,
     ) -> None:
-        _check_inputs(model, input_ids, decoder_input, labels)
+        predictors = model.predictors if labels is not None else []
+        if decoder_input is None and not model.pre_process:
+            raise ValueError(
+                "decoder_input is None: this chunk has no embedding (pre_process=False); give what "
+                "the chunk before has returned"
+            )
+        if input_ids is None and (decoder_input is None or predictors):
+            raise ValueError("input_ids is None: this chunk embeds tokens; give their ids")
         extra = dict(extra_block_kwargs or {})
         if unknown := [key for key in extra if key not in _EXTRA]:
             raise ValueError(
@@ -80,40 +108,35 @@ class TransformerModelChunkSchedulePlan:
                 f"{listed(_EXTRA)}"
             )
         mask = _mask(attention_mask, packed_seq_params)
-        self._state: ModelChunkState | None = ModelChunkState(
+        state = ModelChunkState(
             model, input_ids, position_ids, mask, decoder_input, labels, loss_mask,
             packed_seq_params, extra, runtime_gather_output,
         )  # fmt: skip
+        self.state: ModelChunkState | None = state
         self.vp_stage, self.expert_group = model.vp_stage, model.expert_group
-        self.device = device_of(model if isinstance(model, nn.Module) else nn.Module())
+        self.device = device_of(model)
         streams = self.device.has_streams
-        self._event = self.device.new_event() if streams else None
+        self.event: Any = self.device.new_event() if streams else None
         comp, comm = (get_comp_stream, get_comm_stream) if streams else (None, None)
-        shared = (self._event, self._state, comp, comm, extra)
-        self.pre_process: Any = PreProcessNode(model, self._state, self._event, comp)
-        self._layers = [
-            TransformerLayerSchedulePlan(layer, *shared)
-            for layer in (*model.decoder_layers, *(model.predictors if labels is not None else ()))
+        self.pre_process: Any = PreProcessNode(model, state, self.event, comp)
+        self.layers = [
+            TransformerLayerSchedulePlan(layer, self.event, state, comp, comm, extra)
+            for layer in (*model.decoder_layers, *predictors)
         ]
         self.post_process: Any = NoopScheduleNode()
         if model.post_process:
-            self.post_process = PostProcessNode(model, self._state, self._event, comp)
+            self.post_process = PostProcessNode(model, state, self.event, comp)
         self._done = "made"
-
-    @property
-    def event(self) -> Any:
-        """What the nodes' streams wait for and record; None on a device without streams."""
-        return self._event
 
     def record_current_stream(self) -> None:
         """Let nodes wait for what is on the current stream by now."""
-        if self._event is not None:
-            self._event.record(self.device.current_stream())
+        if self.event is not None:
+            self.event.record(self.device.current_stream())
 
     def wait_current_stream(self) -> None:
         """Let the current stream wait for the node that ran last."""
-        if self._event is not None:
-            self._event.wait(self.device.current_stream())
+        if self.event is not None:
+            self.event.wait(self.device.current_stream())
 
     def get_layer(self, i: int) -> TransformerLayerSchedulePlan:
         """The layer at an index, from 0.
@@ -121,44 +144,29 @@ class TransformerModelChunkSchedulePlan:
         Raises:
             IndexError: There is no such layer.
         """
-        if not 0 <= i < len(self._layers):
+        if not 0 <= i < len(self.layers):
             raise IndexError(
                 f"layer {i} was asked for, and the plan has {self.num_layers()}: give an index "
                 "from 0 to num_layers() - 1"
             )
-        return self._layers[i]
+        return self.layers[i]
 
     def num_layers(self) -> int:
-        """How many layers there are; 0 when released.
-
-        With labels, those for multi-token prediction are among them.
-        """
-        return len(self._layers)
-
-    @property
-    def state(self) -> ModelChunkState | None:
-        """What the nodes share; None when released."""
-        return self._state
+        """How many layers there are; 0 when released."""
+        return len(self.layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """What of each layer decides its steps."""
-        return tuple(layer.kind for layer in self._layers)
+        return tuple(layer.kind for layer in self.layers)
 
     def release_state(self) -> None:
         """Let go of all nodes, their inputs, outputs and graphs."""
-        for layer in self._layers:
-            layer.release()
-        for node in (self.pre_process, self.post_process):
-            if node is not None:
-                node.release()
-        self._state = self.pre_process = self.post_process = None
-        self._layers, self._done = [], "released"
-
-    @property
-    def layers(self) -> list[TransformerLayerSchedulePlan]:
-        """The plans of the layers, in order."""
-        return self._layers
+        for part in (self.pre_process, *self.layers, self.post_process):
+            if part is not None:
+                part.release()
+        self.state = self.pre_process = self.post_process = None
+        self.layers, self._done = [], "released"
 
     def check_turn(self, direction: str) -> None:
         """Each plan is run "forward" and then "backward", once.
@@ -167,14 +175,8 @@ class TransformerModelChunkSchedulePlan:
             RuntimeError: It is not its turn.
         """
         if self._done != _BEFORE[direction]:
-            states = {
-                "made": "was not run forward yet",
-                "forward": "was run forward already",
-                "backward": "is being run backward, or failed in it",
-                "released": "was run backward already, or released",
-            }
             raise RuntimeError(
-                f"a schedule plan is to be run {direction}, and it {states[self._done]}: build a "
+                f"a schedule plan is to be run {direction}, and it {_STATES[self._done]}: build a "
                 "plan for each microbatch, run it forward once, and then backward once"
             )
 
@@ -220,22 +222,19 @@ class TransformerModelChunkSchedulePlan:
                 "b_schedule_plan is given and b_grad is not: give the gradient of what its forward "
                 "returned"
             )
-        turns = ((f_schedule_plan, "forward"), (b_schedule_plan, "backward"))
-        for plan, direction in turns:
-            if plan is not None:
-                plan.check_turn(direction)
-        for plan, direction in turns:
-            if plan is not None:
-                plan.begin(direction)
-        forward = _side(f_schedule_plan, None, pre_forward, post_forward)
-        backward = _side(b_schedule_plan, b_grad, pre_backward, post_backward)
+        turns = {"forward": f_schedule_plan, "backward": b_schedule_plan}
+        given = {direction: plan for direction, plan in turns.items() if plan is not None}
+        for direction, plan in given.items():
+            plan.check_turn(direction)
+        for direction, plan in given.items():
+            plan.begin(direction)
         one = f_schedule_plan or b_schedule_plan
         if one is None:
             return None
         output, _ = run_steps(
-            chunk_order(*(None if plan is None else plan.kinds for plan, _ in turns)),
-            forward,
-            backward,
+            chunk_order(*(None if plan is None else plan.kinds for plan in turns.values())),
+            _side(f_schedule_plan, None, pre_forward, post_forward),
+            _side(b_schedule_plan, b_grad, pre_backward, post_backward),
             device=one.device,
             group=one.expert_group,
         )
@@ -251,27 +250,13 @@ def _side(
 ) -> Side | None:
     if plan is None:
         return None
-    stage = plan.vp_stage
     return Side(
         plan.layers,
         value,
         plan,
-        None if before is None else lambda: before(stage),
-        None if after is None else lambda reached: after(reached, stage),
+        before and partial(before, plan.vp_stage),
+        after and (lambda reached: after(reached, plan.vp_stage)),
     )
-
-
-def _check_inputs(
-    model: ChunkModel, input_ids: Any, decoder_input: Tensor | None, labels: Tensor | None
-) -> None:
-    if decoder_input is None and not model.pre_process:
-        raise ValueError(
-            "decoder_input is None: this chunk has no embedding (pre_process=False); give what the "
-            "chunk before has returned"
-        )
-    embeds = decoder_input is None or (model.predictors and labels is not None)
-    if input_ids is None and embeds:
-        raise ValueError("input_ids is None: this chunk embeds tokens; give their ids")
 
 
 def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:

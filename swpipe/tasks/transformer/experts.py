@@ -1,4 +1,4 @@
-"""Mixture of experts: router, permutation of tokens, the experts of this rank.
+"""Mixture of experts: router, permutation of tokens, exchange of rows, the experts of this rank.
 
     tokens (N, H) -> route: the k best of E experts each; N·k rows, those for expert 0 first
                   -> exchange: each rank gets the rows for its experts, by rank, then by expert
@@ -6,35 +6,72 @@
                   -> exchange back -> merge: N tokens, weighted sums of k rows
 
 The counts of rows are exchanged first. That exchange is started by ``route``, and waited for where
-the rows are to be sent.
+the rows are to be sent. Between start and wait of an exchange there is a handle, so that other work
+overlaps with it, on a CPU too. Collectives are called by their names in ``torch.distributed``, each
+time anew: whoever replaces them there, to measure or to slow them down, replaces them here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swpipe.tasks.transformer.token_exchange import PendingExchange, size_of, start_exchange
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
 from swpipe.tasks.transformer.weight_gradients import Linear
 
 
-class Mlp(nn.Module):
-    """Two linear maps with a GELU between."""
+@dataclass(frozen=True, slots=True)
+class PendingExchange:
+    """Rows on their way.
 
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.fc1 = Linear(size, inner)
-        self.fc2 = Linear(inner, size)
+    Attributes:
+        received: What they are written to; not to be read before ``wait``.
+        sent: What they are read from, kept until then.
+        handle: Of the collective; None where nothing is exchanged.
+    """
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Of (..., size), the same shape."""
-        out: Tensor = self.fc2(functional.gelu(self.fc1(hidden)))
-        return out
+    received: Tensor
+    sent: Tensor
+    handle: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The rows, when they are here."""
+        if self.handle is not None:
+            self.handle.wait()
+        return self.received
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """How many ranks share the experts: 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def start_exchange(
+    rows: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup | None
+) -> PendingExchange:
+    """Begin to send each rank its rows.
+
+    Args:
+        rows: (sum of ``send``, ...), those for rank 0 first.
+        receive: How many rows come from each rank of the group.
+        send: How many rows go to each.
+        group: None for this process alone, which keeps its rows.
+    """
+    rows = rows.detach()
+    if size_of(group) == 1:
+        return PendingExchange(rows, rows)
+    rows = rows.contiguous()
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    handle = dist.all_to_all_single(
+        received, rows, list(receive), list(send), group=group, async_op=True
+    )
+    return PendingExchange(received, rows, handle)
 
 
 @dataclass(slots=True)
@@ -61,23 +98,43 @@ class Routing:
             self._received = self.counts.wait().tolist()
         return self._received
 
-    @property
-    def send(self) -> list[int]:
-        """How many rows go to each rank."""
-        return [sum(row) for row in self.sent]
+    def start(self, rows: Tensor, *, to_experts: bool) -> PendingExchange:
+        """Send rows to the experts, or back from them."""
+        here, there = (list(map(sum, counts)) for counts in (self.received, self.sent))
+        if not to_experts:
+            here, there = there, here
+        return start_exchange(rows, here, there, self.group)
 
-    @property
-    def receive(self) -> list[int]:
-        """How many rows come from each rank."""
-        return [sum(row) for row in self.received]
+    def exchange(self, rows: Tensor, *, to_experts: bool) -> Tensor:
+        """The same at once, with a gradient: the exchange in the other direction."""
+        out: Tensor = _Exchange.apply(rows, self, to_experts)  # type: ignore[no-untyped-call]
+        return out
 
-    def start_dispatch(self, rows: Tensor) -> PendingExchange:
-        """Send rows to the experts."""
-        return start_exchange(rows, self.receive, self.send, self.group)
 
-    def start_combine(self, rows: Tensor) -> PendingExchange:
-        """Send rows back from the experts."""
-        return start_exchange(rows, self.send, self.receive, self.group)
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, routing: Routing, to_experts: bool) -> Tensor:
+        ctx.routing, ctx.to_experts = routing, to_experts
+        received = routing.start(rows, to_experts=to_experts).wait()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.routing.start(grads[0], to_experts=not ctx.to_experts).wait(), None, None
+
+
+class Mlp(nn.Module):
+    """Two linear maps with a GELU between."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = Linear(size, inner)
+        self.fc2 = Linear(inner, size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Of (..., size), the same shape."""
+        out: Tensor = self.fc2(functional.gelu(self.fc1(hidden)))
+        return out
 
 
 class MixtureOfExperts(nn.Module):
@@ -103,12 +160,9 @@ class MixtureOfExperts(nn.Module):
         self.local = self.num_experts // ranks
         first = 0 if group is None else dist.get_rank(group) * self.local
         self.router = nn.Linear(config.hidden_size, self.num_experts, bias=False)
-        inner = config.moe_ffn_size
+        mine = range(first, first + self.local)
         self.experts = nn.ModuleDict(
-            {
-                str(number): Mlp(config.hidden_size, inner)
-                for number in range(first, first + self.local)
-            }
+            {str(number): Mlp(config.hidden_size, config.moe_ffn_size) for number in mine}
         )
         shared = config.moe_shared_expert_size
         self.shared_expert = None if shared is None else Mlp(config.hidden_size, shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch.nn import functional
 
 from swpipe.core.messages import shown
 from swpipe.tasks.transformer.chunk_schedule import TransformerModelChunkSchedulePlan
-from swpipe.tasks.transformer.decoder_layer import TransformerLayer
-from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
-from swpipe.tasks.transformer.parameters import init_parameters
+from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
+
+STD = 0.02
+"""Standard deviation of initial weights (Radford et al., 2019)."""
 
 
 class GPTModel(nn.Module):
@@ -77,7 +79,7 @@ class GPTModel(nn.Module):
                 if not config.tie_embeddings:
                     self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to_empty(device=device or torch.get_default_device())
-        init_parameters(self, config.seed)
+        self._init_parameters()
 
     def forward(
         self,
@@ -136,17 +138,23 @@ class GPTModel(nn.Module):
     ) -> TransformerModelChunkSchedulePlan:
         """The nodes of this chunk for one microbatch; arguments as of the plan's class."""
         return TransformerModelChunkSchedulePlan(
-            self,
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input,
-            labels,
-            packed_seq_params,
-            extra_block_kwargs,
-            runtime_gather_output,
-            loss_mask,
-        )
+            self, input_ids, position_ids, attention_mask, decoder_input, labels, packed_seq_params,
+            extra_block_kwargs, runtime_gather_output, loss_mask,
+        )  # fmt: skip
+
+    def _init_parameters(self) -> None:
+        """Biases 0, weights of norms 1, others normal by the seed and their global names alone."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.zero_()
+                elif "norm" in name:
+                    parameter.fill_(1.0)
+                else:
+                    digest = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
+                    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                    drawn = torch.empty(parameter.shape).normal_(0.0, STD, generator=generator)
+                    parameter.copy_(drawn)
 
     @property
     def decoder_layers(self) -> list[TransformerLayer]:

@@ -7,29 +7,43 @@
 
 A call is a run of its own: the engine's streams begin after the caller's, and the caller's goes on
 after them. So what the caller has made may be read on every stream, and freed after the call.
+
+Ranks that share experts run the same steps in the same order, or say so before they exchange. Ranks
+of other groups, such as those of another pipeline stage, may run other layers: plans are compared
+within the expert group. Each call first starts an exchange of a few bytes, which is the first of
+the call whatever the ranks run, so that two such exchanges always meet.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from swpipe._distributed.agreement import differences, name_ranks, plan_facts
+from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.layer_overlap import LayerStep, Steps, paired_plan
-from swpipe.tasks.transformer.layer_streams import get_comm_stream, get_comp_stream
-from swpipe.tasks.transformer.same_order import SameOrder
-from swpipe.tasks.transformer.schedule_node import as_leaf
+from swpipe.plans.transformer import LayerStep, Steps, paired_plan
+from swpipe.tasks.transformer.experts import size_of
+from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 MOST_PIPELINES = 32
 """How many pipelines a thread keeps: for each combination of kinds of layers, one."""
+
+_WAYS_OUT = (
+    "and would wait for each other's exchanges for ever. Build and run the same layers on all of "
+    "them, forward and backward"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +106,8 @@ class _Pipelines(threading.local):
         streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
         key = (order, device.name, streams)
         if key not in self._made:
-            plan = paired_plan(order, comp_stream=streams[0], comm_stream=streams[1])
             self._made[key] = SWPipeline(
-                plan,
+                paired_plan(order, comp_stream=streams[0], comm_stream=streams[1]),
                 [PipelineTask(step.name, step_function(step)) for step in order],
                 device=device,
                 context=PairContext,
@@ -112,63 +125,45 @@ _pipelines = _Pipelines()
 
 def step_function(step: LayerStep) -> TaskFn:
     """What a step does with its context."""
-    if step.layer is not None:
-        return _on_layer(step, step.layer)
-    if step.node.endswith("_process"):
-        return _on_chunk(step)
-    return _AROUND[step.side, step.node]
-
-
-def _on_layer(step: LayerStep, layer: int) -> TaskFn:
-    side, value, node_name = step.side, f"{step.side}_value", step.node
-    checks = step.issues_collectives
-    calls = {"start": "start_", "wait": "finish_"}
+    side, value, node = step.side, f"{step.side}_value", step.node
     direction = "forward" if side == "f" else "backward"
-    method = "run_backward_dw" if step.part == "dw" else calls.get(step.part, "run_") + direction
+    if step.layer is None and not node.endswith("_process"):
+        return _AROUND[node, side]
+    method = f"run_{direction}"
+    if step.part:
+        method = {"start": f"start_{direction}", "wait": f"finish_{direction}"}.get(
+            step.part, "run_backward_dw"
+        )
+    layer, checks = step.layer, step.issues_collectives
+    takes_value = (node, side) != ("pre_process", "f")
 
     def run(ctx: Any) -> None:
         if checks and ctx.same_order is not None:
             ctx.same_order.check()
-        node = getattr(getattr(ctx, side).layers[layer], node_name)
+        owner = getattr(ctx, side)
+        call = getattr(getattr(owner.chunk if layer is None else owner.layers[layer], node), method)
         if method == "run_backward_dw":
-            node.run_backward_dw()
+            call()
         else:
-            setattr(ctx, value, getattr(node, method)(getattr(ctx, value)))
+            setattr(ctx, value, call(getattr(ctx, value) if takes_value else ()))
 
     return run
 
 
-def _on_chunk(step: LayerStep) -> TaskFn:
-    node_name = step.node
+def _begin(side: str) -> TaskFn:
+    def begin(ctx: Any) -> None:
+        if (before := getattr(ctx, side).before) is not None:
+            before()
 
-    def forward(ctx: Any) -> None:
-        node = getattr(ctx.f.chunk, node_name)
-        ctx.f_value = node.run_forward(() if node_name == "pre_process" else ctx.f_value)
-
-    def backward(ctx: Any) -> None:
-        ctx.b_value = getattr(ctx.b.chunk, node_name).run_backward(ctx.b_value)
-
-    return forward if step.side == "f" else backward
+    return begin
 
 
-def _begin_forward(ctx: Any) -> None:
-    if ctx.f.before is not None:
-        ctx.f.before()
+def _after(side: str) -> TaskFn:
+    def after_layers(ctx: Any) -> None:
+        if (after := getattr(ctx, side).after) is not None:
+            after(as_leaf(getattr(ctx, f"{side}_value")))
 
-
-def _begin_backward(ctx: Any) -> None:
-    if ctx.b.before is not None:
-        ctx.b.before()
-
-
-def _after_forward(ctx: Any) -> None:
-    if ctx.f.after is not None:
-        ctx.f.after(as_leaf(ctx.f_value))
-
-
-def _after_backward(ctx: Any) -> None:
-    if ctx.b.after is not None:
-        ctx.b.after(ctx.b_value)
+    return after_layers
 
 
 def _end_forward(ctx: Any) -> None:
@@ -181,11 +176,59 @@ def _end_backward(ctx: Any) -> None:
 
 
 _AROUND: dict[tuple[str, str], TaskFn] = {
-    ("f", "begin"): _begin_forward,
-    ("b", "begin"): _begin_backward,
-    ("f", "post_layers"): _after_forward,
-    ("b", "post_layers"): _after_backward,
-    ("f", "end"): _end_forward,
-    ("b", "end"): _end_backward,
+    **{("begin", side): _begin(side) for side in "fb"},
+    **{("post_layers", side): _after(side) for side in "fb"},
+    ("end", "f"): _end_forward,
+    ("end", "b"): _end_backward,
 }
 """What is around a chunk's layers, beside its nodes."""
+
+
+class SameOrder:
+    """A comparison that has begun.
+
+    Args:
+        order: What this rank is about to run.
+        group: The ranks to compare with; None for none.
+        device: Where the group's collectives find their tensors.
+    """
+
+    def __init__(
+        self, order: Steps, group: dist.ProcessGroup | None, device: torch.device | str
+    ) -> None:
+        self._handle: dist.Work | None = None
+        if size_of(group) > 1:
+            digest = hashlib.sha256(" ".join(step.name for step in order).encode()).digest()
+            own = torch.tensor([int.from_bytes(digest[:7], "big")], device=device)
+            self._all = own.new_empty(size_of(group))
+            self._handle = dist.all_gather_into_tensor(self._all, own, group=group, async_op=True)
+
+    def check(self) -> None:
+        """Wait for the others, once.
+
+        Raises:
+            RuntimeError: One of them runs another order; raised on all ranks of the group.
+        """
+        if self._handle is None:
+            return
+        self._handle.wait()
+        self._handle = None
+        digests: list[int] = self._all.tolist()
+        if others := [rank for rank, one in enumerate(digests) if one != digests[0]]:
+            raise RuntimeError(
+                "ranks of one expert group run layers of different kinds, or in another order: "
+                f"{name_ranks(others)} of the group others than rank 0, {_WAYS_OUT}"
+            )
+
+
+def check_same_plan_in_group(plan: PipelinePlan, group: dist.ProcessGroup | None) -> None:
+    """Compare a plan within an expert group. A collective of the group; without one, nothing.
+
+    Raises:
+        RuntimeError: The ranks hold different plans; raised on all of them.
+    """
+    if size_of(group) > 1 and len(set(gather(plan.digest(), group))) > 1:
+        raise RuntimeError(
+            "ranks of one expert group train layers by different plans: "
+            f"{differences(gather(plan_facts(plan), group))}, {_WAYS_OUT}"
+        )

@@ -8,37 +8,228 @@
       moe_combine       rows back, their weighted sum, the residual
       mtp_post_process  the losses of multi-token prediction
 
-Source: seed "model_chunk_schedule_plan".
+Nodes hand the main value on, one to the next. What else a later node needs (the residual, a
+router's weights) an earlier one detaches and puts into the layer's state; its backward adds the
+gradients that came back there to those of its outputs. Source: seed "model_chunk_schedule_plan".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from swpipe.core.messages import shown
-from swpipe.plans.layer_overlap import (
-    LayerKind,
-    LayerStep,
-    backward_steps,
-    forward_steps,
-    pair_order,
-)
-from swpipe.tasks.transformer.chunk_state import ModelChunkState
-from swpipe.tasks.transformer.decoder_layer import TransformerLayer
-from swpipe.tasks.transformer.layer_nodes import ExchangeNode, PostProcessNode, TransformerLayerNode
+from swpipe.plans.transformer import LayerKind, LayerStep, layer_steps, pair_order
+from swpipe.tasks.transformer.experts import PendingExchange
+from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
 from swpipe.tasks.transformer.layer_runs import Side, run_steps
-from swpipe.tasks.transformer.layer_streams import LayerStream, device_of
-from swpipe.tasks.transformer.mtp_layer import MultiTokenPredictionLayer
-from swpipe.tasks.transformer.schedule_node import NoopScheduleNode, used_here
-from swpipe.tasks.transformer.token_exchange import PendingExchange
+from swpipe.tasks.transformer.schedule_node import (
+    LayerStream,
+    NoopScheduleNode,
+    ScheduleNode,
+    Values,
+    as_leaf,
+    device_of,
+    used_here,
+)
+from swpipe.tasks.transformer.weight_gradients import Notes, delaying
 
-Layer = TransformerLayer | MultiTokenPredictionLayer
+Layer: TypeAlias = TransformerLayer | MultiTokenPredictionLayer
+
+Submodule: TypeAlias = Callable[..., Values]
+"""A function of the node and its inputs."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ModelChunkState:
+    """The inputs of one microbatch, and what its layers pass on besides hidden states.
+
+    Attributes:
+        model: The chunk, a ``GPTModel``.
+        main_hidden: The last layer's output, while layers for multi-token prediction go on.
+        further_losses: What each of these has added so far.
+
+    All others are arguments of ``TransformerModelChunkSchedulePlan``; ``attention_mask`` is limited
+    to the packed sequences.
+    """
+
+    model: Any
+    input_ids: Any = None
+    position_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    decoder_input: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    packed_seq_params: Any = None
+    extra_block_kwargs: Mapping[str, Any] | None = None
+    runtime_gather_output: bool | None = None
+    main_hidden: Tensor | None = None
+    further_losses: list[Tensor] = field(default_factory=list)
+
+
+class TransformerLayerNode(ScheduleNode):
+    """A node of a layer.
+
+    Args:
+        stream: As of ``ScheduleNode``.
+        event: As of ``ScheduleNode``.
+        layer_state: What the nodes of one layer share; any object with attributes.
+        chunk_state: What the layers of a chunk share; any object.
+        submodule: Called with the node and its inputs.
+        name: For messages.
+        bwd_dw_callables: A function, or several, that ``backward_dw`` calls after the weight
+            gradients that backward has left.
+        extra_args: Copied. With a true ``"delay_wgrad_compute"``, backward leaves the weight
+            gradients of ``swpipe.tasks.transformer`` linear maps to ``backward_dw``.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        event: Any,
+        layer_state: Any,
+        chunk_state: Any,
+        submodule: Submodule,
+        name: str = "default",
+        bwd_dw_callables: Callable[[], object] | Iterable[Callable[[], object]] | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(submodule, stream, event, name=name)
+        self.layer_state, self.chunk_state = layer_state, chunk_state
+        callables = (bwd_dw_callables,) if callable(bwd_dw_callables) else bwd_dw_callables
+        self.bwd_dw_callables = tuple(callables or ())
+        self.extra_args = dict(extra_args or {})
+        self.delay_wgrad_compute = bool(self.extra_args.get("delay_wgrad_compute"))
+        self._notes: Notes = []
+        self._detached: list[tuple[Tensor, Tensor]] = []
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """A leaf for other nodes to use; their gradients come back to it."""
+        leaf: Tensor = as_leaf(tensor)
+        self._detached.append((tensor, leaf))
+        return leaf
+
+    def run_backward_dw(self) -> None:
+        notes, self._notes = self._notes, []
+        for note in notes:
+            note.compute()
+        for function in self.bwd_dw_callables:
+            function()
+
+    def default_backward_func(
+        self, outputs: Sequence[Any], output_grad: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Also from what was detached for other nodes."""
+        detached, self._detached = self._detached, []
+        grads = [leaf.grad for _, leaf in detached]
+        for grad in grads:
+            used_here(grad)
+        roots = (*outputs, *(tensor for tensor, _ in detached))
+        super().default_backward_func(roots, (*output_grad, *grads))
+        return output_grad
+
+    def release(self) -> None:
+        super().release()
+        self._notes, self._detached = [], []
+
+    def _compute(self, *inputs: Any) -> Values:
+        with delaying(self._notes if self.delay_wgrad_compute else None):
+            return self.forward_func(self, *inputs)
+
+
+class ExchangeNode(TransformerLayerNode):
+    """A node that sends its one input to other ranks, and computes with what it gets.
+
+    Forward is ``start_forward``, then ``finish_forward``; so is backward. Other work may be done
+    between the two. ``to_experts`` says which way the rows go; their gradients go the other.
+    """
+
+    def __init__(self, to_experts: bool, *rest: Any, **more: Any) -> None:
+        super().__init__(*rest, **more)
+        self._to_experts = to_experts
+
+    def start_forward(self, rows: Tensor) -> tuple[PendingExchange, bool]:
+        """Send the rows; what to give to ``finish_forward``."""
+        self._refuse_again()
+        used_here(rows)
+        sent = self.layer_state.routing.start(rows, to_experts=self._to_experts)
+        return sent, rows.requires_grad
+
+    def finish_forward(self, sent: tuple[PendingExchange, bool]) -> Values:
+        """Wait for the rows of the others, and compute."""
+        pending, requires_grad = sent
+        received = pending.wait()
+        return super().run_forward(received.detach().requires_grad_(requires_grad))
+
+    def start_backward(self, output_grad: Values) -> PendingExchange | None:
+        """Compute the gradient of the rows that came, and send it back."""
+        grad = super().run_backward(output_grad)
+        routing = self.layer_state.routing
+        if self._to_experts:  # the last exchange of a microbatch
+            del self.layer_state.routing
+        if grad is None:
+            return None
+        sent: PendingExchange = routing.start(grad, to_experts=not self._to_experts)
+        return sent
+
+    def finish_backward(self, sent: PendingExchange | None) -> Tensor | None:
+        """Wait for the gradient of the rows that were sent."""
+        return None if sent is None else sent.wait()
+
+    def run_forward(self, inputs: Values = ()) -> Values:
+        (rows,) = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self.finish_forward(self.start_forward(rows))
+
+    def run_backward(self, output_grad: Values) -> Values:
+        return self.finish_backward(self.start_backward(output_grad))
+
+
+class PreProcessNode(ScheduleNode):
+    """The embedding, or the value that the chunk before has sent.
+
+    Args:
+        gpt_model: The chunk.
+        chunk_state: Its inputs.
+        event: As of ``ScheduleNode``.
+        stream: As of ``ScheduleNode``.
+    """
+
+    def __init__(
+        self, gpt_model: Any, chunk_state: ModelChunkState, event: Any, stream: LayerStream
+    ) -> None:
+        super().__init__(partial(_embed, gpt_model, chunk_state), stream, event, name="pre_process")
+        self.gpt_model, self.chunk_state = gpt_model, chunk_state
+
+
+class PostProcessNode(TransformerLayerNode):
+    """The output of a chunk; or the losses of one layer for multi-token prediction.
+
+    Args:
+        gpt_model: The chunk.
+        chunk_state: Its inputs, and what its layers for multi-token prediction add.
+        event: As of ``ScheduleNode``.
+        stream: As of ``ScheduleNode``.
+        mtp: The layer whose losses it computes; None for the output.
+    """
+
+    def __init__(
+        self,
+        gpt_model: Any,
+        chunk_state: ModelChunkState,
+        event: Any,
+        stream: LayerStream,
+        mtp: MultiTokenPredictionLayer | None = None,
+    ) -> None:
+        function = _output if mtp is None else _further_losses
+        name = "post_process" if mtp is None else "mtp_post_process"
+        super().__init__(stream, event, None, chunk_state, function, name)
+        self.gpt_model, self.mtp = gpt_model, mtp
 
 
 class TransformerLayerSchedulePlan:
@@ -72,7 +263,7 @@ class TransformerLayerSchedulePlan:
                 f"layer is {shown(layer)}, of an unknown type: give a TransformerLayer or a "
                 "MultiTokenPredictionLayer"
             )
-        mtp = isinstance(layer, MultiTokenPredictionLayer)
+        mtp = layer if isinstance(layer, MultiTokenPredictionLayer) else None
         if mtp and not isinstance(chunk_state, ModelChunkState):
             raise TypeError(
                 f"chunk_state is {shown(chunk_state)}: a MultiTokenPredictionLayer embeds tokens "
@@ -81,49 +272,32 @@ class TransformerLayerSchedulePlan:
         self.layer, self.event, self.chunk_state = layer, event, chunk_state
         self.comp_stream, self.comm_stream = comp_stream, comm_stream
         self.layer_state = SimpleNamespace()
-        self.decoder_layer = decoder_of(layer)
+        self.decoder_layer = decoder = decoder_of(layer)
         self.kind = kind_of(layer, extra_args)
-        self._build_callable_nodes(event, comp_stream, comm_stream, extra_args or {})
+        shared = (event, self.layer_state, chunk_state)
+        late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
+        at_once = {**late, "delay_wgrad_compute": False}
 
-    def _build_callable_nodes(
-        self,
-        event: Any,
-        comp_stream: LayerStream,
-        comm_stream: LayerStream,
-        extra_args: Mapping[str, Any],
-    ) -> None:
-        state, chunk_state = self.layer_state, self.chunk_state
-        late = {**extra_args, "delay_wgrad_compute": self.kind.delayed}
-        at_once = {**extra_args, "delay_wgrad_compute": False}
+        def node(name: str, function: Submodule, of: Layer, extra: Mapping[str, Any]) -> Any:
+            bound = partial(function, of)
+            return TransformerLayerNode(comp_stream, *shared, bound, name, extra_args=extra)
 
-        def node(name: str, function: Any, extra: Mapping[str, Any] = late) -> Any:
-            bound = partial(function, self.layer if name == "attn" else self.decoder_layer)
-            return TransformerLayerNode(
-                comp_stream, event, state, chunk_state, bound, name, extra_args=extra
-            )
-
-        def exchange(name: str, start: Any, back: Any, function: Any) -> Any:
-            rest = (comm_stream, event, state, chunk_state, function, name)
+        def exchange(name: str, to_experts: bool, function: Submodule) -> Any:
             return ExchangeNode(
-                partial(start, state), partial(back, state), *rest, extra_args=at_once
+                to_experts, comm_stream, *shared, function, name, extra_args=at_once
             )
 
-        noop = NoopScheduleNode()
-        self.attn = node("attn", _attend)
+        noop: Any = NoopScheduleNode()
+        self.attn = node("attn", _attend, layer, late)
+        self.post_attn = self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
+        self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
-            self.post_attn = node("post_attn", _route, at_once)
-            self.moe_dispatch = exchange("moe_dispatch", _dispatch, _dispatch_back, _received)
-            self.mlp = node("mlp", _experts)
-            self.moe_combine = exchange(
-                "moe_combine", _combine, _combine_back, partial(_merge, self.decoder_layer)
-            )
-        else:
-            self.mlp = node("mlp", _feed_forward)
-            self.post_attn = self.moe_dispatch = self.moe_combine = noop
-        self.mtp_post_process: Any = noop
-        if isinstance(self.layer, MultiTokenPredictionLayer):
+            self.post_attn = node("post_attn", _route, decoder, at_once)
+            self.moe_dispatch = exchange("moe_dispatch", True, lambda node, rows: rows)
+            self.moe_combine = exchange("moe_combine", False, partial(_merge, decoder))
+        if mtp:
             self.mtp_post_process = PostProcessNode(
-                chunk_state.model, chunk_state, event, comp_stream, self.layer
+                chunk_state.model, chunk_state, event, comp_stream, mtp
             )
 
     @property
@@ -174,8 +348,8 @@ class TransformerLayerSchedulePlan:
         ):
             if layer is not None and value is None:
                 raise ValueError(f"{name} is given and {argument} is not: give it as well")
-        ahead = () if f_layer is None else forward_steps(0, f_layer.kind)
-        back = () if b_layer is None else backward_steps(0, b_layer.kind)
+        ahead = () if f_layer is None else layer_steps("f", 0, f_layer.kind)
+        back = () if b_layer is None else layer_steps("b", 0, b_layer.kind)
         if is_last_layer_in_bwd:
             back = tuple(step for step in back if step != LayerStep("b", 0, "attn", "dw"))
         one = f_layer or b_layer
@@ -203,6 +377,17 @@ def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerK
     return LayerKind(moe=decoder.layer_type == "moe", mtp=mtp, delayed=bool(delayed))
 
 
+# ------------------------------------------------------------------------ what the nodes compute
+
+
+def _embed(model: Any, state: ModelChunkState) -> Tensor:
+    given = state.decoder_input
+    found: Tensor = (
+        model.embed(state.input_ids, state.position_ids) if given is None else as_leaf(given)
+    )
+    return found
+
+
 def _attend(layer: Layer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     state = node.chunk_state
     mask = getattr(state, "attention_mask", None)
@@ -228,10 +413,6 @@ def _route(layer: TransformerLayer, node: TransformerLayerNode, hidden: Tensor) 
     return rows
 
 
-def _received(node: TransformerLayerNode, rows: Tensor) -> Tensor:
-    return rows
-
-
 def _experts(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     state = node.layer_state
     normed = vars(state).pop("normed", None)
@@ -248,21 +429,18 @@ def _merge(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) ->
     return layer.merge(rows, weights, shared, hidden, taken["routing"])
 
 
-def _dispatch(state: Any, rows: Tensor) -> PendingExchange:
-    pending: PendingExchange = state.routing.start_dispatch(rows)
-    return pending
+def _output(node: PostProcessNode, hidden: Tensor) -> Tensor:
+    state: ModelChunkState = node.chunk_state
+    if state.main_hidden is not None:  # ``hidden`` is what predicts further tokens
+        hidden, state.main_hidden = state.main_hidden, None
+    further, state.further_losses = state.further_losses, []
+    out: Tensor = node.gpt_model.output(hidden, state.labels, state.loss_mask, further)
+    return out
 
 
-def _dispatch_back(state: Any, grad: Tensor) -> PendingExchange:
-    pending: PendingExchange = vars(state).pop("routing").start_combine(grad)
-    return pending
-
-
-def _combine(state: Any, rows: Tensor) -> PendingExchange:
-    pending: PendingExchange = state.routing.start_combine(rows)
-    return pending
-
-
-def _combine_back(state: Any, grad: Tensor) -> PendingExchange:
-    pending: PendingExchange = state.routing.start_dispatch(grad)
-    return pending
+def _further_losses(node: PostProcessNode, hidden: Tensor) -> Tensor:
+    state: ModelChunkState = node.chunk_state
+    if state.labels is not None and node.mtp is not None:
+        losses = node.gpt_model.further_losses(node.mtp, hidden, state.labels, state.loss_mask)
+        state.further_losses.append(node.detach(losses))
+    return hidden

@@ -16,16 +16,17 @@ from torch import Tensor
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.layer_overlap import LayerKind, LayerStep, chunk_order, layer_overlap_plan
+from swpipe.plans.transformer import LayerKind, LayerStep, chunk_order, layer_overlap_plan
 from swpipe.tasks.transformer.gpt import GPTModel
-from swpipe.tasks.transformer.layer_runs import Side, step_function
+from swpipe.tasks.transformer.layer_runs import Side, check_same_plan_in_group, step_function
 from swpipe.tasks.transformer.layer_schedule import Layer, kind_of
-from swpipe.tasks.transformer.layer_streams import device_of
-from swpipe.tasks.transformer.same_order import check_same_plan_in_group
-from swpipe.tasks.transformer.schedule_node import as_leaf
+from swpipe.tasks.transformer.schedule_node import as_leaf, device_of
 
 Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
 """From a chunk's output and the microbatch to a scalar, which is differentiated."""
+
+_OF_MTP = (("attn", ""), ("mtp_post_process", ""))
+"""Steps of multi-token prediction that embed tokens, or compute logits."""
 
 
 def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -40,7 +41,7 @@ def layer_kinds(model: GPTModel) -> tuple[LayerKind, ...]:
 
 
 def training_plan(model: GPTModel) -> PipelinePlan:
-    """``swpipe.plans.layer_overlap.layer_overlap_plan`` of a model's layers."""
+    """``swpipe.plans.transformer.layer_overlap_plan`` of a model's layers."""
     return layer_overlap_plan(layer_kinds(model), shared=_shares(model))
 
 
@@ -64,16 +65,14 @@ def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[Pipelin
         "b.end": _release,
     }
     steps = {step.name: step for step in chunk_order(kinds, kinds, hooks=False)}
-    parameters = DeclaredIO(state="parameters", mode="r", others="r")
     tasks = []
     for name in training_plan(model).schedule:
-        step = steps[name]
-        states = [parameters]
-        if step.side == "b":
+        states = [DeclaredIO(state="parameters", mode="r", others="r")]
+        if steps[name].side == "b":
             states.append(DeclaredIO(state=f"gradients of {name}", others=""))
-            if shared and _uses_shared(step, kinds):
+            if shared and _uses_shared(steps[name], kinds):
                 states.append(DeclaredIO(state="shared gradients", others=""))
-        tasks.append(PipelineTask(name, around.get(name) or step_function(step), io=states))
+        tasks.append(PipelineTask(name, around.get(name) or step_function(steps[name]), io=states))
     return tasks
 
 
@@ -116,10 +115,6 @@ def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
     if step.layer is None:
         return step.node.endswith("_process")
     return kinds[step.layer].mtp and (step.node, step.part) in _OF_MTP
-
-
-_OF_MTP = (("attn", ""), ("mtp_post_process", ""))
-"""Steps of multi-token prediction that embed tokens, or compute logits."""
 
 
 def _begin(ctx: Any, model: GPTModel, kinds: tuple[LayerKind, ...]) -> None:

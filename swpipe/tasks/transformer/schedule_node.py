@@ -4,7 +4,8 @@
     gradients for it <───────────────────── leaves' .grad <── autograd <── gradients of outputs
 
 Each node has an autograd graph of its own, from its leaves to its outputs, so that a schedule
-decides when which node's backward runs. Source: seed "model_chunk_schedule_plan".
+decides when which node's backward runs. There are two streams: one for computation, one for
+exchanges. Source: seed "model_chunk_schedule_plan".
 """
 
 from __future__ import annotations
@@ -16,13 +17,43 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from swpipe.device import resolve
-from swpipe.tasks.transformer.layer_streams import LayerStream, stream_of
+from swpipe.core.plan import StreamSpec
+from swpipe.device import Device, resolve
 
 Values: TypeAlias = Any
 """A tensor, or a tuple of tensors and others."""
 
 BackwardFunc: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], object]
+
+LayerStream: TypeAlias = torch.Stream | Callable[[], torch.Stream | None] | None
+"""A stream, a function that returns one, or None for the caller's current stream."""
+
+_given: dict[str, torch.Stream | None] = {"comp": None, "comm": None}
+
+
+def set_streams(
+    comp_stream: torch.Stream | None = None, comm_stream: torch.Stream | None = None
+) -> None:
+    """Set the streams of schedules that are made from now on; None for the defaults."""
+    _given.update(comp=comp_stream, comm=comm_stream)
+
+
+def get_comp_stream() -> torch.Stream | None:
+    """The stream of computation; None for the current stream of whoever runs the schedule."""
+    return _given["comp"]
+
+
+def get_comm_stream() -> torch.Stream | None:
+    """The stream of exchanges, made when first asked for; None on a machine without streams."""
+    if _given["comm"] is None and (device := resolve(None)).has_streams:
+        _given["comm"] = device.new_stream(StreamSpec(priority=-1))
+    return _given["comm"]
+
+
+def device_of(model: torch.nn.Module) -> Device:
+    """Where the first parameter of a model is; the machine's own device if it has none."""
+    first = next(model.parameters(), None)
+    return resolve(None if first is None else first.device)
 
 
 class ScheduleNode:
@@ -89,11 +120,10 @@ class ScheduleNode:
     def run_forward(self, inputs: Values = ()) -> Values:
         """``forward`` on the current stream."""
         self._refuse_again()
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        given = _tuple_of(inputs)
         leaves = tuple(map(as_leaf, given))
         outputs = self._compute(*leaves)
-        self._inputs = leaves
-        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._inputs, self._outputs = leaves, _tuple_of(outputs)
         if self.free_input:
             for tensor in given:
                 if isinstance(tensor, Tensor):
@@ -102,22 +132,44 @@ class ScheduleNode:
 
     def run_backward(self, output_grad: Values) -> Values:
         """``backward`` on the current stream."""
-        outputs, grads = self._taken(output_grad)
-        inputs = self._inputs
-        self._release()
+        inputs, outputs, grads = self._inputs, self._outputs, _tuple_of(output_grad)
+        if outputs is None:
+            raise RuntimeError(
+                f"node {self.name!r} has no forward to run backward: it was not run, or was run "
+                "backward or released since. Make a plan for each microbatch, and run it once"
+            )
+        if len(grads) != len(outputs):
+            raise ValueError(
+                f"node {self.name!r} has {len(outputs)} outputs, and {len(grads)} gradients were "
+                "given: give one for each, or None for an output without"
+            )
+        for grad in grads:
+            used_here(grad)
+        self._inputs, self._outputs = (), None
         # Bound methods are not kept on the node: a cycle would outlive the last reference to it.
         (self.backward_func or self.default_backward_func)(outputs, grads)
-        return _gradients(inputs)
+        found = tuple(one.grad if isinstance(one, Tensor) else None for one in inputs)
+        return found[0] if len(found) == 1 else found
 
     def run_backward_dw(self) -> None:
         """``backward_dw`` on the current stream."""
 
     def default_backward_func(
-        self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
+        self, outputs: Sequence[Any], output_grad: Sequence[Any]
+    ) -> Sequence[Any]:
         """Autograd's backward from those outputs that have a gradient; returns the gradients."""
-        run_backward(outputs, output_grad)
+        roots = [
+            (output, grad)
+            for output, grad in zip(outputs, output_grad, strict=True)
+            if grad is not None and isinstance(output, Tensor) and output.requires_grad
+        ]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         return output_grad
+
+    def release(self) -> None:
+        """Let go of everything, without a backward."""
+        self._inputs, self._outputs = (), None
 
     def _compute(self, *inputs: Any) -> Values:
         return self.forward_func(*inputs)
@@ -129,33 +181,9 @@ class ScheduleNode:
                 "microbatch. Run its backward, or make another plan for the next microbatch"
             )
 
-    def _taken(self, output_grad: Values) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        outputs = self._outputs
-        if outputs is None:
-            raise RuntimeError(
-                f"node {self.name!r} has no forward to run backward: it was not run, or was run "
-                "backward or released since. Make a plan for each microbatch, and run it once"
-            )
-        grads = output_grad if isinstance(output_grad, tuple) else (output_grad,)
-        if len(grads) != len(outputs):
-            raise ValueError(
-                f"node {self.name!r} has {len(outputs)} outputs, and {len(grads)} gradients were "
-                "given: give one for each, or None for an output without"
-            )
-        for grad in grads:
-            used_here(grad)
-        return outputs, grads
-
-    def _release(self) -> None:
-        self._inputs, self._outputs = (), None
-
-    def release(self) -> None:
-        """Let go of everything, without a backward."""
-        self._release()
-
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        stream = stream_of(self.stream)
+        stream = self.stream() if callable(self.stream) else self.stream
         if stream is None and self.event is None:
             yield
             return
@@ -173,20 +201,14 @@ class NoopScheduleNode:
     """Stands where a layer has nothing to do."""
 
     def forward(self, inputs: Values = ()) -> Values:
-        """The inputs."""
+        """The inputs, or gradients."""
         return inputs
-
-    def backward(self, output_grad: Values) -> Values:
-        """The gradients."""
-        return output_grad
-
-    def backward_dw(self) -> None:
-        """Nothing."""
-
-    run_forward, run_backward, run_backward_dw = forward, backward, backward_dw
 
     def release(self) -> None:
         """Nothing."""
+
+    backward_dw = run_backward_dw = release
+    backward = run_forward = run_backward = forward
 
 
 def as_leaf(value: Values) -> Values:
@@ -203,17 +225,5 @@ def used_here(value: Values) -> None:
         device.hold([value], [device.current_stream()])
 
 
-def run_backward(outputs: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Autograd's backward from the outputs that require a gradient and are given one."""
-    roots = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if grad is not None and isinstance(output, Tensor) and output.requires_grad
-    ]
-    if roots:
-        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-
-
-def _gradients(inputs: tuple[Any, ...]) -> Values:
-    found = tuple(one.grad if isinstance(one, Tensor) else None for one in inputs)
-    return found[0] if len(found) == 1 else found
+def _tuple_of(values: Values) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)

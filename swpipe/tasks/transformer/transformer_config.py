@@ -9,6 +9,12 @@ from swpipe.core.messages import shown
 LAYER_TYPES = ("dense", "moe")
 """What a layer's feed-forward network is: one MLP, or a mixture of experts."""
 
+_FROM_0 = ("mtp_num_layers", "seed")
+_FROM_1 = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length"),
+    *("num_experts", "moe_router_topk", "ffn_size", "moe_ffn_size"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
@@ -57,52 +63,38 @@ class TransformerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        counts = dict.fromkeys(_FROM_1, 1) | dict.fromkeys(_FROM_0, 0)
+        if self.moe_shared_expert_size is not None:
+            counts["moe_shared_expert_size"] = 1
         problems = [
-            f"{name} is {shown(value)}: give a whole number, {least} or more"
-            for name, value, least in self._counts()
-            if type(value) is not int or value < least
+            f"{name.replace('ffn_size', 'ffn_hidden_size')} is {shown(value)}: "
+            f"give a whole number, {least} or more"
+            for name, least in counts.items()
+            if type(value := getattr(self, name)) is not int or value < least
         ]
-        if not problems:
-            problems = self._misfits()
-        if problems:
+        if problems := problems or self._misfits():
             raise ValueError("the transformer's config: " + "; ".join(problems))
-
-    def _counts(self) -> list[tuple[str, object, int]]:
-        counts = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        more = ("max_sequence_length", "num_experts", "moe_router_topk")
-        shared = self.moe_shared_expert_size
-        return [
-            *((name, getattr(self, name), 1) for name in (*counts, *more)),
-            ("ffn_hidden_size", self.ffn_size, 1),
-            ("moe_ffn_hidden_size", self.moe_ffn_size, 1),
-            ("moe_shared_expert_size", 1 if shared is None else shared, 1),
-            ("mtp_num_layers", self.mtp_num_layers, 0),
-            ("seed", self.seed, 0),
-        ]
 
     def _misfits(self) -> list[str]:
         """Values that do not fit each other."""
-        problems = []
-        if self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size is {self.hidden_size}: num_attention_heads, "
-                f"{self.num_attention_heads}, must divide it"
-            )
-        if self.moe_router_topk > self.num_experts:
-            problems.append(
-                f"moe_router_topk is {self.moe_router_topk}: there are {self.num_experts} experts"
-            )
-        if len(self.types) != self.num_layers:
-            problems.append(
-                f"layer_types has {len(self.types)} entries: give one for each of the "
-                f"{self.num_layers} layers"
-            )
-        problems += [
-            f"layer type {shown(one)} is unknown: give one of {', '.join(LAYER_TYPES)}"
-            for one in dict.fromkeys((*self.types, self.mtp_layer_type))
-            if one not in LAYER_TYPES
-        ]
-        return problems
+        heads, experts, kinds = self.num_attention_heads, self.num_experts, self.types
+        unknown = [one for one in (*kinds, self.mtp_layer_type) if one not in LAYER_TYPES]
+        checks = {
+            f"hidden_size is {self.hidden_size}: num_attention_heads, {heads}, must divide it": (
+                self.hidden_size % heads
+            ),
+            f"moe_router_topk is {self.moe_router_topk}: there are {experts} experts": (
+                self.moe_router_topk > experts
+            ),
+            f"layer_types has {len(kinds)} entries: give {self.num_layers}, one for each layer": (
+                len(kinds) != self.num_layers
+            ),
+            **{
+                f"layer type {shown(one)} is unknown: give one of {', '.join(LAYER_TYPES)}": True
+                for one in unknown
+            },
+        }
+        return [told for told, wrong in checks.items() if wrong]
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -110,11 +102,11 @@ class TransformerConfig:
         return ("dense",) * self.num_layers if self.layer_types is None else tuple(self.layer_types)
 
     @property
-    def moe_ffn_size(self) -> int:
-        """Features inside an expert."""
-        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-
-    @property
     def ffn_size(self) -> int:
         """Features inside a layer's MLP."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """Features inside an expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size

@@ -1,13 +1,8 @@
-"""A limit to memory: kept, and what it costs is told.
-
-More of them, as ``python -m tests.planning.modulo.test_memory_limit FIRST COUNT``.
-"""
+"""A limit to memory: kept, and what it costs is told."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 
@@ -22,38 +17,23 @@ from tests.support.memory_work import MemoryWork
 MIB = 2**20
 
 
-class Limited(NamedTuple):
-    """A plan under a limit: bytes, and microseconds per iteration."""
-
-    limit: int
-    held: int
-    ii_us: float
-    free_us: float
-
-
 def held_by(plan: PipelinePlan, costs: CostModel) -> int:
     found = peak_of(plan, costs, streams=False)
     assert found is not None
     return found.bytes
 
 
-def limited(seed: int) -> Limited:
-    """A random plan under a limit between what it holds without one and the smallest peak."""
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_keep_the_limit(seed: int) -> None:
+    """Between what is held without one and the smallest peak, which a refusal names."""
     work = MemoryWork(seed)
     free = auto_plan(work.plan, work.costs, streams=False, effort=0.02)
-    most = held_by(free.plan, work.costs)
     with pytest.raises(PlanError, match="the smallest peak found is") as refused:
         auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=1)
     least = int(str(refused.value).rpartition(" bytes: ")[0].rpartition(" ")[2])
-    limit = (least + most) // 2
+    limit = (least + held_by(free.plan, work.costs)) // 2
     found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
-    return Limited(limit, held_by(found.plan, work.costs), found.ii_us, free.ii_us)
-
-
-def test_random_plans_keep_the_limit() -> None:
-    """Where a plan is refused, the smallest peak that it names can be had."""
-    found = {seed: limited(seed) for seed in range(12)}
-    assert {seed: one for seed, one in found.items() if one.held > one.limit} == {}
+    assert held_by(found.plan, work.costs) <= limit
 
 
 @pytest.mark.parametrize(
@@ -68,7 +48,7 @@ def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -
     work = MemoryWork(seed)
     found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
     assert held_by(found.plan, work.costs) <= limit
-    assert found.ii_us == pytest.approx(ii_us, abs=0.1)
+    assert found.ii_us <= ii_us + 0.1
 
 
 def two_tasks() -> tuple[PipelinePlan, CostModel]:
@@ -116,11 +96,3 @@ def test_limits_that_cannot_be_kept_are_refused() -> None:
         auto_plan(plan, replace(costs, memory=None), streams=False, max_bytes=1)
     with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes"):
         auto_plan(plan, costs, streams=False, max_bytes=0)
-
-
-if __name__ == "__main__":
-    first, count = map(int, sys.argv[1:])
-    for seed in range(first, first + count):
-        one = limited(seed)
-        flag = "BROKEN" if one.held > one.limit else ""
-        print(f"{seed}: {one} {one.ii_us / one.free_us - 1:+.0%} {flag}", flush=True)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
-from swpipe.planning.modulo.moves import Candidate
+from swpipe.planning.modulo.moves import MovableSchedule
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 from swpipe.planning.modulo.starts import distributed, starts
 from tests.planning.instances import instance
@@ -35,11 +35,11 @@ def test_starts_and_moves_keep_dependences_and_limits(number: int) -> None:
     given = instance(number, tight=True)
     graph, rng = graph_of(given), random.Random(number)
     threads, depth = given.limits.threads, given.limits.in_flight
-    found = starts(graph, threads, depth)
+    found = starts(graph, depth)
     assert found
     for start in found:
         assert_valid(graph, start, threads, depth)
-        here, made = Candidate(graph, start, threads, depth, rng.random), set()
+        here, made = MovableSchedule(graph, start, threads, depth, rng.random), set()
         for _ in range(200):
             if here.move(rng.randrange(graph.size), to_threads=True):
                 assert_valid(graph, here.schedule, threads, depth)
@@ -52,7 +52,7 @@ def test_starts_and_moves_keep_dependences_and_limits(number: int) -> None:
 def test_undo_goes_back_to_what_was_kept() -> None:
     """Also after a move that was given up half-way."""
     graph, rng = host_work(100, 200, 300, chain=False), random.Random(1)
-    here = Candidate(graph, ModuloSchedule((0, 0, 0), (0, 0, 0), (0, 1, 2)), 2, 2, rng.random)
+    here = MovableSchedule(graph, ModuloSchedule((0, 0, 0), (0, 0, 0), (0, 1, 2)), 2, 2, rng.random)
     kept = here.schedule
     for _ in range(50):
         here.move(rng.randrange(3), to_threads=True)
@@ -63,8 +63,8 @@ def test_undo_goes_back_to_what_was_kept() -> None:
 def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
     """Only order and stages change."""
     graph, rng = graph_of(instance(3)), random.Random(1)
-    start = starts(graph, 3, 5)[0]
-    here = Candidate(graph, start, 3, 5, rng.random)
+    start = starts(graph, 5)[0]
+    here = MovableSchedule(graph, start, 3, 5, rng.random)
     for _ in range(100):
         if here.move(rng.randrange(graph.size), to_threads=False):
             here.keep()

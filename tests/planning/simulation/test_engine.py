@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
+from bench import recsys14
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe._engine.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import assign_lookaheads, auto_plan, joint_search, recsys14
+from swpipe.planning import auto_plan
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
-from swpipe.plans.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.plans.published import assign_lookaheads, joint_search
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.trace.span import Row, Span
-from tests.bench.interval import CASES, Case
-from tests.bench.predict import STREAM_MS, STREAMING
 from tests.support.strategies import random_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 
@@ -151,7 +151,7 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
     Where a device holds back admission, the engine finds out only when the device is done that
     there is no further batch; the simulator knows: what comes after that is left out.
     """
-    for seed in range(200):
+    for seed in range(70):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found = turns(Loop(plan, costs, streams=streams, seed=seed).spans(ITERATIONS))
@@ -169,7 +169,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
     task that blocks, for which a trace takes the event when the task returns.
     """
     queues = 0
-    for seed in range(300):
+    for seed in range(100):
         plan = random_case(seed).plan
         program = compile_plan(resolve_plan(plan), streams=True)
         if waits_on_a_shared_stream(program):
@@ -183,7 +183,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
             if row.kind == "thread" or not costs.tasks[task].blocks:
                 assert found[turn] == pytest.approx(times, abs=2), (seed, turn)
         queues += bool(timed_graph(program, costs, streams=True).queues)
-    assert queues > 80
+    assert queues > 20
 
 
 def waits_on_a_shared_stream(program: Program) -> bool:
@@ -198,14 +198,14 @@ def waits_on_a_shared_stream(program: Program) -> bool:
 def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
     """On random plans, over a whole cycle of the steady state."""
     settled = 0
-    for seed in range(80):
+    for seed in range(30):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found_us = interval_us(Loop(plan, costs, streams=streams, seed=seed).retired_ns(LONG))
         if found_us is not None:
             settled += 1
             assert found_us == pytest.approx(simulate(plan, costs, streams=streams).ii_us), seed
-    assert settled > 70
+    assert settled > 25
 
 
 @pytest.mark.parametrize("run_ahead", [0, None])
@@ -230,22 +230,6 @@ def test_the_plan_of_hstu_has_the_depth_that_it_needs(threads: str) -> None:
     for more in (replace(plan, run_ahead=3), replace(plan, pipeline_depth=plan.depth + 2)):
         assert simulate(more, costs).ii_us >= 0.999 * found_us
     assert simulate(replace(plan, run_ahead=0), costs).ii_us > 1.1 * found_us
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
-def test_the_interval_of_three_and_four_thread_groups(case: Case) -> None:
-    """Threads that wait for each other, a cycle through three of them."""
-    costs = CostModel({name: TaskCost(1e3 * ms) for name, ms in case.ms.items()})
-    found_us = interval_us(Loop(case.plan, costs, streams=False).retired_ns(LONG))
-    assert found_us == pytest.approx(simulate(case.plan, costs, streams=False).ii_us)
-
-
-def test_the_interval_of_streams() -> None:
-    """Device work that waits across three streams, and host work that takes no time."""
-    device_us = {name: 1e3 * ms for name, ms in STREAM_MS.items()}
-    costs = CostModel({name: TaskCost(0.0, device_us=us) for name, us in device_us.items()})
-    found_us = interval_us(Loop(STREAMING, costs, streams=True).retired_ns(LONG))
-    assert found_us == pytest.approx(simulate(STREAMING, costs).ii_us)
 
 
 @STREAMS

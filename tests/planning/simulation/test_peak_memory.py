@@ -1,11 +1,6 @@
-"""What a plan is predicted to hold at most, against what the engine is seen to hold.
-
-More of them, as ``python -m tests.planning.simulation.test_peak_memory FIRST COUNT ORDERS``.
-"""
+"""What a plan is predicted to hold at most, against what the engine is seen to hold."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
@@ -29,15 +24,10 @@ def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[
     return work.predicted(streams=False).bytes, measured
 
 
-def is_wrong(predicted: int, measured: list[int]) -> bool:
-    """Whether some order holds more, or none nearly as much."""
-    return not 0.9 * predicted <= max(measured) <= predicted
-
-
 def test_random_plans_hold_what_is_predicted() -> None:
     """No order of what happens at one moment holds more, and one holds nearly as much."""
-    found = {seed: peaks(seed, ORDERS) for seed in range(30)}
-    assert {seed: each for seed, each in found.items() if is_wrong(*each)} == {}
+    found = {seed: peaks(seed, ORDERS) for seed in range(8)}
+    assert {s: (p, m) for s, (p, m) in found.items() if not 0.9 * p <= max(m) <= p} == {}
 
 
 def test_random_plans_with_keep_hold_what_is_predicted() -> None:
@@ -45,7 +35,7 @@ def test_random_plans_with_keep_hold_what_is_predicted() -> None:
 
     231 and 315 keep a value under a second name, after the users of the first one.
     """
-    found = {seed: peaks(seed, ORDERS, keeps_all=False) for seed in (*range(30), 231, 315)}
+    found = {seed: peaks(seed, ORDERS, keeps_all=False) for seed in (*range(6), 231, 315)}
     assert {s: (p, m) for s, (p, m) in found.items() if not 0.9 <= p / max(m) <= 1.1} == {}
 
 
@@ -96,10 +86,3 @@ def test_a_plan_with_streams_holds_what_a_task_removes() -> None:
         found = simulate(PipelinePlan(schedule, order=[*schedule]), costs, streams=streams).memory
         assert found is not None
         assert found.bytes == size * 2**20
-
-
-if __name__ == "__main__":
-    first, count, orders = map(int, sys.argv[1:])
-    for seed in range(first, first + count):
-        if is_wrong(*(found := peaks(seed, orders))):
-            print(seed, *found, flush=True)

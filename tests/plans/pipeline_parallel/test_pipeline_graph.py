@@ -45,15 +45,6 @@ def test_every_number_of_microbatches_has_a_valid_schedule(n: int) -> None:
         assert [n.completion_time for n in passes] == [one.end for one in timed]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [12, 16, 23, 32])
-def test_large_pipelines_have_valid_schedules(n: int) -> None:
-    """Few microbatches, as many as ranks, and many."""
-    for m in (1, 2, n - 1, n, 2 * n - 1, 3 * n, 4 * n):
-        schedule = PipelineSchedule.from_nodes(graph(n, m).get_v_schedule())
-        check_schedule(schedule, PipelineCosts(1000, 1000, 1000, 1, *MEMORY))
-
-
 def test_attempt_unpacks_as_in_the_seed() -> None:
     """Raw chunks; ends by get_id; the second pass is never worse than the first."""
     one = graph(4, 8)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swpipe import SWPipeline
 from swpipe.plans.pipeline_parallel import torch_schedule
-from swpipe.plans.pipeline_training import PLANS, STEP
+from swpipe.plans.pipeline_parallel.pipeline_training import PLANS, STEP
 from swpipe.tasks.pipeline_parallel import (
     PipelineRuntime,
     PipelineTrainTasks,

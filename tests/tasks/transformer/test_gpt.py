@@ -1,38 +1,48 @@
-"""The small GPT: its parts are those of the whole, and wrong sizes are refused in words."""
+"""The small GPT: its parts are those of the whole, its experts compute what they should."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss, token_losses
+from swpipe.tasks.transformer import (
+    GPTModel,
+    TransformerConfig,
+    TransformerLayer,
+    mean_loss,
+    token_losses,
+)
+from swpipe.tasks.transformer.experts import MixtureOfExperts
+from tests.support.ranks import Ranks
+from tests.tasks.transformer.models import config, model
 
 CONFIG = TransformerConfig(
     num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=32, max_sequence_length=8
 )
+SHARED = {"moe_shared_expert_size": 24}
 
 
-def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+def tokens() -> tuple[Tensor, Tensor]:
     """Ids and labels of two sequences of eight tokens."""
     drawn = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def chunks(*bounds: int) -> list[GPTModel]:
-    """The whole model in pieces."""
-    return [
-        GPTModel(CONFIG, range(a, b), pre_process=a == 0, post_process=b == CONFIG.num_layers)
-        for a, b in pairwise(bounds)
-    ]
-
-
 def test_chunks_are_the_parts_of_the_whole_bit_for_bit() -> None:
-    """Names, initial values, the loss and all gradients, whatever was drawn before."""
+    """Names, initial values, the loss and all gradients; making a model draws nothing."""
+    before = torch.get_rng_state()
     whole = GPTModel(CONFIG)
+    assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
-    parts = chunks(0, 1, 3, 4)
+    parts = [
+        GPTModel(CONFIG, range(a, b), pre_process=a == 0, post_process=b == CONFIG.num_layers)
+        for a, b in pairwise((0, 1, 3, 4))
+    ]
     ids, labels = tokens()
     hidden = ids
     for part in parts:
@@ -47,61 +57,89 @@ def test_chunks_are_the_parts_of_the_whole_bit_for_bit() -> None:
     for name, parameter in ours.items():
         assert torch.equal(parameter, theirs[name])
         assert torch.equal(parameter.grad, theirs[name].grad)
-
-
-def test_making_a_model_draws_nothing() -> None:
-    """The generators of the process stand where they stood."""
-    before = torch.get_rng_state()
-    GPTModel(CONFIG)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_no_two_layers_begin_alike() -> None:
-    """Each layer has initial weights of its own."""
-    weights = [p for name, p in GPTModel(CONFIG).named_parameters() if name.endswith("fc1.weight")]
+    weights = [weight for name, weight in ours.items() if name.endswith("fc1.weight")]
     assert len({tuple(weight[0].tolist()) for weight in weights}) == CONFIG.num_layers
 
 
 def test_labels_give_the_loss_of_each_token() -> None:
     """(batch, sequence); their mean is what ``mean_loss`` of the logits is."""
-    model, (ids, labels) = GPTModel(CONFIG), tokens()
-    losses = model(ids, labels=labels)
+    of, (ids, labels) = GPTModel(CONFIG), tokens()
+    losses = of(ids, labels=labels)
     assert losses.shape == ids.shape
-    assert torch.equal(losses, token_losses(model(ids), labels))
-    assert torch.equal(losses.mean(), mean_loss(model(ids), labels))
+    assert torch.equal(losses, token_losses(of(ids), labels))
+    assert torch.equal(losses.mean(), mean_loss(of(ids), labels))
 
 
 def test_attention_is_causal_by_default_and_as_the_mask_says() -> None:
     """A later token changes nothing before it; the same by a mask; with a full one it does."""
-    model, (ids, _) = GPTModel(CONFIG), tokens()
+    of, (ids, _) = GPTModel(CONFIG), tokens()
     other = ids.clone()
     other[:, -1] = (ids[:, -1] + 1) % 32
     causal = torch.ones(8, 8, dtype=torch.bool).tril()
     for mask in (None, causal):
-        before, after = (model(x, attention_mask=mask)[:, :-1] for x in (ids, other))
+        before, after = (of(x, attention_mask=mask)[:, :-1] for x in (ids, other))
         assert torch.equal(before, after)
     full = torch.ones_like(causal)
-    assert not torch.equal(*(model(x, attention_mask=full)[:, :-1] for x in (ids, other)))
+    assert not torch.equal(*(of(x, attention_mask=full)[:, :-1] for x in (ids, other)))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_layers": 0}, "num_layers is 0: give a whole number, 1 or more"),
-        ({"hidden_size": 15}, "hidden_size is 15: num_attention_heads, 2, must divide it"),
-        ({"vocab_size": 1.5}, "vocab_size is 1.5"),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, object], message: str) -> None:
+WRONG: dict[str, Any] = {
+    "num_layers is 0: give a whole number, 1 or more": {"num_layers": 0},
+    "hidden_size is 15: num_attention_heads, 2, must divide it": {"hidden_size": 15},
+    "vocab_size is 1.5": {"vocab_size": 1.5},
+    "seed is -1": {"seed": -1},
+    "layer type 'sparse' is unknown: .* dense, moe": {"layer_types": ("sparse",) * 4},
+    "layer type 'x' is unknown": {"mtp_layer_type": "x"},
+    "layer_types has 1 entries: give 4": {"layer_types": ("moe",)},
+    "moe_router_topk is 2: there are 1 experts": {"moe_router_topk": 2},
+}
+"""What is said, and of which sizes."""
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
     """The message has the name, the value and the rule."""
     sizes = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
-    with pytest.raises(ValueError, match=message):
-        TransformerConfig(**{**sizes, **wrong})
+    for told, wrong in WRONG.items():
+        with pytest.raises(ValueError, match=told):
+            TransformerConfig(**{**sizes, **wrong})
+    for layers in ([0, 2], [3, 4], [-1, 0], [1, 0]):
+        with pytest.raises(ValueError, match="consecutive numbers from 0 to 3"):
+            GPTModel(CONFIG, layers)
 
 
-@pytest.mark.parametrize("layers", [[0, 2], [3, 4], [-1, 0], [1, 0]])
-def test_layers_that_the_model_has_not_are_refused(layers: list[int]) -> None:
-    """Only consecutive layers of the whole model make a chunk."""
-    with pytest.raises(ValueError, match="consecutive numbers from 0 to 3"):
-        GPTModel(CONFIG, layers)
+# ------------------------------------------------------------------------------------- experts
+
+
+def _hidden(rank: int) -> Tensor:
+    return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def _one_by_one(layer: TransformerLayer, hidden: Tensor) -> Tensor:
+    """Each token through each of its experts, alone."""
+    moe = layer.mixture
+    normed = layer.mlp_norm(hidden)
+    weights, chosen = torch.softmax(moe.router(normed), dim=-1).topk(2, dim=-1)
+    out = hidden + moe.shared_expert(normed)
+    for row in range(2):
+        for place in range(8):
+            for weight, expert in zip(weights[row, place], chosen[row, place], strict=True):
+                out[row, place] += weight * moe.experts[str(int(expert))](normed[row, place])
+    return out
+
+
+@torch.no_grad()
+def _on_its_rank() -> Tensor:
+    with pytest.raises(ValueError, match="num_experts is 3 and the expert group has 2 ranks"):
+        MixtureOfExperts(config("moe", num_experts=3), dist.group.WORLD)
+    (layer,) = model("moe", group=dist.group.WORLD, **SHARED).decoder_layers
+    assert len(layer.mixture.experts) == 2
+    return layer.feed_forward(_hidden(dist.get_rank()))
+
+
+@torch.no_grad()
+def test_each_token_is_the_weighted_sum_of_its_experts(two_ranks: Ranks) -> None:
+    """With the shared expert and the residual; on two ranks, each of which has half of them."""
+    (layer,) = model("moe", **SHARED).decoder_layers
+    for rank, found in enumerate(two_ranks.run(_on_its_rank)):
+        torch.testing.assert_close(found, _one_by_one(layer, _hidden(rank)))
+        torch.testing.assert_close(layer.feed_forward(_hidden(rank)), found)

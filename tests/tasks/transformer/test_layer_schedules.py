@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from swpipe.tasks.transformer import (
     GPTModel,
@@ -32,10 +34,8 @@ from tests.tasks.transformer.models import (
 run = TransformerModelChunkSchedulePlan.run
 MOE: dict[str, Any] = {"moe_shared_expert_size": 24}
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "one dense layer": (("dense",), {}),
     "dense": (("dense",) * 3, {}),
-    "one moe layer": (("moe",), {}),
-    "moe": (("moe",) * 2, {}),
+    "moe": (("moe",), {}),
     "shared expert": (("moe", "moe"), MOE),
     "mixed": (("dense", "moe", "dense", "moe", "moe", "dense"), MOE),
 }
@@ -48,6 +48,8 @@ SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "tied mtp": (("moe",), {"mtp_num_layers": 1, "tie_embeddings": True}),
 }
 """Those of which several steps use the embedding or the output layer."""
+
+ON_TWO_RANKS = ("dense", "mixed", "tied mtp")
 
 SHARED_NAMES = {"embedding.word.weight", "embedding.position.weight", "output_layer.weight"}
 
@@ -102,12 +104,16 @@ def test_the_numbers_are_those_of_plain_autograd(name: str, delayed: bool) -> No
     _check(name, _compared(name, delayed))
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
-@pytest.mark.parametrize("name", ["dense", "mixed", "shared expert", "mtp", "tied mtp"])
-def test_on_two_ranks_too(two_ranks: Ranks, name: str, delayed: bool) -> None:
+def _all_compared() -> dict[tuple[str, bool], dict[str, list[str]]]:
+    cases = [(name, delayed) for name in ON_TWO_RANKS for delayed in (False, True)]
+    return {case: _compared(*case) for case in cases}
+
+
+def test_on_two_ranks_too(two_ranks: Ranks) -> None:
     """The ranks have other microbatches, and half of the experts each."""
-    for found in two_ranks.run(_compared, name, delayed):
-        _check(name, found)
+    for found in two_ranks.run(_all_compared):
+        for (name, _), one in found.items():
+            _check(name, one)
 
 
 DEPTHS = [(2, 1), (1, 2), (3, 1), (0, 2), (2, 0)]
@@ -137,16 +143,15 @@ def _of_depths(depths: tuple[int, int]) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("depths", DEPTHS)
-def test_chunks_of_unequal_depths(depths: tuple[int, int]) -> None:
-    """The common layers are paired, and the rest of either follows, with the same numbers."""
-    assert _of_depths(depths) == [[], []]
+def _of_all_depths() -> list[list[list[str]]]:
+    return list(map(_of_depths, DEPTHS))
 
 
-@pytest.mark.parametrize("depths", DEPTHS)
-def test_chunks_of_unequal_depths_on_two_ranks(two_ranks: Ranks, depths: tuple[int, int]) -> None:
-    """Each rank has half of the experts."""
-    assert two_ranks.run(_of_depths, depths) == [[[], []], [[], []]]
+def test_chunks_of_unequal_depths(two_ranks: Ranks) -> None:
+    """The common layers are paired, the rest of either follows; on one rank and on two."""
+    none = [[[], []]] * len(DEPTHS)
+    assert _of_all_depths() == none
+    assert two_ranks.run(_of_all_depths) == [none, none]
 
 
 def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
@@ -174,25 +179,19 @@ def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
     assert same(told[3][2], wanted)
 
 
-def _layer() -> TransformerLayer:
-    of = model("moe", **MOE, delay_wgrad_compute=True)
-    return of.decoder_layers[0]
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_one_layer_over_another(last: bool) -> None:
     """``run`` of layers gives output and gradient; the last layer keeps attention's for later."""
-    plain, ours = _layer(), _layer()
+    plain, ours = (
+        model("moe", **MOE, delay_wgrad_compute=True).decoder_layers[0] for _ in range(2)
+    )
+    assert isinstance(ours, TransformerLayer)
     inputs = [torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     leaf = inputs[0].clone().requires_grad_()
     expected = [plain(leaf), plain(inputs[1])]
     grad = torch.ones_like(expected[0])
     expected[0].backward(grad)
-
-    def made() -> TransformerLayerSchedulePlan:
-        return TransformerLayerSchedulePlan(ours, None, object(), None, None)
-
-    back, ahead = made(), made()
+    back, ahead = (TransformerLayerSchedulePlan(ours, None, object(), None, None) for _ in "ba")
     outputs = [
         TransformerLayerSchedulePlan.run(back, None, inputs[0].clone().requires_grad_())[0],
         *TransformerLayerSchedulePlan.run(ahead, back, inputs[1], grad, last),
@@ -210,14 +209,11 @@ def test_one_layer_over_another(last: bool) -> None:
 
 def test_packed_sequences_attend_within_themselves() -> None:
     """As with the mask that says so."""
-
-    class Packed:
-        cu_seqlens_q = torch.tensor([0, 3, 8])
-
     of = model("dense")
     number = torch.tensor([0] * 3 + [1] * 5)
     mask = (number[:, None] == number[None]) & torch.ones(8, 8, dtype=torch.bool).tril()
-    packed = run(plan_of(of, 0, packed_seq_params=Packed), None)
+    ends = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 8]))
+    packed = run(plan_of(of, 0, packed_seq_params=ends), None)
     assert same(packed, run(plan_of(of, 0, attention_mask=mask), None))
     assert not same(packed, run(plan_of(of, 0), None))
 
@@ -243,3 +239,129 @@ def test_the_output_requires_a_gradient_which_is_that_of_the_backward() -> None:
     batch = microbatch(0)
     plain(batch.pop("input_ids"), **batch).square().mean().backward()
     assert differing(ours, plain) == []
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+def _turns(*calls: str) -> None:
+    """Run one plan in these directions, or release it."""
+    plan = plan_of(model("dense"), 0)
+    for call in calls:
+        if call == "release":
+            plan.release_state()
+        elif call == "forward":
+            run(plan, None)
+        else:
+            run(None, plan, None if call == "without grad" else GRAD)
+
+
+def _get_layer(number: int) -> None:
+    plan_of(model("dense"), 0).get_layer(number)
+
+
+def _layer_plan(layer: Any, state: Any = None) -> None:
+    TransformerLayerSchedulePlan(layer, None, state, None, None)
+
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda: _turns("forward", "without grad"), ValueError, "b_grad is not: give the gradient"),
+    (
+        lambda: _turns("forward", "backward", "backward"),
+        RuntimeError,
+        "was run backward already, or released",
+    ),
+    (
+        lambda: _turns("forward", "release", "backward"),
+        RuntimeError,
+        "was run backward already, or released",
+    ),
+    (lambda: _turns("forward", "forward"), RuntimeError, "was run forward already: build a plan"),
+    (lambda: _turns("backward"), RuntimeError, "run backward, and it was not run forward yet"),
+    (lambda: _get_layer(1), IndexError, "layer 1 was asked for"),
+    (lambda: _get_layer(-1), IndexError, "layer -1 was asked for"),
+    (
+        lambda: TransformerLayerSchedulePlan.run(plan_of(model("dense"), 0).layers[0], None),
+        ValueError,
+        "f_layer is given and f_input is not",
+    ),
+    (lambda: _layer_plan(nn.Linear(1, 1)), TypeError, "of an unknown type: give a TransformerL"),
+    (
+        lambda: _layer_plan(model("dense", mtp_num_layers=1).predictors[0], SimpleNamespace()),
+        TypeError,
+        "needs a ModelChunkState",
+    ),
+    (
+        lambda: GPTModel(config("dense", tie_embeddings=True), pre_process=False),
+        ValueError,
+        "use the embedding where the output layer is",
+    ),
+    (lambda: plan_of(model("dense"), 0, input_ids=None), ValueError, "input_ids is None"),
+    (
+        lambda: plan_of(GPTModel(config("dense"), pre_process=False), 0),
+        ValueError,
+        "decoder_input is None: this chunk has no embedding",
+    ),
+    (
+        lambda: plan_of(model("dense"), 0, extra_block_kwargs={"rotary": 1}),
+        ValueError,
+        "extra_block_kwargs has rotary, which layers do not take",
+    ),
+    (
+        lambda: plan_of(model("dense"), 0, packed_seq_params=SimpleNamespace(cu_seqlens_q=[1, 8])),
+        ValueError,
+        "cu_seqlens_q is .1, 8.: give where sequences end",
+    ),
+    (
+        lambda: training_pipeline(model("dense", mtp_num_layers=1)).run(
+            [{"input_ids": microbatch(0)["input_ids"]}]
+        ),
+        ValueError,
+        "give labels with each microbatch",
+    ),
+]
+"""A call, its error, and what it says."""
+
+
+def test_wrong_input_is_refused_in_words() -> None:
+    """With what is wrong, the rule, and what to do."""
+    for wrong, kind, told in WRONG:
+        with pytest.raises(kind, match=told):
+            wrong()
+
+
+def _other_layers() -> None:
+    types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
+    # What one rank has run before tells it nothing about the others.
+    run(plan_of(model(*types), 0), None)
+    run(plan_of(model("moe", *types[1:], group=dist.group.WORLD), 0), None)
+
+
+def _other_plans() -> None:
+    types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
+    training_pipeline(model(*types, group=dist.group.WORLD))
+
+
+def test_ranks_of_one_group_that_run_other_layers_are_refused(two_ranks: Ranks) -> None:
+    """Before the first exchange, which would have no end, whatever was run before."""
+    for wrong, told in [
+        (_other_layers, "run layers of different kinds"),
+        (_other_plans, "task .f1.mo.*rank 1"),
+    ]:
+        with pytest.raises(RuntimeError, match=told):
+            two_ranks.run(wrong)
+
+
+def _alone_in_its_group() -> list[str]:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    types = ("moe", "dense") if dist.get_rank() else ("moe",)
+    ours, plain = (model(*types, group=groups[dist.get_rank()]) for _ in range(2))
+    with training_pipeline(ours) as pipeline:
+        pipeline.run([microbatch(0)])
+    run_plain(plain, [0])
+    return differing(ours, plain)
+
+
+def test_ranks_of_other_groups_may_run_other_layers(two_ranks: Ranks) -> None:
+    """As the ranks of a pipeline do: plans are compared within the expert group alone."""
+    assert two_ranks.run(_alone_in_its_group) == [[], []]

@@ -23,9 +23,14 @@ from swpipe.tasks.transformer import (
     training_pipeline,
 )
 from swpipe.tasks.transformer.weight_gradients import Linear
-from tests.tasks.transformer.models import GRAD, microbatch, model, plan_of
+from tests.tasks.transformer.models import GRAD, microbatch, model, plan_of, run_pairs
 
 run = TransformerModelChunkSchedulePlan.run
+
+
+def doubling(name: str = "double", **more: Any) -> ScheduleNode:
+    """A node that doubles."""
+    return ScheduleNode(lambda x: x * 2, None, None, name=name, **more)
 
 
 def test_a_node_has_a_graph_of_its_own() -> None:
@@ -45,60 +50,48 @@ def test_a_node_has_a_graph_of_its_own() -> None:
     assert before.grad_fn is not None  # the graph before it is as it was
 
 
-def test_a_backward_function_takes_the_place_of_autograds() -> None:
-    """It gets the outputs and their gradients."""
+def test_what_else_a_node_may_be_told() -> None:
+    """A function in place of autograd's backward; to free its input; a noop hands on."""
     seen: list[Any] = []
-    node = ScheduleNode(lambda x: x * 2, None, None, backward_func=lambda *both: seen.append(both))
-    out = node.forward(torch.tensor([1.0], requires_grad=True))
-    grad = torch.tensor([4.0])
+    node = doubling(backward_func=lambda *both: seen.append(both))
+    out, grad = node.forward(torch.tensor([1.0], requires_grad=True)), torch.tensor([4.0])
     assert node.backward(grad) is None
     assert seen == [((out,), (grad,))]
-
-
-def test_the_memory_of_inputs_is_freed_where_asked_for() -> None:
-    """``free_input`` leaves the input without storage."""
     given = torch.ones(8)
-    node = ScheduleNode(lambda x: x + 1, None, None, free_input=True)
-    assert node.forward(given).sum().item() == 16.0
+    assert doubling(free_input=True).forward(given).sum().item() == 16.0
     assert given.untyped_storage().size() == 0
+    noop = NoopScheduleNode()
+    assert noop.forward(out) is noop.backward(out) is out
+    noop.backward_dw()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda node: node.backward(torch.ones(1)), "'double' has no forward to run backward"),
-        (lambda node: (node.forward(torch.ones(1)), node.forward(torch.ones(1))), "not backward"),
-        (
-            lambda node: (
-                node.forward(torch.ones(1, requires_grad=True)),
-                node.backward(torch.ones(1)),
-                node.backward(torch.ones(1)),
-            ),
-            "run backward or released since",
-        ),
-    ],
-)
-def test_a_node_is_run_forward_and_then_backward(wrong: Any, message: str) -> None:
-    """Anything else is refused, with the node's name."""
-    with pytest.raises(RuntimeError, match=message):
-        wrong(ScheduleNode(lambda x: x * 2, None, None, name="double"))
-
-
-def test_a_node_wants_a_gradient_for_each_output() -> None:
-    """One too many is refused."""
-    node = ScheduleNode(lambda x: x * 2, None, None)
-    node.forward(torch.ones(1, requires_grad=True))
+def test_a_node_is_run_forward_and_then_backward() -> None:
+    """Anything else is refused, with the node's name; and a gradient for each output."""
+    one = torch.ones(1, requires_grad=True)
+    for calls, told in [
+        (["backward"], "'double' has no forward to run backward"),
+        (["forward", "forward"], "'double' was run forward, and not backward since"),
+        (["forward", "backward", "backward"], "run backward or released since"),
+    ]:
+        node = doubling()
+        for call in calls[:-1]:
+            getattr(node, call)(one)
+        with pytest.raises(RuntimeError, match=told):
+            getattr(node, calls[-1])(one)
+    node = doubling()
+    node.forward(one)
     with pytest.raises(ValueError, match="1 outputs, and 2 gradients"):
-        node.backward((torch.ones(1), torch.ones(1)))
+        node.backward((one, one))
 
 
-class Recorder:
-    """A stream or an event that writes down what is asked of it."""
+class Device:
+    """A device, and a stream or an event of it, that writes down what is asked of it."""
 
     device = torch.device("cpu")
+    has_streams = True
 
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self) -> None:
+        self.told: list[Any] = []
 
     def wait(self, stream: Any) -> None:
         self.told.append("wait")
@@ -106,47 +99,40 @@ class Recorder:
     def record(self, stream: Any) -> None:
         self.told.append("record")
 
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self.told.append("on")
+        yield
+
+    def current_stream(self) -> str:
+        return "here"
+
+    def hold(self, values: list[Tensor], streams: list[str]) -> None:
+        self.told.append((*values, *streams))
+
 
 def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream may be a function; the work is between the event's wait and its record."""
-    told: list[str] = []
+    """A stream may be a function; what it is given, made on another one, is held there."""
+    device = Device()
+    monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: device)
 
-    class OneDevice:
-        has_streams = False
+    def work(x: Tensor) -> Tensor:
+        device.told.append("work")
+        return x * 2
 
-        @contextmanager
-        def on(self, stream: Any) -> Iterator[None]:
-            told.append("on")
-            yield
-
-    monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: OneDevice())
-    stream = Recorder(told)
-    node = ScheduleNode(lambda x: told.append("work") or x * 2, lambda: stream, stream)  # type: ignore[arg-type, return-value]
-    node.forward(torch.ones(1, requires_grad=True))
-    assert told == ["on", "wait", "work", "record"]
-    node.backward(torch.ones(1))
-    assert told[4:] == ["on", "wait", "record"]
-
-
-def test_what_a_node_is_given_is_held_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs and gradients may have been made on another one."""
-    held: list[Any] = []
-
-    class OneDevice:
-        has_streams = True
-
-        def current_stream(self) -> str:
-            return "here"
-
-        def hold(self, values: list[Tensor], streams: list[str]) -> None:
-            held.append((*values, *streams))
-
-    monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: OneDevice())
-    node = ScheduleNode(lambda x: x * 2, None, None)
+    node = ScheduleNode(work, lambda: device, device)  # type: ignore[arg-type, return-value]
     given, grad = torch.ones(1, requires_grad=True), torch.ones(1)
     node.forward(given)
     node.backward(grad)
-    assert [(one[0] is given or one[0] is grad, one[1]) for one in held] == [(True, "here")] * 2
+    first, second = (one for one in device.told if isinstance(one, tuple))
+    assert (first[0] is given, second[0] is grad, first[1], second[1]) == (
+        True,
+        True,
+        *["here"] * 2,
+    )
+    assert [one for one in device.told if isinstance(one, str)] == [
+        "on", "wait", "work", "record", "on", "wait", "record",
+    ]  # fmt: skip
 
 
 def test_streams_of_schedules_can_be_set() -> None:
@@ -162,37 +148,34 @@ def test_streams_of_schedules_can_be_set() -> None:
         set_streams()
 
 
-def test_a_noop_hands_on_what_it_gets() -> None:
-    """Forward, backward, and no weight gradients."""
-    node, value = NoopScheduleNode(), torch.ones(1)
-    assert node.forward(value) is value
-    assert node.backward(value) is value
-    node.backward_dw()
+# --------------------------------------------------------------------- delayed weight gradients
 
 
-def _layer_node(linear: nn.Module, extra: dict[str, Any], called: list[str]) -> Any:
+def _layer_node(linear: nn.Module, called: list[str]) -> Any:
     def forward(node: TransformerLayerNode, x: Tensor) -> Tensor:
         return linear(x)
 
-    done = lambda: called.append("dw")  # noqa: E731 - a function to be called
-    return TransformerLayerNode(
+    def done() -> None:
+        called.append("dw")
+
+    extra = {"delay_wgrad_compute": True}
+    node = TransformerLayerNode(
         None, None, None, object(), forward, bwd_dw_callables=done, extra_args=extra
     )
+    extra["delay_wgrad_compute"] = False
+    assert node.extra_args == {"delay_wgrad_compute": True}
+    return node
 
 
 def test_weight_gradients_wait_for_backward_dw() -> None:
-    """Backward gives the input's gradient alone; the arguments were copied; hooks are called."""
+    """Backward gives the input's gradient alone; hooks are called; all bits are autograd's."""
     linear, called = Linear(3, 2), ["hooks:"]
     linear.weight.register_post_accumulate_grad_hook(lambda _: called.append("weight"))
-    extra = {"delay_wgrad_compute": True}
-    node = _layer_node(linear, extra, called)
-    extra["delay_wgrad_compute"] = False
-    assert node.extra_args == {"delay_wgrad_compute": True}
+    node = _layer_node(linear, called)
     x = torch.randn(4, 3, requires_grad=True)
     node.forward(x)
     grad = node.backward(torch.ones(4, 2))
-    assert linear.weight.grad is None
-    assert linear.bias.grad is None
+    assert linear.weight.grad is linear.bias.grad is None
     node.backward_dw()
     assert called == ["hooks:", "weight", "dw"]
     twin = nn.Linear(3, 2)
@@ -203,22 +186,16 @@ def test_weight_gradients_wait_for_backward_dw() -> None:
     assert torch.equal(linear.bias.grad, twin.bias.grad)
 
 
-def test_frozen_weights_get_no_delayed_gradient() -> None:
-    """The others of the layer do."""
+def test_frozen_and_changed_weights() -> None:
+    """A frozen one gets no delayed gradient, others do; one that was changed is refused."""
     linear = Linear(3, 2)
     linear.weight.requires_grad_(False)
-    node = _layer_node(linear, {"delay_wgrad_compute": True}, [])
+    node = _layer_node(linear, [])
     node.forward(torch.randn(4, 3))
     assert node.backward(torch.ones(4, 2)) is None
     node.backward_dw()
     assert linear.weight.grad is None
     assert torch.equal(linear.bias.grad, torch.full((2,), 4.0))
-
-
-def test_a_weight_that_has_changed_before_backward_is_refused() -> None:
-    """As autograd refuses it where weight gradients are not delayed."""
-    linear = Linear(3, 2)
-    node = _layer_node(linear, {"delay_wgrad_compute": True}, [])
     node.forward(torch.randn(4, 3, requires_grad=True))
     with torch.no_grad():
         linear.weight.add_(1.0)
@@ -228,13 +205,7 @@ def test_a_weight_that_has_changed_before_backward_is_refused() -> None:
 
 # ------------------------------------------------------------------------------------ memory
 
-
 MODEL = {"mtp_num_layers": 1, "moe_shared_expert_size": 24, "delay_wgrad_compute": True}
-
-
-def _tensors() -> int:
-    gc.collect()
-    return sum(isinstance(one, Tensor) for one in gc.get_objects())
 
 
 def test_nothing_outlives_release_state() -> None:
@@ -260,51 +231,33 @@ def test_nothing_outlives_release_state() -> None:
     assert (plan.num_layers(), plan.state) == (0, None)
 
 
-def test_nodes_that_somebody_holds_hold_nothing_after_a_release() -> None:
-    """Neither inputs, nor what they have detached, nor weight gradients that were delayed."""
+def test_who_holds_nodes_or_a_plan_holds_nothing_after_a_release() -> None:
+    """Neither inputs, nor what was detached, nor delayed gradients; ``run`` releases as well."""
     plan = plan_of(model("moe", **MODEL), 0)
     nodes = [node for layer in plan.layers for node in layer.nodes]
     run(plan, None)
-    detached = [pair[1] for node in nodes for pair in getattr(node, "_detached", ())]
-    held = [weakref.ref(leaf) for leaf in detached]
+    held = [weakref.ref(pair[1]) for node in nodes for pair in getattr(node, "_detached", ())]
     assert len(held) > 4
-    del detached
     plan.release_state()
     gc.collect()
     assert [ref() for ref in held if ref() is not None] == []
-
-
-def test_a_plan_run_backward_holds_nothing() -> None:
-    """``run`` releases it, whoever else still refers to it."""
-    of = model("moe", **MODEL)
-    plan = plan_of(of, 0)
+    plan = plan_of(model("moe", **MODEL), 0)
     run(plan, None)
-    held = weakref.ref(plan.state)
+    state = weakref.ref(plan.state)
     run(None, plan, GRAD)
     gc.collect()
-    assert held() is None
+    assert state() is None
     assert plan.num_layers() == 0
 
 
-def _pairs(of: Any, steps: int) -> None:
-    before = plan_of(of, 0)
-    run(before, None)
-    for number in range(1, steps):
-        plan = plan_of(of, number)
-        run(plan, before, GRAD)
-        before = plan
-    run(None, before, GRAD)
-
-
 def test_tensors_do_not_pile_up() -> None:
-    """After 200 pairs, and 200 steps of training, there are as many as after a few."""
-    of = model("moe", delay_wgrad_compute=True)
+    """After 40 pairs, and 40 steps of training, there are as many as after a few."""
+    of, counted = model("moe", delay_wgrad_compute=True), []
     with training_pipeline(of, check_effects=False) as pipeline:
-        for steps in (3, 200):
-            _pairs(of, steps)
+        for steps in (3, 40):
+            run_pairs(of, range(steps))
             for _ in pipeline.iterate(map(microbatch, range(steps))):
                 pass
-            counted = _tensors()
-            if steps == 3:
-                first = counted
-    assert counted == first
+            gc.collect()
+            counted.append(sum(isinstance(one, Tensor) for one in gc.get_objects()))
+    assert counted[0] == counted[1]

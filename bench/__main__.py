@@ -1,0 +1,79 @@
+"""Print the table of costs; exit with 1 where a bar is missed.
+
+With the names of sections, measure only those: ``python -m bench sparse_dist soak``.
+``--save`` appends the table to ``bench.jsonl``; ``--since REVISION`` measures swpipe as it was then
+and as it is, in turn, and shows what has moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+
+from bench import saved
+from bench.measure import Row, report, sharpen_timers
+
+PARTS = (
+    "dispatch",
+    "importing",
+    "make",
+    "v_schedule",
+    "interval",
+    "data_bound",
+    "gains",
+    "loader",
+    "ahead",
+    "first_batch",
+    "predict",
+    "profiler",
+    "exposed",
+    "purity",
+    "schedules",
+    "serial",
+    "step_times",
+    "memory",
+    "streams",
+    "extras",
+    "sparse_dist",
+    "torchrec_classes",
+    "predict_ranks",
+    "pipeline_parallel",
+    "layer_overlap",
+    "soak",
+    "copy_ahead",
+    "device",
+    "accelerator",
+)
+"""In the order of measurement. Each is loaded for itself, for the sake of older versions."""
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure the named sections, or all; return 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Costs of swpipe.")
+    parser.add_argument("names", nargs="*", metavar="section", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("--save", action="store_true", help=f"append the table to {saved.FILE}")
+    parser.add_argument("--since", metavar="REVISION", help="compare with swpipe as it was then")
+    parser.add_argument("--rounds", type=int, default=5, help="processes for each of these two")
+    options = parser.parse_args(arguments)
+    names: list[str] = options.names
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no section is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if options.since is not None:
+        return report(saved.since(options.since, names, options.rounds))
+    torch.set_num_threads(1)
+    sharpen_timers()
+    rows: list[Row] = []
+    for part in (import_module(f"bench.{name}") for name in names or PARTS):
+        print(f"measuring: {(part.__doc__ or '').splitlines()[0]}", file=sys.stderr, flush=True)
+        rows += part.rows()
+    if options.save:
+        saved.save(rows)
+    return report(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""One more empty task on an accelerator, and the batches that plans hold there.
+
+The accelerator is CUDA, or else the test backend.
+
+The process sees the test backend for ever, so this section is the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bench.dispatch import nothing, us_per_task
+from bench.measure import Row, Spread, compared, interleaved
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from tests import backend
+from tests.support.held_batches import ARRANGEMENTS, HeldBatches, bound
+
+FEW, MANY = 12, 36
+
+
+def chain(tasks: int, streams: Sequence[str | None]) -> PipelinePlan:
+    """Empty tasks after one another on these streams in turn."""
+    names = [f"t{i:04}" for i in range(tasks)]
+    return PipelinePlan(
+        {
+            PipelineTask(name, nothing): TaskSchedule(0, streams[i % len(streams)])
+            for i, name in enumerate(names)
+        },
+        deps=list(zip(names[1:], names, strict=False)),
+    )
+
+
+def us_of_one_more(device: str, streams: Sequence[str | None], iterations: int) -> float:
+    """Time by which an iteration is longer with one empty task more, in us."""
+    us = {}
+    for tasks in (FEW, MANY):
+        with SWPipeline(chain(tasks, streams), device=device) as pipe:
+            us[tasks] = tasks * us_per_task(pipe, iterations, tasks)
+    return (us[MANY] - us[FEW]) / (MANY - FEW)
+
+
+def us_by_hand(device: str, iterations: int) -> float:
+    """Time to make another stream current, wait for an event there, record one, and go back."""
+    mine, other = torch.accelerator.current_stream(), torch.Stream(device=device)
+    before, after = (torch.Event(device=device) for _ in range(2))
+    before.record(mine)
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        torch.accelerator.set_stream(other)
+        before.wait(other)
+        after.record(other)
+        torch.accelerator.set_stream(mine)
+    seconds = time.perf_counter() - begin
+    torch.accelerator.synchronize(device)
+    return seconds / iterations * 1e6
+
+
+def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
+    """On the caller's stream beside the CPU; on others beside what that takes by hand."""
+    if not torch.accelerator.is_available():
+        if (reason := backend.why_not()) is not None:
+            return [Row("one more empty task on an accelerator", f"skipped: {reason}")]
+        backend.load()
+    device = str(torch.accelerator.current_accelerator())
+    with contextlib.suppress(StopIteration):
+        us_of_one_more(device, [None], 50)  # the first events are slow
+    cpu, callers, alone, turns, by_hand = interleaved(
+        rounds,
+        lambda: us_of_one_more("cpu", [None], iterations),
+        lambda: us_of_one_more(device, [None], iterations),
+        lambda: us_of_one_more(device, ["side"], iterations),
+        lambda: us_of_one_more(device, ["side", "other"], iterations),
+        lambda: us_by_hand(device, 12 * iterations),
+    )
+    hand = "set_stream twice, wait, record"
+    return [
+        compared("one more empty task, caller's stream", callers, cpu, "us", "on the CPU", 3.0),
+        compared("one more empty task, same other stream", alone, by_hand, "us", hand, None),
+        compared("one more empty task, next stream", turns, by_hand, "us", hand, None),
+        *held(device),
+    ]
+
+
+def held(device: str) -> list[Row]:
+    """Batches of 64 MiB under plans of depth 4, with ``keep`` and without; two may be too many."""
+    work = HeldBatches(device, 2**24, lambda ms: None)
+    rows = []
+    for stages, stream, group in ARRANGEMENTS:
+        plan = work.plan(stages, stream, group, keep=["loss"])
+        with_keep, without = work.peak(plan), work.peak(replace(plan, keep=None))
+        least = bound(plan)
+        where = f"{stream or 'the one'} stream, {group} thread"
+        rows.append(
+            Row(
+                f"batches held with keep, stages {stages[0]} to {stages[1]}, {where}",
+                f"{with_keep:.2f}",
+                f"{least} needed; {without:.2f} without keep",
+                Spread.of([with_keep / (least + 2)]),
+                1.0,
+            )
+        )
+    return rows

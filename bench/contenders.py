@@ -1,0 +1,134 @@
+"""The pipelines that are timed on the two-rank DLRM: TorchRec's and swpipe's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from bench.dlrm import CPU, Batch
+from swpipe.tasks.torchrec import PipelineFactory
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec.distributed.train_pipeline import (
+        TrainPipelineBase,
+        TrainPipelineSparseDist,
+    )
+    from torchrec.distributed.train_pipeline.pipeline_stage import (
+        PipelineStage,
+        SparseDataDistUtil,
+    )
+    from torchrec.distributed.train_pipeline.train_pipelines import (
+        StagedTrainPipeline,
+        TrainPipelineFusedSparseDist,
+        TrainPipelineSemiSync,
+    )
+
+
+class HostStream:
+    """Takes the place of a stream in TorchRec's staged pipeline on a CPU."""
+
+    device = CPU
+
+
+class Staged:
+    """TorchRec's ``StagedTrainPipeline`` as its documentation sets it up, and the loop around it.
+
+    Stages: copy, then the exchange of ids; the step is the loop's own.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        here: Any = HostStream()
+        sparse: Any = SparseDataDistUtil(model=model, data_dist_stream=here)
+        self._pipeline: Any = StagedTrainPipeline(
+            pipeline_stages=[
+                PipelineStage("data_copy", lambda batch: batch.to(CPU, non_blocking=True), here),
+                sparse.start_sparse_data_dist_stage(),
+            ],
+            compute_stream=here,
+        )
+        # Its forward would record what it uses on a stream; None is how TorchRec says that there is
+        # none, but the constructor asks it for its device.
+        sparse.data_dist_stream = None
+
+    def progress(self, data: Iterator[Batch]) -> Any:
+        """One step.
+
+        Raises:
+            StopIteration: All batches are through.
+        """
+        batch = self._pipeline.progress(data)
+        if batch is None:
+            raise StopIteration
+        self._optimizer.zero_grad()
+        losses, output = self._model(batch)
+        torch.sum(losses, dim=0).backward()
+        self._optimizer.step()
+        return output
+
+
+@contextmanager
+def streams_on_a_cpu() -> Iterator[None]:
+    """What two of TorchRec's pipelines miss on a CPU: they ask for streams in any case."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
+        stack.enter_context(mock.patch.object(torch, "get_device_module", _cpu_module))
+        yield
+
+
+def _nothing(*_: object) -> None:
+    """A CPU frees memory in order."""
+
+
+def _cpu_module(*_: object) -> Any:
+    return torch.cpu
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train the model.
+
+    Attributes:
+        name: In the table.
+        make: A pipeline with ``progress``, from the model and its dense optimizer.
+        ours: A plan of swpipe, not a pipeline of TorchRec.
+        stale: Reads older rows, so that its numbers are not those of TorchRec's base pipeline.
+    """
+
+    name: str
+    make: Callable[[nn.Module, torch.optim.Optimizer], Any]
+    ours: bool = False
+    stale: bool = False
+
+
+def _torchrec(cls: Any, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
+    return partial(cls, device=CPU, **options)
+
+
+def _ours(name: str) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
+    return lambda model, optimizer: PipelineFactory.create(
+        name, model=model, optimizer=optimizer, device=CPU
+    )
+
+
+CONTENDERS = (
+    Contender("TorchRec base", _torchrec(TrainPipelineBase)),
+    Contender("TorchRec sparse-dist", _torchrec(TrainPipelineSparseDist)),
+    Contender("TorchRec staged", Staged),
+    Contender("TorchRec fused", _torchrec(TrainPipelineFusedSparseDist)),
+    Contender("TorchRec semi-sync", _torchrec(TrainPipelineSemiSync, start_batch=0), stale=True),
+    Contender("serial", _ours("jagged_sw_serial"), ours=True),
+    Contender("sparse_dist", _ours("jagged_sparse_dist"), ours=True),
+    Contender("prefetch", _ours("jagged_prefetch_sparse_dist"), ours=True),
+    Contender("split", _ours("jagged_split_sparse_dist"), ours=True),
+    Contender("semi_sync", _ours("jagged_semi_sync_sparse_dist"), ours=True, stale=True),
+)

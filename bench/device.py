@@ -1,0 +1,262 @@
+"""Loops on a device whose launches cost: swpipe beside the plain loop and a prefetcher by hand.
+
+Eight shapes of host work, device work and copies (``device_shapes``), and the published costs of a
+recommender's step under HSTU's plan. The device is CUDA, or else the test backend, which a process
+sees for ever: this section is among the last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+import swpipe
+from bench import recsys14
+from bench.device_shapes import (
+    SKIPPED,
+    TIMED,
+    Shape,
+    copy_ms,
+    launch_ms,
+    shapes,
+)
+from bench.measure import Row, Spread, compared, interleaved, off_by
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.device import copy_task
+from swpipe.planning import auto_plan
+from swpipe.planning.simulation.interval import interval_us
+from swpipe.plans import prefetch_plan
+from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule
+from swpipe.profiler import measure_costs
+from tests import backend
+from tests.support.device_work import device, spin
+
+Loop: TypeAlias = Callable[[Shape, Tensor], Iterable[Any]]
+"""Trains a step each time it is asked for the next; the tensor adds up the batches."""
+
+
+# ----------------------------------------------------------------------------- loops by hand
+
+
+def plain(shape: Shape, total: Tensor) -> Iterator[None]:
+    """As most loops are written."""
+    for batch in shape.batches:
+        shape.train(shape.exchange(batch.to(device(), non_blocking=True)), total)
+        yield
+
+
+def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Iterator[None]:
+    """The next batch is copied, and exchanged, on a stream beside this one's step."""
+    side, batches = torch.Stream(device=device()), iter(shape.batches)
+
+    def ahead() -> Tensor | None:
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with side:
+            batch = batch.pin_memory() if pin else batch
+            return shape.exchange(batch.to(device(), non_blocking=True))
+
+    coming = ahead()
+    while coming is not None:
+        here = torch.accelerator.current_stream()
+        here.wait_stream(side)
+        now = coming
+        now.record_stream(here)
+        coming = ahead()
+        shape.train(now, total)
+        yield
+
+
+# -------------------------------------------------------------------------------- swpipe's
+
+
+def tasks_of(shape: Shape, total: Tensor) -> list[PipelineTask]:
+    """What follows the copy: an exchange where there is one, and what trains."""
+
+    def exchange(ctx: IterContext) -> None:
+        ctx.batch = shape.exchange(ctx.batch)
+
+    def train(ctx: IterContext) -> None:
+        shape.train(ctx.batch, total)
+
+    train_task = PipelineTask("train", train)
+    if not shape.exchange_ms:
+        return [train_task]
+    return [PipelineTask("exchange", exchange, pure=True, reads=["batch"]), train_task]
+
+
+def serial(shape: Shape, total: Tensor) -> Iterator[Any]:
+    """The plain loop's order, by the engine."""
+
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = ctx.batch.to(device(), non_blocking=True)
+
+    tasks = [PipelineTask("copy", copy), *tasks_of(shape, total)]
+    return _running(PipelinePlan.serial(tasks), tasks, shape)
+
+
+def overlapped(shape: Shape, total: Tensor) -> Iterator[Any]:
+    """In one line."""
+    with swpipe.overlap(shape.batches, tasks_of(shape, total), device=str(device())) as loop:
+        yield from loop
+
+
+def prefetched(shape: Shape, total: Tensor) -> Iterator[Any]:
+    """The ready-made plan, with ``device=``."""
+    *feed, train = tasks_of(shape, total)
+    plan = prefetch_plan(feed, [train], device=str(device()))
+    return _running(plan, plan.tasks, shape)
+
+
+def planned(shape: Shape, total: Tensor) -> Iterator[Any]:
+    """By ``auto_plan``, from costs that are measured first."""
+    tasks = [copy_task(str(device())), *tasks_of(shape, total)]
+    side = {"copy": "copy", "exchange": "ahead"}
+    names = [task.name for task in tasks]
+    base = PipelinePlan(
+        {task: TaskSchedule(stream=side.get(task.name)) for task in tasks},
+        deps=list(zip(names[1:], names, strict=False)),
+        order=names,
+    )
+    with SWPipeline(base, tasks, device=str(device()), check_effects=False) as pipe:
+        costs = measure_costs(pipe, shape.batches[:4])
+    return _running(auto_plan(base, costs, streams=True).plan, tasks, shape)
+
+
+def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) -> Iterator[Any]:
+    with SWPipeline(plan, tasks, device=str(device()), check_effects=False) as pipe:
+        for ctx in pipe.iterate(shape.batches):
+            yield ctx
+            del ctx
+
+
+# ------------------------------------------------------------------------------ measuring
+
+
+def ms_per_step(loop: Loop, shape: Shape, found: list[float]) -> float:
+    """Time per step in the steady state; adds what the batches add up to."""
+    total, seconds = torch.zeros(1, device=device()), 0.0
+    for number, _ in enumerate(loop(shape, total), start=1):
+        if number in (SKIPPED, SKIPPED + TIMED):
+            torch.accelerator.synchronize()
+            seconds = time.perf_counter() - seconds
+    found.append(total.item())
+    return seconds / TIMED * 1e3
+
+
+def shape_rows(shape: Shape, rounds: int) -> list[Row]:
+    """One shape: the serial plan, ``overlap`` and the others beside the loops by hand."""
+    by_hand: list[Loop] = [plain, prefetcher]
+    by_hand += [partial(prefetcher, pin=True)] if shape.pageable else []
+    ours: list[Loop] = [serial, overlapped, prefetched, planned]
+    sums: list[float] = []
+    with shape.on_device():
+        times = interleaved(
+            rounds,
+            *(partial(ms_per_step, loop, shape, sums) for loop in (*by_hand, *ours)),
+            partial(copy_ms, shape),
+            partial(launch_ms, shape),
+        )
+    if len(set(sums)) > 1:
+        raise AssertionError(f"{shape.what}: the loops' sums differ: {sorted(set(sums))}")
+    hands, (series, one_line, ready, auto), (copies, launches) = (
+        times[: len(by_hand)],
+        times[len(by_hand) : -2],
+        times[-2:],
+    )
+    best_hand = [min(each) for each in zip(*hands, strict=True)]
+    best = [min(each) for each in zip(series, one_line, ready, auto, strict=True)]
+    bounds = [shape.bound_ms(*each) for each in zip(copies, launches, strict=True)]
+    limit = 1.00 if shape.gains else 1.01
+    return [
+        compared(f"{shape.what}: serial plan", series, hands[0], "ms", "plain loop", 1.01),
+        compared(f"{shape.what}: overlap", one_line, best_hand, "ms", "best by hand", limit),
+        compared(f"{shape.what}: prefetch_plan", ready, best_hand, "ms", "best by hand"),
+        compared(f"{shape.what}: auto_plan", auto, best_hand, "ms", "best by hand"),
+        compared(f"{shape.what}: best plan", best, bounds, "ms", "lower bound", 1.03),
+    ]
+
+
+# ----------------------------------------------------------------- the published costs of a step
+
+
+class Collectives:
+    """Collectives of one communicator work in the order in which they were launched."""
+
+    def __init__(self) -> None:
+        self._lock, self._last = threading.Lock(), torch.Event(device=device())
+        self._last.record()
+
+    def run(self, ms: float) -> None:
+        """Launch one on the current stream."""
+        with self._lock:
+            here, after = torch.accelerator.current_stream(), torch.Event(device=device())
+            self._last.wait(here)
+            spin(ms)
+            after.record(here)
+            self._last = after
+
+
+HSTU_BAR_MS = 111.0
+HSTU_SCALE = 0.5
+"""The published step takes 126 ms."""
+
+
+def hstu_tasks() -> list[PipelineTask]:
+    """The fourteen tasks as device work."""
+    users: dict[str, Collectives] = {}
+    costs = recsys14.costs().tasks
+
+    def task(name: str) -> PipelineTask:
+        ms = HSTU_SCALE * costs[name].device_us / 1e3
+        used = [users.setdefault(what, Collectives()) for what in costs[name].resources]
+        work = used[0].run if used else spin
+        return PipelineTask(name, lambda ctx: work(ms))
+
+    return [task(name) for name in costs]
+
+
+def hstu_ms(plan: PipelinePlan | None, skipped: int = 6, timed: int = 16) -> float:
+    """Time per step under a plan, or of the tasks one after the other; in ms of the full scale."""
+    tasks, seconds = hstu_tasks(), 0.0
+    under = plan or PipelinePlan.serial(tasks)
+    with SWPipeline(under, tasks, device=str(device()), check_effects=False) as pipe:
+        for number, _ in enumerate(pipe.iterate(range(skipped + timed + 6)), start=1):
+            if number in (skipped, skipped + timed):
+                torch.accelerator.synchronize()
+                seconds = time.perf_counter() - seconds
+    return seconds / timed * 1e3 / HSTU_SCALE
+
+
+def hstu_rows(rounds: int) -> list[Row]:
+    """HSTU's default plan beside its tasks one after the other, and beside what is predicted."""
+    plan = hstu_plan(hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=True), None)
+    in_turn, ours = interleaved(rounds, partial(hstu_ms, None), partial(hstu_ms, plan))
+    predicted = [interval_us(plan, recsys14.costs(), streams=True) / 1e3] * rounds
+    spread = off_by(predicted, ours)
+    return [
+        compared("HSTU's costs, default plan", ours, in_turn, "ms", "one by one"),
+        compared("  of which it may take", ours, [HSTU_BAR_MS] * rounds, "ms", "", 1.0),
+        Row(
+            "  predicted",
+            f"{predicted[0]:.2f} ms",
+            f"measured {Spread.of(ours).text()} ms",
+            spread,
+            1.03,
+        ),
+    ]
+
+
+def rows(rounds: int = 3) -> list[Row]:
+    """All shapes, and the published costs."""
+    if device().type == "cpu":
+        return [Row("loops on a device", f"skipped: {backend.why_not()}")]
+    found = [row for shape in shapes() for row in shape_rows(shape, rounds)]
+    return [*found, *hstu_rows(rounds)]

@@ -1,0 +1,221 @@
+"""On CUDA: copy, compute and a second stream, beside a loop by hand; and the bench of devices.
+
+    memcpy      copy i + 1  (host to device)
+    caller's    compute i   (matrix products)
+    offload     offload i - 1  (device to host)
+
+Each uses a part of the machine of its own, but all of them the device's memory: so what they take
+together is measured beside what a loop by hand takes, with streams and events. The loops of
+``bench.device`` come first, in one table. ``python -m bench.gpu``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from bench.dispatch import TASKS, nothing, us_per_task
+from bench.measure import Row, Spread, interleaved, report
+from bench.streams import DEPTH, plan
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+BAR = 1.02
+DEVICE = torch.device("cuda")
+SIDE = 4096
+"""Rows of a square matrix; in bfloat16 it takes 32 MiB."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The work of an iteration."""
+
+    copy_mib: int
+    products: int
+    offload_mib: int
+
+
+class Work:
+    """The three tasks at given sizes."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        elements = max(sizes.copy_mib * MIB // 2, SIDE * SIDE)
+        self.host = torch.zeros(elements, dtype=torch.bfloat16).pin_memory()
+        self.host[: SIDE * SIDE].normal_()
+        self.weight = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=DEVICE)
+        # Each iteration under way has one; the stream's order keeps the next one off it.
+        back = self.host[: sizes.offload_mib * MIB // 2]
+        self.back = [torch.empty_like(back).pin_memory() for _ in range(DEPTH)]
+
+    def copy(self, ctx: IterContext) -> None:
+        ctx.x = self.host.to(DEVICE, non_blocking=True)
+
+    def compute(self, ctx: IterContext) -> None:
+        matrix = ctx.x[: SIDE * SIDE].view(SIDE, SIDE)
+        for _ in range(self.sizes.products):
+            ctx.y = matrix @ self.weight
+
+    def offload(self, ctx: IterContext) -> None:
+        back = self.back[ctx.iter_idx % DEPTH]
+        back.copy_(ctx.x[: back.numel()], non_blocking=True)
+
+    def tasks(self) -> list[PipelineTask]:
+        return [PipelineTask(fn.__name__, fn) for fn in (self.copy, self.compute, self.offload)]
+
+
+def elapsed_ms(work: Callable[[], object]) -> float:
+    """Time of ``work`` on the current stream of an idle device, in ms."""
+    begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def alone_ms(fn: Callable[[IterContext], None], work: Work, repeats: int) -> float:
+    """Device time of one task when nothing runs beside it, in ms."""
+    ctx = IterContext(None, 0)
+    work.copy(ctx)
+
+    def several() -> None:
+        for _ in range(repeats):
+            fn(ctx)
+
+    return elapsed_ms(several) / repeats
+
+
+def interval_ms(pipe: SWPipeline, periods: int) -> float:
+    """Device time from one iteration's end to the next one's, in the steady state, in ms."""
+    data: Iterator[None] = itertools.repeat(None, periods + 3 * DEPTH)
+
+    def steady() -> None:
+        for _ in range(periods):
+            pipe.progress(data)
+
+    for _ in range(2 * DEPTH):
+        pipe.progress(data)
+    begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
+    begin.record()
+    steady()
+    end.record()
+    pipe.drain()
+    end.synchronize()
+    return begin.elapsed_time(end) / periods
+
+
+def by_hand_ms(work: Work, periods: int) -> float:
+    """The same interval of a loop that launches all on three streams, without any limit, in ms."""
+    memcpy, offload = torch.cuda.Stream(), torch.cuda.Stream()
+    here = torch.cuda.current_stream()
+
+    def steady(count: int) -> None:
+        for i in range(count):
+            ctx = IterContext(None, i)
+            with torch.cuda.stream(memcpy):
+                work.copy(ctx)
+            here.wait_stream(memcpy)
+            ctx.x.record_stream(here)
+            work.compute(ctx)
+            offload.wait_stream(here)
+            with torch.cuda.stream(offload):
+                ctx.x.record_stream(offload)
+                work.offload(ctx)
+            if i >= DEPTH:
+                ends[i % DEPTH].synchronize()  # not more than so many iterations ahead
+            ends[i % DEPTH].record(here)
+
+    ends = [torch.cuda.Event() for _ in range(DEPTH)]
+    steady(2 * DEPTH)
+    torch.cuda.synchronize()
+    return elapsed_ms(lambda: (steady(periods), here.wait_stream(offload))) / periods
+
+
+def sized(copy_ms: float, compute_ms: float, offload_ms: float) -> Sizes:
+    """Sizes that take about these times on this machine."""
+    probe = Work(Sizes(128, 8, 128))
+    for fn in (probe.copy, probe.compute, probe.offload) * 3:  # also lets the clock rise
+        alone_ms(fn, probe, 20)
+
+    def scaled(fn: Callable[[IterContext], None], size: int, target_ms: float) -> int:
+        return max(1, round(size * target_ms / alone_ms(fn, probe, 20)))
+
+    return Sizes(
+        scaled(probe.copy, 128, copy_ms),
+        scaled(probe.compute, 8, compute_ms),
+        scaled(probe.offload, 128, offload_ms),
+    )
+
+
+def interval_row(
+    what: str, sizes: Sizes, group: str, bar: float | None, rounds: int, periods: int
+) -> Row:
+    """One plan's interval beside that of a loop by hand, and its tasks' times alone."""
+    work = Work(sizes)
+    with SWPipeline(plan(group), work.tasks(), device=DEVICE) as pipe:
+        interval_ms(pipe, 5)
+        *alone, by_hand, ours = interleaved(
+            rounds,
+            *(partial(alone_ms, task.fn, work, 10) for task in work.tasks()),
+            partial(by_hand_ms, work, periods),
+            lambda: interval_ms(pipe, periods),
+        )
+    copy, compute, offload = (Spread.of(times).median for times in alone)
+    return Row(
+        what=what,
+        ours=f"{Spread.of(ours).text()} ms",
+        beside=f"by hand {Spread.of(by_hand).text()} ms; alone: copy {copy:.2f}, "
+        f"compute {compute:.2f}, offload {offload:.2f} ms",
+        ratio=Spread.of(a / b for a, b in zip(ours, by_hand, strict=True)),
+        bar=bar,
+    )
+
+
+def dispatch_row(rounds: int, iterations: int) -> Row:
+    """What an empty task costs on three streams, waits and records included."""
+    names = [f"t{i:02}" for i in range(TASKS)]
+    streams = ("one", "two", None)
+    empty = PipelinePlan(
+        {
+            PipelineTask(name, nothing): TaskSchedule(i // 4, streams[i // 4])
+            for i, name in enumerate(names)
+        },
+        deps=list(itertools.pairwise(names[::-1])),
+        pipeline_depth=4,
+    )
+    with SWPipeline(empty, device=DEVICE) as pipe:
+        (took,) = interleaved(rounds, lambda: us_per_task(pipe, iterations))
+    return Row(what="empty tasks, 3 streams, one thread", ours=f"{Spread.of(took).text()} us/task")
+
+
+def rows(rounds: int = 7, periods: int = 40, iterations: int = 1000) -> list[Row]:
+    """Compute the busiest, from one thread and from two; the copy the busiest; dispatch."""
+    compute_bound, copy_bound = sized(7.0, 10.0, 6.0), sized(10.0, 6.0, 1.0)
+    return [
+        interval_row("compute busiest, one thread", compute_bound, "default", BAR, rounds, periods),
+        interval_row("compute busiest, copy thread", compute_bound, "io", BAR, rounds, periods),
+        interval_row("copy busiest, one thread", copy_bound, "default", BAR, rounds, periods),
+        dispatch_row(rounds, iterations),
+    ]
+
+
+def main() -> int:
+    if not torch.accelerator.is_available() or not torch.cuda.is_available():
+        print("bench.gpu: skipped: torch finds no CUDA device on this machine")
+        return 0
+    from bench import device  # which loads the test backend where there is no CUDA
+
+    print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return report([*device.rows(), *rows(rounds=5)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""How long ``import swpipe`` takes, and the first batch, after ``import torch``; from bytecode."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+from bench.measure import Row, Spread, tolerated
+
+MOST_MS = 40.0
+
+FIRST_MOST_MS = 50
+"""The plain loop has its first batch in less than one; from here on it is taken to be 0."""
+
+_TIMED = """
+import time
+begin = time.perf_counter()
+import torch
+middle = time.perf_counter()
+import swpipe
+end = time.perf_counter()
+batches = [torch.ones(4) for _ in range(8)]
+ahead = iter(swpipe.ahead(batches))
+next(ahead)
+first = time.perf_counter()
+ahead.close()
+print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - middle)))
+"""
+
+
+def rows(rounds: int = 20) -> list[Row]:
+    """The ratio of an import is over the limit; ``import torch`` stands beside it.
+
+    The first batch's is the least of all rounds: other processes delay single ones.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each import compiles the sources
+
+        def measured() -> list[float]:
+            done = subprocess.run(
+                [sys.executable, "-c", _TIMED],
+                check=True,
+                capture_output=True,
+                text=True,
+                env=environment,
+            )
+            return [float(ms) for ms in done.stdout.split()]
+
+        measured()  # writes the bytecode
+        ours, theirs, first = zip(*(measured() for _ in range(rounds)), strict=True)
+    return [
+        Row(
+            what=f"import swpipe, over {MOST_MS:.0f} ms",
+            ours=f"{Spread.of(ours).text(1)} ms",
+            beside=f"import torch {Spread.of(theirs).text(0)} ms",
+            ratio=Spread.of(ms / MOST_MS for ms in ours),
+            bar=1.0,
+        ),
+        tolerated(
+            "import swpipe and the first batch ahead, the least", min(first), FIRST_MOST_MS, "ms"
+        ),
+    ]

@@ -1,0 +1,90 @@
+"""Whether memory stays flat over 10,000 iterations, whose contexts hold 64 KiB each."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bench.measure import Row, resident_mib, tolerated
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+PAYLOAD = 64 * 1024
+WARM_UP = 1000
+PYTHON_KIB = 64
+"""The limit for Python objects: one leaked context is more."""
+
+RESIDENT_MIB = 8
+"""The limit for the process: 10,000 leaked payloads are 640 MiB."""
+
+
+class Growth(NamedTuple):
+    python_kib: float
+    resident_mib: float
+
+
+def plan() -> PipelinePlan:
+    """Four tasks on three thread groups; attributes are made, overwritten and deleted."""
+
+    def read(ctx: IterContext) -> None:
+        ctx.raw = bytearray(PAYLOAD)
+
+    def decode(ctx: IterContext) -> None:
+        ctx.decoded = bytes(ctx.raw)
+        del ctx.raw
+
+    def forward(ctx: IterContext) -> None:
+        ctx.loss = float(len(ctx.decoded))
+
+    def step(ctx: IterContext) -> None:
+        ctx.loss = ctx.loss + 1.0
+
+    return PipelinePlan(
+        schedule={
+            PipelineTask("read", read): TaskSchedule(0, thread_group="read"),
+            PipelineTask("decode", decode): TaskSchedule(1, thread_group="decode"),
+            PipelineTask("forward", forward): TaskSchedule(2),
+            PipelineTask("step", step): TaskSchedule(2),
+        },
+        deps=[("decode", "read"), ("forward", "decode"), ("step", "forward")],
+        cross_iter_deps=[("forward", "step")],
+        pipeline_depth=5,
+    )
+
+
+def growth(iterations: int) -> Growth:
+    """Growth over ``iterations``, with nothing in flight before and after."""
+    with SWPipeline(plan(), device="cpu") as pipe:
+        data = itertools.count()
+        _run(pipe, data, WARM_UP // 2)
+        tracemalloc.start()
+        _run(pipe, data, WARM_UP // 2)
+        before = _held()
+        _run(pipe, data, iterations)
+        after = _held()
+        tracemalloc.stop()
+    return Growth(*(b - a for a, b in zip(before, after, strict=True)))
+
+
+def _run(pipe: SWPipeline, data: Iterator[int], iterations: int) -> None:
+    for _ in range(iterations):
+        pipe.progress(data)
+    pipe.drain()
+
+
+def _held() -> Growth:
+    """KiB of Python objects, and MiB of the process, at this moment."""
+    gc.collect()
+    return Growth(tracemalloc.get_traced_memory()[0] / 2**10, resident_mib())
+
+
+def rows(iterations: int = 10_000) -> list[Row]:
+    """Growth of Python's objects and of the process, over their limits."""
+    grown = growth(iterations)
+    after = f"after {iterations:,} iterations"
+    return [
+        tolerated(f"Python objects {after}", grown.python_kib, PYTHON_KIB, "KiB"),
+        tolerated(f"resident memory {after}", grown.resident_mib, RESIDENT_MIB, "MiB", digits=1),
+    ]

@@ -1,0 +1,173 @@
+"""Open containers, and make new ones like them: each type is a tensor, a leaf, or of a kind below.
+
+``swpipe._values.walk`` lists the types that are opened, and walks over values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from operator import methodcaller
+from types import NoneType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Items = Callable[[Any], Iterable[Any]]
+
+
+def _none(value: Any) -> tuple[()]:
+    return ()
+
+
+class Kind(NamedTuple):
+    """How to open and remake the containers of some types; without children, a leaf or a tensor.
+
+    A container that may contain itself is remade by ``fill``: an empty one is made before the
+    children are known. The others are remade at once, by ``make``.
+
+    Attributes:
+        children: The items of a container, one level deep.
+        keys: The names of the children; empty if the children are identified by their order.
+        empty: A container of the same type, for ``fill``.
+        fill: ``fill(new, value, children)`` makes ``new`` like ``value``, with these children.
+        make: ``make(value, old, children)`` returns a container like ``value``, with ``children``
+            in place of the ``old`` ones.
+        attributes: The keys are attributes.
+    """
+
+    children: Items = _none
+    keys: Items = _none
+    empty: Callable[[Any], Any] = copy.copy
+    fill: Callable[[Any, Any, Sequence[Any]], None] | None = None
+    make: Callable[[Any, Sequence[Any], Sequence[Any]], Any] | None = None
+    attributes: bool = False
+
+
+def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
+    for key, child in zip(value.keys(), children, strict=True):
+        new[key] = child
+
+
+def _fill_items(new: Any, value: Any, children: Sequence[Any]) -> None:
+    new.clear()
+    (new.update if isinstance(new, set) else new.extend)(children)
+
+
+def _immutable(base: Any) -> Kind:
+    """Tuples or frozensets, and their subclasses."""
+
+    def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
+        if all(a is b for a, b in zip(old, children, strict=True)):
+            return value
+        # Not the subclass's own __new__: a named tuple's takes other arguments.
+        new = base.__new__(type(value), children)
+        if attributes := getattr(value, "__dict__", None):
+            new.__dict__.update(attributes)
+        return new
+
+    return Kind(iter, make=make)
+
+
+def _registered(definition: pytree.NodeDef) -> Kind:
+    """A node registered with torch's pytree."""
+
+    def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
+        return definition.unflatten_fn(list(children), definition.flatten_fn(value)[1])
+
+    return Kind(lambda value: definition.flatten_fn(value)[0], make=make)
+
+
+@cache
+def by_attributes(cls: Any) -> Kind:
+    """Objects whose children are their attributes, including those in slots."""
+    slots = tuple(_slots_of(cls))
+
+    def named(value: Any) -> dict[str, Any]:
+        found = dict(getattr(value, "__dict__", ()))
+        return found | {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+
+    def empty(value: Any) -> Any:
+        try:
+            return object.__new__(cls)  # runs no code of the class, and not __init__
+        except TypeError:  # a subclass of a class written in C
+            return cls.__new__(cls)
+
+    def fill(new: Any, value: Any, children: Sequence[Any]) -> None:
+        for name, child in zip(named(value), children, strict=True):
+            if name in slots:
+                object.__setattr__(new, name, child)  # frozen dataclasses raise in setattr
+            else:
+                vars(new)[name] = child
+
+    return Kind(lambda value: named(value).values(), named, empty, fill, attributes=True)
+
+
+def _slots_of(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            private = name.startswith("__") and not name.endswith("__")
+            yield f"_{base.__name__.lstrip('_')}{name}" if private else name
+
+
+LEAF, TENSOR = Kind(), Kind()
+_MAPPING = Kind(methodcaller("values"), methodcaller("keys"), fill=_fill_mapping)
+_ITEMS = Kind(iter, fill=_fill_items)
+
+KINDS: dict[type, Kind] = {
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _MAPPING),
+    **dict.fromkeys((list, deque, set), _ITEMS),
+    **dict.fromkeys((bool, int, float, complex, str, bytes, NoneType, range, slice), LEAF),
+    **dict.fromkeys((torch.Size, torch.device, torch.dtype), LEAF),
+    **dict.fromkeys((Tensor, torch.nn.Parameter), TENSOR),
+    tuple: _immutable(tuple),
+    frozenset: _immutable(frozenset),
+}
+"""The kinds of types seen so far. Unknown leaves are not added: they may be registered later."""
+
+
+def kind_of(cls: type) -> Kind:
+    """The kind of a type."""
+    kind = KINDS.get(cls)
+    if kind is None:
+        kind = _classify(cls)
+        if kind is not LEAF:
+            KINDS[cls] = kind
+    return kind
+
+
+def has_record_stream(cls: type) -> bool:
+    """Whether objects of ``cls`` have a ``record_stream`` method."""
+    return callable(getattr(cls, "record_stream", None))
+
+
+def has_to(cls: type) -> bool:
+    """Whether objects of ``cls``, other than tensors and modules, have a ``to`` method."""
+    return callable(getattr(cls, "to", None)) and not issubclass(cls, Tensor | torch.nn.Module)
+
+
+def _classify(cls: Any) -> Kind:
+    if issubclass(cls, Tensor):
+        return TENSOR
+    if issubclass(cls, torch.nn.Module):
+        return LEAF
+    builtin = next(
+        (b for b in (dict, list, deque, set, tuple, frozenset) if issubclass(cls, b)), None
+    )
+    if builtin is None and (
+        has_record_stream(cls)
+        or hasattr(cls, "__dataclass_fields__")
+        or hasattr(cls, "__attrs_attrs__")
+        or issubclass(cls, SimpleNamespace | UserDict | UserList)
+    ):
+        return by_attributes(cls)
+    if cls in pytree.SUPPORTED_NODES:
+        return _registered(pytree.SUPPORTED_NODES[cls])
+    return LEAF if builtin is None else KINDS[builtin]

@@ -1,0 +1,126 @@
+"""Copies of tensors in host memory, to be restored into the same tensors.
+
+A restored tensor has its old identity, memory and values, and the tensors that it has as
+attributes; a leaf also has its old ``requires_grad`` and gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
+
+from swpipe._values.walk import inner_tensors, tensors_in, unsharded
+from swpipe.device import on_cpu
+
+UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
+
+
+class SavedTensors:
+    """Copies of tensors; each tensor is saved once."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _SavedTensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Save a tensor and its gradient, if any; of a ShardedTensor, the local shards."""
+        if hasattr(tensor, "local_shards"):
+            for shard in unsharded(tensor):
+                self.add(shard)
+        elif id(tensor) not in self._saved and not isinstance(tensor, UNINITIALIZED):
+            self._saved[id(tensor)] = _SavedTensor(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                self.add(tensor.grad)
+            for held in tensors_in(attributes_given(tensor)):
+                self.add(held)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._saved
+
+    def addresses(self) -> set[int]:
+        """Where the memory of the strided ones begins."""
+        parts = (part for saved in self._saved.values() for part, _ in saved.copies)
+        return {p.untyped_storage().data_ptr() for p in parts if p.layout is torch.strided}
+
+    def restore(self) -> None:
+        """Restore all of them."""
+        for saved in self._saved.values():
+            saved.restore()
+
+
+def attributes_given(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code has given a tensor; not those of a library's kinds of tensors."""
+    plain = type(tensor) in (Tensor, Parameter) and not hasattr(tensor, "_is_flat_param")
+    return vars(tensor) if plain else {}
+
+
+class _SavedTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._leaf = tensor.is_leaf
+        self._requires_grad = tensor.requires_grad
+        self._grad = tensor.grad if tensor.is_leaf else None
+        given = attributes_given(tensor)
+        self._attributes = {name: v for name, v in given.items() if isinstance(v, Tensor)}
+        # References the original memory, also after the tensor gets other memory through ``.data``.
+        # (For a sparse tensor it is the tensor itself.)
+        self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
+        # Fully sharded modules free the memory of gathered parameters.
+        parts = filter(_has_memory, _parts(self._memory))
+        self.copies = [(part, _to_host(part)) for part in parts]
+
+    def restore(self) -> None:
+        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
+            self._restore(self._tensor, self._memory)
+
+    def _restore(self, tensor: Tensor, memory: Tensor) -> None:
+        if self._leaf:
+            if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
+                tensor.detach_()
+            tensor.requires_grad_(self._requires_grad)
+        if not _same_memory(tensor, memory):
+            tensor.data = memory
+        for part, saved in self.copies:
+            if _has_memory(part):
+                part.copy_(saved)
+        if self._leaf:
+            tensor.grad = self._grad
+        if self._attributes:
+            vars(tensor).update(self._attributes)
+
+
+def _has_memory(part: Tensor) -> bool:
+    if part.layout is not torch.strided or inner_tensors(part):
+        return True
+    steps = zip(part.shape, part.stride(), strict=True)
+    extent = int(part.storage_offset()) + sum((n - 1) * step for n, step in steps) + 1
+    return not part.numel() or extent * part.element_size() <= part.untyped_storage().nbytes()
+
+
+def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    if tensor.layout is not torch.strided or inner_tensors(tensor):
+        return True
+    a, b = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
+    return a == b
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Tensors that cover the memory of ``tensor``, with each element once."""
+    if inner := inner_tensors(tensor):
+        for part in inner:
+            yield from _parts(part)
+    elif tensor.layout is not torch.strided:
+        yield tensor
+    elif not tensor.is_meta:
+        # All elements along an expanded dimension are the same one.
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        first, everything = slice(0, 1), slice(None)
+        yield tensor[tuple(first if n > 1 and not step else everything for n, step in dimensions)]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.clone() if on_cpu(tensor) else tensor.to("cpu")

@@ -1,0 +1,230 @@
+"""A fingerprint of a value: what it consists of now, to find out later whether it was modified.
+
+Compared are
+
+- the containers of ``swpipe._values.walk`` and the attributes of objects of user-defined classes:
+  which objects they hold, and under which names;
+- tensors: version counter (shared with views and ``detach()``, not with ``.data``), whether they
+  require grad, ``.grad`` and its version counter. A CPU tensor without a version counter (made in
+  inference mode) is compared by value; on a device another stream may be writing it, so it is not
+  compared;
+- arrays and other buffers: their bytes; of an array of objects, the objects too.
+
+Not opened: parameters, modules, optimizers and other objects with a state of their own, objects of
+classes in the standard library, numpy or torch, and of classes with ``same_in_replay = True``.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from enum import Enum
+from functools import cache
+from hashlib import blake2b
+from itertools import zip_longest
+from mmap import mmap
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from swpipe._values.containers import (
+    KINDS,
+    LEAF,
+    TENSOR,
+    Kind,
+    by_attributes,
+    has_record_stream,
+    kind_of,
+)
+from swpipe._values.stateful import WHOLE, has_state, is_foreign
+from swpipe._values.walk import Node, grad_or_none, parts_in, parts_of
+
+_FIXED = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, type),
+    *(BuiltinFunctionType, FunctionType, MethodType, ModuleType),
+)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not a static type written in C
+_BUFFERS = (bytearray, memoryview, array, mmap)
+_CLOSED = Kind()
+_OBJECTS = Kind(lambda value: value.flat)
+
+
+class Fingerprint:
+    """What a value consists of: containers, objects, tensors and buffers, at any depth.
+
+    Args:
+        value: The value.
+        objects: Look at other values than tensors and containers, too.
+
+    Attributes:
+        value: The value.
+        leaves: All that was not opened, each once; values that cannot change are left out.
+        nodes: All containers and opened objects.
+        tensors: All tensors, except for parameters.
+    """
+
+    def __init__(self, value: Any, *, objects: bool = True) -> None:
+        self.value = value
+        self.nodes: list[Node] = []
+        self.leaves: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._states: list[TensorState] = []
+        self._copies: list[Tensor | None] = []
+        self._buffers: list[tuple[Any, bytes]] = []
+        for part in parts_in(value, _part if objects else None):
+            one = part.value
+            if isinstance(one, Parameter):
+                self.leaves.append(one)
+            elif part.kind is TENSOR:
+                self.tensors.append(one)
+                self._states.append(TensorState.of(one))
+                self._copies.append(_inference_copy(one))
+            elif part.kind is not _CLOSED and part.kind is not _OBJECTS:
+                self.nodes.append(Node(one, tuple(part.kind.keys(one)), part.children))
+            elif (digest := _digest(one)) is not None:
+                self._buffers.append((one, digest))
+            else:
+                self.leaves.append(one)
+
+    def changed(self) -> bool:
+        """Whether anything in the value was modified in place since."""
+        tensors = zip(self.tensors, self._states, self._copies, strict=True)
+        return (
+            any(not same_node(node, Node.of(node.value)) for node in self.nodes)
+            or any(
+                not state.same(TensorState.of(tensor))
+                or (copy is not None and not same_bits(tensor, copy))
+                for tensor, state, copy in tensors
+            )
+            or any(_digest(buffer) != digest for buffer, digest in self._buffers)
+        )
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether ``value`` cannot change: a number, a string, a function, a class and so on."""
+    numpy = sys.modules.get("numpy")
+    return (
+        KINDS.get(type(value)) is LEAF
+        or isinstance(value, _FIXED)
+        or type(value) is object
+        or (numpy is not None and isinstance(value, numpy.generic | numpy.dtype))
+    )
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is of a user's Python class that is not opened as a container."""
+    cls: Any = type(value)
+    return (
+        kind_of(cls) is LEAF
+        and not is_foreign(cls.__module__)
+        and _all_in_attributes(cls)
+        and not isinstance(value, (*WHOLE, *_FIXED))
+        and not has_state(value)
+        and not replays_itself(value)
+    )
+
+
+def replays_itself(value: Any) -> bool:
+    """Whether the class says, by ``same_in_replay = True``, that iterations may share an object."""
+    return bool(getattr(type(value), "same_in_replay", False))
+
+
+@cache
+def _all_in_attributes(cls: Any) -> bool:
+    """Whether a class is written in Python, so that its objects consist of attributes only."""
+    builtin = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    new: object = cls.__new__
+    plain: object = object.__new__
+    return builtin is object and (new is plain or isinstance(new, FunctionType))
+
+
+def _part(leaf: Any) -> Kind | None:
+    """How a fingerprint opens a leaf; None for one that cannot change."""
+    if is_fixed(leaf):
+        return None
+    cls: Any = type(leaf)
+    if is_object(leaf):
+        return by_attributes(cls)
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
+    return _OBJECTS if is_array and leaf.dtype == object else _CLOSED
+
+
+class TensorState(NamedTuple):
+    """What tells that a tensor was modified in place."""
+
+    version: int | None
+    requires_grad: bool
+    grad: Tensor | None
+    grad_version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorState:
+        """The state now."""
+        grad = grad_or_none(tensor)
+        grad_version = None if grad is None else version_of(grad)
+        return cls(version_of(tensor), tensor.requires_grad, grad, grad_version)
+
+    def same(self, other: TensorState) -> bool:
+        """Whether the tensor was not modified in between."""
+        return self.grad is other.grad and self._replace(grad=None) == other._replace(grad=None)
+
+    def same_grad(self, other: TensorState) -> bool:
+        """Whether its gradient was not."""
+        return self.grad is other.grad and self.grad_version == other.grad_version
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The version counter; None for one without: made in inference mode, or still lazy."""
+    return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors on the CPU are equal bit for bit."""
+    return a.shape == b.shape and all(
+        x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))  # as bytes, NaN equals NaN
+        for x, y in zip(parts_of(a), parts_of(b), strict=True)
+    )
+
+
+def same_node(before: Node, now: Node) -> bool:
+    """Whether a container holds the same objects, apart from lazily computed attributes."""
+    lazy = _lazy_keys(before, now) if has_record_stream(type(now.value)) else set()
+    return _ids(before, lazy) == _ids(now, lazy)
+
+
+def _inference_copy(tensor: Tensor) -> Tensor | None:
+    """A copy of a CPU tensor that has no version counter."""
+    return tensor.clone() if tensor.is_cpu and tensor.is_inference() else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(value: Any) -> bytes | None:
+    """A digest of the memory of an array or another buffer; None for other values."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        content = value.tobytes() + str((value.dtype, value.shape)).encode()
+    elif isinstance(value, _BUFFERS):
+        content = bytes(value)
+    else:
+        return None
+    return blake2b(content, digest_size=16).digest()
+
+
+def _ids(node: Node, ignored: set[Any]) -> list[tuple[int, int]]:
+    """The ids of keys and children, in order; sequences have no keys."""
+    items = zip_longest(node.keys, node.children)
+    return [(id(key), id(child)) for key, child in items if key not in ignored]
+
+
+def _lazy_keys(before: Node, now: Node) -> set[Any]:
+    """Private attributes that did not exist before, or were None."""
+    known = dict(zip(before.keys, before.children, strict=False))
+    return {key for key in now.keys if key.startswith("_") and known.get(key) is None}

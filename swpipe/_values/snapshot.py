@@ -1,0 +1,318 @@
+"""Save the state of models, optimizers and generators, and restore it bit for bit.
+
+State is restored into the same objects: tensors keep their identity and memory, so references to
+them stay valid (an optimizer's to its parameters, a view's to its base).
+
+- modules: parameters, buffers and other tensors among the attributes, their ``.grad`` or its
+  absence, ``requires_grad``, the training flags, extra state;
+- optimizers: parameters, their state, and the options of the groups;
+- generators: the default ones of torch, Python and numpy, and those that were found;
+- other objects: through ``state_dict`` and ``load_state_dict``.
+
+Of plain objects within modules nothing is saved: a module has many, which share tensors with it or
+belong to a library. A change of their tensors is told.
+
+Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
+and buffers that are initialized after the snapshot keep their values.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from swpipe._values.copies import SavedTensors
+from swpipe._values.fingerprint import version_of
+from swpipe._values.generators import (
+    default_generators,
+    set_back,
+    set_default_generators,
+    state_of,
+)
+from swpipe._values.owners import Owner, modules_of, modules_restored_by
+from swpipe._values.stateful import (
+    PLAIN,
+    WHOLE,
+    Named,
+    has_state_dict,
+    is_foreign,
+    modules_in,
+    optimizers_in,
+    reached,
+)
+from swpipe._values.walk import nodes_in, parts_of, tensors_in, unsharded
+from swpipe.core.messages import listed
+from swpipe.device import Device
+from swpipe.errors import add_note
+
+Restore: TypeAlias = Callable[[], object]
+"""Restores what was saved when it was created; can be called repeatedly."""
+
+MAX_ITEMS = 1000
+"""Larger containers in plain objects are data, not state."""
+
+MAX_DEPTH = 4
+"""How many objects and containers deep a module's attribute is searched for tensors."""
+
+
+class Snapshot:
+    """The state of some objects, and of all default generators, at one moment.
+
+    Args:
+        owners: The objects.
+        device: Where their tensors are.
+        within: A task runs, which may have filled what modules hold beside parameters and buffers,
+            such as a queue: their containers are left alone.
+    """
+
+    def __init__(self, owners: Sequence[Owner], device: Device, *, within: bool = False) -> None:
+        self._device = device
+        device.synchronize()
+        self._modules = [*modules_of(owners)]
+        _reshard(self._modules)
+        self._saved = tensors = SavedTensors()
+        # Tensors after the containers and modules that hold them.
+        wrapped = [
+            Owner(one.path, inner)
+            for one in owners
+            if isinstance(one.owner, Optimizer)
+            for inner in optimizers_in(one.owner)
+            if inner is not one.owner
+        ]
+        saved = [_save(one, tensors, within) for one in (*owners, *wrapped)]
+        self._restores: list[Restore] = [*saved, tensors.restore]
+        self._restores += [partial(set_default_generators, device, default_generators(device))]
+        self._addresses = tensors.addresses()
+        by_others = [*modules_restored_by(owners)]
+        others = {id(module) for module in by_others}
+        self._watched = [m for m in self._modules if id(m) not in others] if not within else []
+        self._unsaved = {
+            path: (tensor, version_of(tensor))
+            for path, tensor in _unsaved_tensors(self._watched)
+            if tensor.untyped_storage().data_ptr() not in self._addresses
+        }
+        self._told: set[str] = set()
+        self._fresh: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
+        modules = (*by_others, *self._modules)
+        registered = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+        self._registered = set(map(id, registered))  # initialized or not
+        self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
+        self._in_others = {
+            id(optimizer)
+            for one in owners
+            if not isinstance(one.owner, WHOLE) and has_state_dict(one.owner)
+            for optimizer in optimizers_in(one.owner)
+        }
+
+    def restore(self) -> None:
+        """Restore everything, after the device has finished its current work.
+
+        Warns:
+            RuntimeWarning: Tensors of plain objects within modules changed, and are not restored;
+                each is named once.
+        """
+        self._device.synchronize()
+        _reshard(self._modules)
+        for restore in self._restores:
+            restore()
+        for reference, options in self._fresh:
+            if (optimizer := reference()) is not None:
+                optimizer.state.clear()
+                for group, kept in zip(optimizer.param_groups, options, strict=False):
+                    group.update(kept)
+        if changed := [path for path in self._changed() if path not in self._told]:
+            self._told.update(changed)
+            warnings.warn(
+                f"{listed(changed)} changed and cannot be restored: plain objects within a module "
+                "hold them. Make them buffers of the module, or let a task refer to an object "
+                "whose state_dict and load_state_dict save and restore them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _changed(self) -> Iterator[str]:
+        """The paths at which a tensor was modified or replaced that is not saved."""
+        for path, tensor in _unsaved_tensors(self._watched):
+            before, version = self._unsaved.get(path, (tensor, version_of(tensor)))
+            if tensor is not before or version_of(tensor) != version:
+                yield path
+
+    def add_fresh(self, optimizer: Optimizer) -> None:
+        """Restore the options of one more optimizer, which has no state yet; it is not kept."""
+        groups = optimizer.param_groups
+        options = [{name: v for name, v in one.items() if name != "params"} for one in groups]
+        self._fresh.append((weakref.ref(optimizer), options))
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Restore one more optimizer, with its parameters, as it is now."""
+        tensors = SavedTensors()
+        restore = _save_optimizer(optimizer, tensors)
+        self._restores += [restore, tensors.restore]
+        self._addresses |= tensors.addresses()
+        self._optimizers.add(id(optimizer))
+
+    def saves(self, tensor: Any) -> bool:
+        """Whether a tensor, or the memory that it shares, is restored."""
+        if hasattr(tensor, "local_shards"):
+            return all(map(self.saves, unsharded(tensor)))
+        return (
+            tensor in self._saved
+            or id(tensor) in self._registered
+            or any(
+                part.layout is torch.strided
+                and part.untyped_storage().data_ptr() in self._addresses
+                for part in parts_of(tensor)
+            )
+        )
+
+    def unsaved_of(self, optimizer: Optimizer) -> list[Any]:
+        """What a step of an optimizer changes and is not restored: itself, or some parameters.
+
+        An object with ``state_dict`` that holds the optimizer restores all of it.
+        """
+        if id(optimizer) in self._in_others:
+            return []
+        if id(optimizer) not in self._optimizers:
+            return [optimizer]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return [parameter for parameter in parameters if not self.saves(parameter)]
+
+
+def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of plain objects within modules, and where they are."""
+    roots = ((type(m).__name__, name, value) for m in modules for name, value in [*vars(m).items()])
+    for path, value in reached(((f"{m}.{n}", v) for m, n, v in roots), _in_plain, MAX_DEPTH):
+        strided = type(value) in (Tensor, Parameter) and value.layout is torch.strided
+        if strided and not value.is_inference():
+            yield path, value
+
+
+def _in_plain(path: str, value: Any) -> Iterator[Named]:
+    """What a plain object, or a container, holds; no code of the user's is run."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for number, (key, child) in enumerate(items if len(value) <= MAX_ITEMS else ()):
+            name = repr(key) if type(key) in PLAIN else f"{type(key).__name__} {number}"
+            yield f"{path}[{name}]", child
+    elif not (isinstance(value, _SKIPPED) or is_foreign(type(value).__module__)):
+        for name, child in dict(getattr(value, "__dict__", {})).items():
+            yield f"{path}.{name}", child
+
+
+_SKIPPED = (*PLAIN, *WHOLE, FunctionType, MethodType, ModuleType, type)
+
+
+def _reshard(modules: Iterable[Module]) -> None:
+    """Let fully sharded modules release gathered parameters, and register the shards again.
+
+    A forward without a backward leaves them gathered, with the values of then.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    for module in modules:
+        if isinstance(module, kind):
+            module.reshard()
+
+
+def _save(one: Owner, tensors: SavedTensors, within: bool) -> Restore:
+    owner = one.owner
+    if isinstance(owner, Tensor):
+        tensors.add(owner)
+        return lambda: None
+    if isinstance(owner, Module):
+        return _save_module(owner, tensors, within)
+    if isinstance(owner, Optimizer):
+        return _save_optimizer(owner, tensors)
+    if has_state_dict(owner):
+        return _save_state_dict(one)
+    return partial(set_back, owner, state_of(owner))
+
+
+def _save_optimizer(optimizer: Optimizer, tensors: SavedTensors) -> Restore:
+    """Save which containers it has, which ``load_state_dict`` replaces, and what is in them."""
+    held = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name in ("state", "param_groups") or _holds_tensors(value)
+    }
+    refill = _save_containers((optimizer.state, optimizer.param_groups, held), tensors)
+    return lambda: (vars(optimizer).update(held), refill())
+
+
+def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
+    restores: list[Restore] = []
+    modules = list(modules_in(root))
+    for module in modules:
+        # Attributes without tensors (hooks, counters, flags) are not restored.
+        held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
+        restores.append(partial(vars(module).update, held))
+        restores.append(_save_registered(module, tensors))
+        if not within:
+            restores.append(_save_containers(held, tensors))
+        if type(module).get_extra_state is not Module.get_extra_state:
+            extra = copy.deepcopy(module.get_extra_state())
+            restores.append(partial(_set_extra_state, module, extra))
+    restores += [partial(setattr, module, "training", module.training) for module in modules]
+    return lambda: [restore() for restore in restores]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None
+
+
+def _save_registered(module: Module, tensors: SavedTensors) -> Restore:
+    """Save parameters and buffers; those registered later stay."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for tensor in tensors_in((parameters, buffers)):
+        tensors.add(tensor)
+    return lambda: (module._parameters.update(parameters), module._buffers.update(buffers))
+
+
+def _set_extra_state(module: Module, state: Any) -> None:
+    module.set_extra_state(copy.deepcopy(state))
+
+
+def _save_state_dict(one: Owner) -> Restore:
+    try:
+        state = copy.deepcopy(one.owner.state_dict())
+    except Exception as error:
+        add_note(
+            error,
+            f"swpipe: while saving the state of {one} to restore it later. If it need not be "
+            "restored, name what has to be: state=[model, optimizer]",
+        )
+        raise
+    return lambda: one.owner.load_state_dict(copy.deepcopy(state))
+
+
+def _save_containers(value: Any, tensors: SavedTensors) -> Restore:
+    """Save what each dict, list, set and deque in ``value`` holds, and all tensors."""
+    for tensor in tensors_in(value):
+        tensors.add(tensor)
+    saved = [
+        (node.value, copy.copy(node.value))
+        for node in nodes_in(value)
+        if isinstance(node.value, dict | list | set | deque)
+    ]
+
+    def restore() -> None:
+        for container, content in saved:
+            container.clear()
+            if isinstance(container, dict | set):
+                container.update(content)
+            else:
+                container.extend(content)
+
+    return restore

@@ -1,0 +1,126 @@
+"""Objects with state of their own: modules, optimizers, generators, and others with state_dict."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from swpipe._values.walk import nodes_in
+
+Named: TypeAlias = tuple[str, Any]
+"""A path, such as "model.net.weight", and what is there."""
+
+FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
+"""Modules whose objects are not searched."""
+
+WHOLE = (Module, Optimizer, torch.Tensor)
+"""Saved as a whole. Other objects are searched: their state_dict may be incomplete."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Values without parts. Equal values may be one object, so these are found on all their paths."""
+
+_CLOSED = (*PLAIN, torch.Tensor)
+
+_DICTS = (dict, OrderedDict)
+"""Of these a module has a dozen for its hooks, mostly empty."""
+
+_WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Attributes in which wrappers keep the wrapped module; names leave them out."""
+
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether a module is torch's, numpy's or Python's own."""
+    return (module or "").partition(".")[0] in FOREIGN
+
+
+def has_state(value: Any) -> bool:
+    """Whether ``value`` has state to restore.
+
+    This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
+    or a leaf tensor that requires grad; not a pipeline or loop of swpipe, which may be in use.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad and value.is_leaf
+    return (has_state_dict(value) and not _is_pipeline(value)) or is_generator(value)
+
+
+def has_state_dict(value: Any) -> bool:
+    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
+
+    A wrapper has the methods whatever it wraps; of a ``DataLoader`` it tells the class. The methods
+    are not called: torchdata begins a pass, and draws its seed, when it is asked for a state.
+    """
+    classes = (type(value), value.__class__) if isinstance(value, DataLoader) else (type(value),)
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(cls, name, None)) for cls in classes for name in names)
+
+
+def _is_pipeline(value: Any) -> bool:
+    """Whether a value is a pipeline of swpipe, or a loop over one."""
+    own = any(cls.__module__.partition(".")[0] == "swpipe" for cls in type(value).__mro__)
+    return own and (hasattr(type(value), "progress") or hasattr(type(value), "__iter__"))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator of torch, Python or numpy."""
+    numpy = sys.modules.get("numpy.random")
+    types = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *types))
+
+
+def modules_in(root: Module) -> Iterator[Module]:
+    """``root`` and all modules below it, including those in plain lists and dicts."""
+    return (module for _, module in named_modules_in("", root))
+
+
+def named_modules_in(name: str, root: Module) -> Iterator[tuple[str, Module]]:
+    """The same with their paths, which begin with ``name`` and leave wrappers out."""
+    return reached([(name, root)], partial(_of_kind, Module))
+
+
+def optimizers_in(owner: Any) -> Iterator[Optimizer]:
+    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
+    found = reached([("", owner)], partial(_of_kind, Optimizer))
+    return (one for _, one in found if isinstance(one, Optimizer))
+
+
+def reached(
+    roots: Iterable[Named], children: Callable[[str, Any], Iterable[Named]], most: int = sys.maxsize
+) -> Iterator[Named]:
+    """The roots and what they lead to, each once, outer before inner, up to ``most`` steps away."""
+    seen: dict[int, Any] = {}
+    queue = deque((path, value, 0) for path, value in roots)
+    while queue:
+        path, value, steps = queue.popleft()
+        if type(value) not in PLAIN and id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield path, value
+        if steps < most:
+            queue.extend((where, child, steps + 1) for where, child in children(path, value))
+
+
+def _of_kind(kind: type, path: str, owner: Any) -> Iterator[Named]:
+    """The objects of a kind among the attributes, themselves or in a plain list or dict."""
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        for key, item in value.items() if attribute == "_modules" else [(attribute, value)]:
+            wrapped = key in _WRAPPED or (key == "module" and isinstance(owner, _PARALLEL))
+            where = path if wrapped else f"{path}.{key}"
+            if isinstance(item, kind):
+                yield where, item
+            elif not isinstance(item, _CLOSED) and not (type(item) in _DICTS and not item):
+                for node in nodes_in(item):
+                    for index, child in enumerate(node.children):
+                        if isinstance(child, kind):
+                            yield f"{where}[{node.keys[index] if node.keys else index}]", child

@@ -1,0 +1,250 @@
+"""The walk over a nested value: its tensors and containers, and the value with other tensors.
+
+What is opened:
+
+- list, tuple (also named), dict, set, frozenset, deque, and their subclasses;
+- instances of dataclasses and attrs classes, of ``SimpleNamespace``, ``UserDict`` and ``UserList``,
+  by their attributes;
+- objects with a ``record_stream`` method, such as torchrec's ``KeyedJaggedTensor``, also by their
+  attributes, so that what they store beside tensors (keys, strides, cached lists) is kept;
+- nodes registered with ``torch.utils._pytree``.
+
+Everything else is a leaf: modules, arrays, iterators, objects of plain classes. To have your own
+class opened, make it a dataclass, give it a ``record_stream`` method, or register it. Objects with
+a ``to`` method (an amount with a unit, a storage, a pipeline with open files) are leaves, too: they
+are never made anew; ``tensors_held`` and ``record_stream``, which only look, open them as well.
+
+Unlike torch's pytree functions, these handle cycles and keep shared objects shared. Dictionary
+keys are not searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from swpipe._values.containers import (
+    KINDS,
+    LEAF,
+    TENSOR,
+    Kind,
+    by_attributes,
+    has_record_stream,
+    has_to,
+    kind_of,
+)
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """A tensor, or a container with what is in it now, one level deep."""
+
+    value: Any
+    kind: Kind
+    children: tuple[Any, ...]
+
+
+class Node(NamedTuple):
+    """A container and its contents, one level deep, at one moment; sequences have no keys."""
+
+    value: Any
+    keys: tuple[Any, ...]
+    children: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, container: Any) -> Node:
+        """The contents now; those of an object that is no container are its attributes."""
+        of: Any = type(container)
+        kind = by_attributes(of) if kind_of(of) is LEAF else kind_of(of)
+        return cls(container, tuple(kind.keys(container)), tuple(kind.children(container)))
+
+
+def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> Iterator[Part]:
+    """Every tensor and container in ``value``, each once, depth-first, outer before inner.
+
+    ``opens`` returns the kind of a leaf that is to be a part as well; None: it is none.
+    """
+    # What was seen is kept, not only its id: the flatten function of a registered node may create
+    # its children, and the id of a freed object can be used again.
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        kind = KINDS.get(type(value)) or kind_of(type(value))
+        if kind is LEAF:
+            opened = None if opens is None else opens(value)
+            if opened is None:
+                continue
+            kind = opened
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        children = tuple(kind.children(value))
+        yield Part(value, kind, children)
+        # Most children are plain values: a turn for each would be most of the walk's time.
+        stack.extend(child for child in reversed(children) if KINDS.get(type(child)) is not LEAF)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in ``value``, each once, in depth-first order."""
+    return iter([part.value for part in parts_in(value) if part.kind is TENSOR])
+
+
+def tensors_held(value: Any) -> Iterator[Tensor]:
+    """These, and those in attributes of objects with a ``to`` method."""
+    return iter([part.value for part in parts_in(value, _with_to) if part.kind is TENSOR])
+
+
+def _with_to(value: Any) -> Kind | None:
+    cls: Any = type(value)
+    return by_attributes(cls) if has_to(cls) else None
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """Every container in ``value``, itself included, each once, outer before inner."""
+    for container, kind, children in parts_in(value):
+        if kind is not TENSOR:
+            yield Node(container, tuple(kind.keys(container)), children)
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
+    if kind_of(type(value)) is LEAF:
+        yield value
+    for part in parts_in(value):
+        yield from (child for child in part.children if kind_of(type(child)) is LEAF)
+
+
+def map_tensors(
+    value: T,
+    fn: Callable[[Tensor], Any],
+    leaf: Callable[[Any], Any] | None = None,
+    own: Callable[[Any], Any] | None = None,
+) -> T:
+    """Return ``value`` with every tensor replaced by ``fn(tensor)``, leaves by ``leaf(value)``.
+
+    ``fn`` is called once per tensor, and objects shared within ``value`` are shared within the
+    result. Mutable containers are always new; leaves, and tuples and frozensets in which nothing
+    changed, are the same objects. With ``own``, objects with a ``to`` method are replaced by
+    ``own(object)``, and not opened. The nesting depth is limited by Python's recursion limit.
+    """
+    memo: dict[int, tuple[Any, Any]] = {}  # with what was seen, as in ``parts_in``
+
+    def rebuilt(value: Any) -> Any:
+        cls = type(value)
+        kind = KINDS.get(cls) or kind_of(cls)
+        if kind is LEAF and (own is None or not has_to(cls)):
+            return value if leaf is None else leaf(value)
+        known = memo.get(id(value))
+        if known is not None:
+            return known[1]
+        if kind is TENSOR:
+            new = fn(value)
+        elif own is not None and has_to(cls):
+            new = own(value)
+        elif kind.fill is not None:
+            new = kind.empty(value)
+            # Stored before its children are built: one of them may contain the container itself.
+            memo[id(value)] = (value, new)
+            kind.fill(new, value, [rebuilt(child) for child in kind.children(value)])
+        else:
+            old = tuple(kind.children(value))
+            remade = tuple(rebuilt(child) for child in old)
+            known = memo.get(id(value))
+            if known is not None:  # built in the meantime, through a cycle
+                return known[1]
+            new = kind.make(value, old, remade) if kind.make else value
+        memo[id(value)] = (value, new)
+        return new
+
+    result: T = rebuilt(value)
+    return result
+
+
+def grad_or_none(tensor: Tensor) -> Tensor | None:
+    """``tensor.grad``, without torch's warning for tensors that cannot have one."""
+    if is_lazy(tensor):
+        return None
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def record_stream(value: Any, *streams: Any) -> None:
+    """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
+
+    Calls ``Tensor.record_stream`` for every tensor that ``value`` holds on an accelerator, and for
+    its ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object. The
+    gradients of an ``nn.Parameter`` are not looked at: other iterations may be training it, and
+    torch may crash where another thread reads them.
+    """
+    parts, opaque = _on_device(value)
+    for owner in (*parts, *opaque):
+        for stream in streams:
+            owner.record_stream(stream)
+
+
+def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
+    """The storages of all that ``record_stream`` finds, each once.
+
+    Objects in which no tensor is found have no storage to tell: their own ``record_stream`` is
+    called, for each stream.
+    """
+    parts, opaque = _on_device(value)
+    for owner in opaque:
+        for stream in streams:
+            owner.record_stream(stream)
+    storages = (part.untyped_storage() for part in parts)
+    return [*{storage._cdata: storage for storage in storages}.values()]
+
+
+def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
+    """The tensors on an accelerator, gradients included, and objects without a tensor."""
+    parts = [*parts_in(value, _with_to)]
+    found: list[Tensor] = [part.value for part in parts if part.kind is TENSOR]
+    able = [p.value for p in parts if p.kind is not TENSOR and has_record_stream(type(p.value))]
+    opaque = [one for one in able if next(tensors_held(one), None) is None]
+    leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
+    found += [t.grad for t in leaves if t.grad is not None]
+    # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
+    there = [t for t in found if not (t.is_cpu or t.is_meta)]
+    return [part for t in there for part in parts_of(t) if not part.is_cpu], opaque
+
+
+def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors inside a wrapper such as a DTensor, one level deep; of another tensor, none.
+
+    A wrapper may list other parts among them, such as the device mesh of a DTensor.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return ()
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
+def parts_of(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with memory of their own that ``tensor`` consists of; usually itself."""
+    if inner := inner_tensors(tensor):
+        for part in inner:
+            yield from parts_of(part)
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
+
+
+def unsharded(tensor: Any) -> Iterator[Any]:
+    """The tensor itself, or this rank's shards of a ShardedTensor, which is not a ``Tensor``."""
+    if hasattr(tensor, "local_shards"):
+        yield from (shard.tensor for shard in tensor.local_shards())
+    else:
+        yield tensor

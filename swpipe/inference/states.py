@@ -1,0 +1,228 @@
+"""State outside the context, by names: parameters, gradients, optimizer state, declared memory.
+
+A state item keeps its name while its tensor may be replaced: ``model.net.weight``, its ``.grad``,
+``optimizer: exp_avg of model.net.weight``, or a tensor by itself. The items are collected again
+after each task, since optimizers create their state in their first step.
+
+Tensors in the memory that a task declares (``DeclaredIO(memory=...)``) belong to the declared
+state, whatever else refers to them: a model's parameter, a view that an object keeps, a shard. So
+observed and declared accesses are to the same state, and a plan can allow it to be stale by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from swpipe._values.containers import LEAF, kind_of
+from swpipe._values.owners import Owner
+from swpipe._values.stateful import (
+    PLAIN,
+    has_state_dict,
+    is_generator,
+    modules_in,
+    named_modules_in,
+)
+from swpipe._values.storages import StorageId, nbytes
+from swpipe._values.walk import grad_or_none, nodes_in, tensors_in, unsharded
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.errors import PlanError, Problem
+
+DECLARED = "declared"
+"""The kind of items in declared memory; their owner is the declared state."""
+
+
+class StateItem(NamedTuple):
+    """Names one piece of state.
+
+    Attributes:
+        name: "model.net.weight".
+        owner: The object that it belongs to: "model".
+        kind: "parameters", "buffers", "gradients", "state" of an optimizer, "options" of an
+            optimizer, "mode" of a module, "declared", or "" for anything that belongs to neither a
+            module nor an optimizer.
+    """
+
+    name: str
+    owner: str
+    kind: str
+
+    @classmethod
+    def alone(cls, name: str) -> StateItem:
+        """What belongs to nothing else."""
+        return cls(name, name, "")
+
+
+@dataclass
+class StateItems:
+    """What some objects hold.
+
+    Attributes:
+        tensors: Item to its tensor.
+        options: Optimizer's name to its id and the options of its parameter groups.
+        generators: Name to random number generator.
+    """
+
+    tensors: dict[StateItem, Tensor] = field(default_factory=dict)
+    options: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+
+
+def items_in(owners: Iterable[Owner]) -> StateItems:
+    """Everything that some modules, optimizers, tensors and generators hold now."""
+    found = StateItems()
+    count: Counter[str] = Counter()
+    names_of: dict[int, str] = {}
+    optimizers: list[tuple[str, Optimizer]] = []
+    covered: set[int] = set()
+
+    def unique(name: str) -> str:
+        count[name] += 1
+        return name if count[name] == 1 else f"{name} ({count[name]})"
+
+    for path, owner in owners:
+        if id(owner) in covered:  # a module within one before it, with which its tensors came
+            continue
+        if isinstance(owner, Module):
+            covered.update(map(id, modules_in(owner)))
+        if is_generator(owner):
+            found.generators[unique(path)] = owner
+        elif isinstance(owner, Optimizer):
+            optimizers.append((unique(path), owner))
+        elif isinstance(owner, Tensor | Module):
+            _add(found, names_of, items_of(unique(path), owner))
+    for root, optimizer in optimizers:  # last: their state is named after parameters
+        _add(found, names_of, _optimizer_items(root, optimizer, names_of))
+        found.options[root] = (id(optimizer), _options(optimizer))
+    return found
+
+
+def _add(
+    found: StateItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
+) -> None:
+    """Add items whose tensors have no item yet, and their gradients."""
+    for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
+        if id(tensor) in names_of or item in found.tensors:
+            continue
+        names_of[id(tensor)] = item.name
+        found.tensors[item] = tensor
+        grad = grad_or_none(tensor)
+        if grad is not None and id(grad) not in names_of:
+            names_of[id(grad)] = f"{item.name}.grad"
+            found.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
+
+
+def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
+    """The tensor, or all tensors of a module, also those in plain lists and dicts."""
+    if isinstance(owner, Tensor):
+        yield StateItem.alone(root), owner
+        return
+    modules = list(named_modules_in(root, owner))
+    # Registered tensors first: their names are better than those of a wrapper's lists.
+    for path, module in modules:
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                kind = "parameters" if name in module._parameters else "buffers"
+                yield StateItem(f"{path}.{name}", root, kind), tensor
+    for path, module in modules:
+        for name, value in [*vars(module).items()]:  # a task may run meanwhile, and add one
+            if name not in _REGISTERED:
+                yield from _indexed(f"{path}.{name}", root, "buffers", value)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[StateItem, Tensor]]:
+    if isinstance(value, (*PLAIN, Optimizer)):
+        return
+    for index, tensor in enumerate(tensors_in(value)):
+        of_kind = "parameters" if isinstance(tensor, Parameter) else kind
+        yield StateItem(path if tensor is value else f"{path}[{index}]", root, of_kind), tensor
+
+
+def _optimizer_items(
+    root: str, optimizer: Optimizer, names_of: dict[int, str]
+) -> Iterator[tuple[StateItem, Tensor]]:
+    """Parameters that have no name yet, then the optimizer's state, named after parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if id(parameter) not in names_of:
+            yield StateItem(f"{root}: parameter {index}", root, "parameters"), parameter
+    for index, (parameter, state) in enumerate(optimizer.state.items()):
+        of = names_of.get(id(parameter), f"parameter {index}")
+        for key, value in state.items() if isinstance(state, dict) else [("state", state)]:
+            yield from _indexed(f"{root}: {key} of {of}", root, "state", value)
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _indexed(f"{root}: {key} of group {number}", root, "state", value)
+
+
+def _options(optimizer: Optimizer) -> Any:
+    return [
+        [(key, value) for key, value in group.items() if isinstance(value, (*PLAIN, tuple))]
+        for group in optimizer.param_groups
+    ]
+
+
+def options_of(optimizer: str) -> StateItem:
+    """An optimizer's options other than the parameters, such as the learning rate."""
+    return StateItem(f"{optimizer} options", optimizer, "options")
+
+
+def assign_declared(
+    items: Mapping[StateItem, Tensor], tasks: Iterable[PipelineTask]
+) -> dict[StateItem, Tensor]:
+    """The same items, with those in declared memory assigned to the states declared there.
+
+    Raises:
+        PlanError: Two states are declared in the same memory, or a declared memory is not tensors.
+    """
+    state_of: dict[StorageId, str] = {}
+    for task, io, tensor in _declared(tasks):
+        for storage in nbytes(tensor):
+            other = state_of.setdefault(storage, str(io.state))
+            if other != io.state:
+                raise _refused(
+                    task,
+                    io,
+                    f"a tensor of shape {list(tensor.shape)} that also belongs to state "
+                    f"{other!r}: declare it for one of them",
+                )
+    assigned = {}
+    for item, tensor in items.items():
+        state = next((state_of[n] for n in nbytes(tensor) if n in state_of), None)
+        key = item if state is None else item._replace(owner=state, kind=DECLARED)
+        assigned[key] = tensor
+    return assigned
+
+
+def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO, Tensor]]:
+    """The tensors in declared memory, and who declares it."""
+    return ((io, tensor) for _, io, tensor in _declared(tasks))
+
+
+def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
+    """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
+    for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
+        for item in (child for node in nodes_in([io.memory]) for child in node.children):
+            if isinstance(item, Module):
+                for _, one in items_of("", item):
+                    yield from ((task, io, part) for part in unsharded(one))
+            elif isinstance(item, Tensor) or hasattr(item, "local_shards"):
+                yield from ((task, io, part) for part in unsharded(item))
+            elif kind_of(type(item)) is LEAF and not has_state_dict(item):
+                what = f"{item!r}: give tensors, modules, or objects with state_dict"
+                raise _refused(task, io, what)
+
+
+def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:
+    text = f"task {task.name!r} declares that state {io.state!r} lies in {what}"
+    return PlanError([Problem(text, (task.name,))])

@@ -1,0 +1,220 @@
+"""Lower bounds on the interval of all plans for the same tasks, and what sets them.
+
+**ResMII**: the tasks that use a resource one at a time use it once per iteration, so no interval is
+shorter than the sum of their times. Resources are
+
+- threads: each thread group of the plan; or, if threads can be chosen freely, the busiest one where
+  they share the work best. The pull of a batch, where its cost is known, counts as a task of the
+  caller's thread or of ``pull_group``;
+- streams, named resources, the interpreter lock;
+- submission: tasks on the same named stream, and globally ordered tasks, are submitted one at a
+  time, also from different threads.
+
+**RecMII**: the consumer on iteration i comes after the producer on iteration i - d. A cycle of
+dependences limits the interval to at least the sum of its tasks' times over the sum of its
+distances. The heaviest cycle counts. Only declared dependences are followed, not the order of
+tasks on threads and streams. Where the iterations in flight are limited, an iteration begins after
+the one ``depth`` before has ended, and after the device is done with the one ``run_ahead`` further.
+
+The interval of every plan is at least the greater of the two.
+
+Source: B. R. Rau, "Iterative modulo scheduling: an algorithm for software pipelining loops"
+(MICRO-27, 1994), section 2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from swpipe.analysis.validation import validate
+from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
+from swpipe.planning.limits import Limits
+from swpipe.planning.modulo.schedule_graph import ScheduleGraph, schedule_graph
+from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
+
+_EPS_US = 1e-6
+
+_MOST_NODES = 10_000
+"""Tasks placed before the search for the best share is given up."""
+
+_MOST_TASKS = 24
+"""In loops of more tasks than this, threads are taken to share the work evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Lower bounds on the initiation interval; microseconds.
+
+    Attributes:
+        res_mii_us: Time per iteration on the busiest resource.
+        rec_mii_us: The heaviest cycle of dependences, per iteration of distance; 0 without one.
+        busiest: The resource that sets ``res_mii_us``, in words.
+        cycle: The cycle that sets ``rec_mii_us``, in words; "" without one.
+    """
+
+    res_mii_us: float
+    rec_mii_us: float
+    busiest: str
+    cycle: str
+
+    @property
+    def ii_us(self) -> float:
+        """The greater of the two."""
+        return max(self.res_mii_us, self.rec_mii_us)
+
+    @property
+    def limiting(self) -> str:
+        """What sets ``ii_us``, in words."""
+        return self.busiest if self.res_mii_us >= self.rec_mii_us else self.cycle
+
+    def format(self) -> str:
+        """Both bounds, one per line."""
+        rec = f"{in_ms(self.rec_mii_us)}, {self.cycle}" if self.cycle else "none"
+        return f"ResMII: {in_ms(self.res_mii_us)}, {self.busiest}\nRecMII: {rec}"
+
+
+def lower_bounds(
+    plan: PipelinePlan, costs: CostModel, *, streams: bool = True, threads: int | None = None
+) -> Bounds:
+    """Bounds for all plans with the same tasks, streams, global order and dependences.
+
+    They hold for any depth and ``run_ahead``: a plan that admits too few iterations is slower.
+
+    Args:
+        plan: The plan; its stages determine the distances of its ``same_period_deps``.
+        costs: A cost for each of its tasks.
+        streams: Whether the device has streams; if not, all work is done on threads.
+        threads: None for the plan's thread groups; a number if each task may run on any of so many
+            threads.
+
+    Raises:
+        PlanError: The plan cannot run, or a task has no cost.
+        ValueError: ``threads`` is below 1.
+    """
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
+    validate(plan)
+    graph = schedule_graph(plan, costs, Limits(), streams=streams)
+    if threads is not None:
+        return bounds_of(graph, threads)
+    load: dict[str, dict[str, float]] = defaultdict(dict)
+    for (name, entry), host_us in zip(plan.schedule.items(), graph.host_us, strict=True):
+        load[f"thread {entry.thread_group!r}"][name] = host_us
+    if graph.pull_us and plan.pull_group is None:
+        load[f"thread {DEFAULT_GROUP!r}"][PULL] = graph.pull_us
+    threads_us = {f"{what}: {', '.join(us)}": sum(us.values()) for what, us in load.items()}
+    return _bounds(graph, threads_us, _heaviest(graph, None))
+
+
+def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> Bounds:
+    """Bounds for all plans of a loop with so many threads, and iterations in flight if given.
+
+    The thread that pulls batches, if there is one, is not counted.
+    """
+    host_us = dict(zip(graph.names, graph.host_us, strict=True))
+    if graph.pull_group is None:
+        host_us[PULL] = graph.pull_us
+    longest = max(host_us, key=lambda name: host_us[name])
+    count = "the one thread" if threads == 1 else f"{threads} threads"
+    threads_us = {
+        f"one thread: {longest} alone": host_us[longest],
+        f"{count}: all tasks": least_load(graph, threads),
+    }
+    cycle = _heaviest(graph, None)
+    if depth is not None:
+        through = _heaviest(graph, depth)
+        if through is not None and (cycle is None or through.ratio_us > cycle.ratio_us):
+            cycle = through
+    return _bounds(graph, threads_us, cycle)
+
+
+def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: Cycle | None) -> Bounds:
+    load = dict(threads_us)
+    if graph.pull_group is not None:
+        load[f"thread {graph.pull_group!r}: {PULL}"] = graph.pull_us
+    for name, users in graph.users.items():
+        tasks = ", ".join(graph.names[v] for v in users)
+        load[f"{name}: {tasks}"] = sum(map(ticks, users.values())) / TICKS_PER_US
+    busiest = max(load, key=lambda what: load[what])
+    words = "" if cycle is None else _words(graph, cycle)
+    return Bounds(load[busiest], 0.0 if cycle is None else cycle.ratio_us, busiest, words)
+
+
+def least_load(graph: ScheduleGraph, threads: int) -> float:
+    """The host work of the busiest thread where it is shared best, or a lower bound of it.
+
+    All distributions of the tasks to threads that might still be better than the best so far are
+    tried ("branch and bound"), the longest tasks first, each on the thread with the least work
+    first.
+    """
+    free = [v for v in range(graph.size) if v not in graph.frozen]
+    work = sorted((graph.host_us[v] for v in free), reverse=True)
+    load = [0.0] * threads
+    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    if graph.pull_group is None:
+        load[0] += graph.pull_us
+    total = load[0] + sum(work)
+    even = max(total / threads, load[0], *graph.host_us)
+    if graph.size > _MOST_TASKS:
+        return even
+    least, nodes = total + 1.0, 0
+
+    def place(k: int) -> None:
+        nonlocal least, nodes
+        if k == len(work):
+            least = max(load)
+            return
+        if sum(max(0.0, least - us) for us in load) < sum(work[k:]):
+            return
+        for before, thread in sorted({us: thread for thread, us in enumerate(load)}.items()):
+            after = before + work[k]
+            if nodes > _MOST_NODES or least <= even + _EPS_US or after >= least - _EPS_US:
+                return
+            nodes += 1
+            load[thread] = after
+            place(k + 1)
+            load[thread] = before
+
+    place(0)
+    return even if nodes > _MOST_NODES else least
+
+
+# ------------------------------------------------------------------------------------- RecMII
+
+
+def _heaviest(graph: ScheduleGraph, depth: int | None) -> Cycle | None:
+    """The heaviest cycle of dependences and, with a depth, of admission and retirement."""
+    n, place = graph.size, {v: 2 * k for k, v in enumerate(graph.serial)}
+    arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
+    arcs.sort(key=lambda arc: place[arc.tail % n] + arc.tail // n)  # so that the search is fast
+    if depth is None:
+        return heaviest_cycle(2 * n, arcs)
+    admit, retire, done = 2 * n, 2 * n + 1, 2 * n + 2
+    tasks = range(n)
+    arcs = [
+        *(Arc(admit, v, 0, 0) for v in tasks),
+        *arcs,
+        *(Arc(v, retire, ticks(graph.host_us[v]), 0) for v in tasks),
+        Arc(retire, admit, 0, depth),
+    ]
+    if graph.run_ahead is not None:
+        arcs += [Arc(n + v, done, ticks(graph.device_us[v]), 0) for v in tasks]
+        arcs += [Arc(done, admit, 0, depth + graph.run_ahead)]
+    return heaviest_cycle(2 * n + 3, arcs)
+
+
+def _words(graph: ScheduleGraph, cycle: Cycle) -> str:
+    n = graph.size
+    names = (*graph.names, *graph.names, "<admit>", "<retire>", "<retire>")
+    words: list[str] = []
+    iteration = 0
+    for arc in (*cycle.arcs, cycle.arcs[0]):
+        word = f"{names[arc.tail]} i{iteration:+d}" if iteration else f"{names[arc.tail]} i"
+        words += [word] if word not in words[-1:] else []
+        iteration += arc.distance
+    sides = {"host" if arc.tail < n else "device" for arc in cycle.arcs if arc.tail < 2 * n}
+    by = f", by {sides.pop()} time" if graph.streams and len(sides) == 1 else ""
+    return f"a cycle of dependences{by}: {' -> '.join(words)}"

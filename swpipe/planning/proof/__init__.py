@@ -1,1 +1,0 @@
-"""Proofs of how good a plan is, by a constraint solver."""

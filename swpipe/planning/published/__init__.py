@@ -1,1 +1,0 @@
-"""Planners published by others, evaluated with the simulator."""

@@ -1,0 +1,346 @@
+"""Joint search: beam search over threads, streams and the order of the period.
+
+    round   each layout in the beam
+              |- with each thread preset                      (roles)
+              |- with each bundle on each other stream        (its tasks move together)
+              `- with each policy, and each swap of two neighbours of the order
+            evaluate each new one: assign lookaheads, simulate
+            keep the best of those with the same threads, streams and lookaheads
+            the best of these are the next beam
+    until   the number of rounds is reached, or ``patience`` rounds bring no better score
+
+Lookaheads are not searched, but assigned by ``lookahead``. A score is the simulated interval; among
+equals, fewer threads are better, then fewer iterations in flight. The search starts from the given
+plan and from the default preset's threads, so the result is never worse than the given plan, nor
+than ``assign_lookaheads`` of it, if these are within the limits.
+
+A policy ranks the tasks: of those that can be next in a period, the one ranked first is. It removes
+no edge, and communicators keep their order. Frozen tasks and the caller's tasks keep thread, stream
+and lookahead. The plan must declare all dependences. The search is deterministic.
+
+Source: the joint search of the schedulable engine in NVIDIA's recsys-examples, made there for the
+fourteen tasks of one model by name, with limits of 4 threads and 5 iterations in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from swpipe.core.costs import CostModel
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.errors import PlanError, Problem
+from swpipe.planning.limits import Limits
+from swpipe.planning.simulation.interval import interval_us
+from swpipe.plans.published.lookahead import Rules, best_assignment
+from swpipe.plans.published.queue_rules import (
+    Queues,
+    check_inputs,
+    period_edges,
+    remaining_us,
+    stream_of,
+)
+from swpipe.plans.published.task_roles import GIVEN, IO, PRESETS, TaskRoles
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of the search.
+
+    Attributes:
+        number: From 1; 0 is the start of the search.
+        tried: Number of layouts evaluated.
+        kept: How many of them were not dominated.
+        best_us: The shortest interval in this round; microseconds.
+        so_far_us: The shortest until now, this round included; microseconds.
+    """
+
+    number: int
+    tried: int
+    kept: int
+    best_us: float
+    so_far_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class JointSearch:
+    """The result of the joint search.
+
+    Attributes:
+        plan: The best plan.
+        ii_us: Its simulated interval; microseconds.
+        given_ii_us: The simulated interval of the given plan; microseconds.
+        threads: Name of its thread preset, or "as given".
+        rejected: Thread preset to its number of threads, for those above the limit.
+        history: The rounds, from round 0.
+        why: What was chosen, and why the search ended, in words.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    given_ii_us: float
+    threads: str
+    rejected: Mapping[str, int]
+    history: tuple[Round, ...]
+    why: str
+
+
+def joint_search(
+    plan: PipelinePlan,
+    costs: CostModel,
+    *,
+    limits: Limits | None = None,
+    beam_width: int = 4,
+    rounds: int = 8,
+    patience: int = 2,
+    streams: bool = True,
+) -> JointSearch:
+    """Search threads, streams and order together, and assign lookaheads.
+
+    Args:
+        plan: Serial or pipelined; it may name tasks without functions. Tasks that may run ahead
+            have a stream or a thread group other than the caller's.
+        costs: A cost for each of its tasks.
+        limits: The planner's limits; by default ``Limits()``.
+        beam_width: How many layouts each round continues from; 1 or more.
+        rounds: The most rounds; with 0 only the initial layouts are evaluated.
+        patience: The search ends after so many rounds without a better score; 1 or more.
+        streams: Plan for a device with streams; on a CPU all cost is host time, and no task is
+            moved to another stream.
+
+    Raises:
+        PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
+            allow no plan: the message names the limit and the least value that would do.
+        ValueError: A number that is out of range.
+    """
+    for what, value, least in (
+        ("beam_width", beam_width, 1),
+        ("rounds", rounds, 0),
+        ("patience", patience, 1),
+    ):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{what} is {value!r}: give an integer of {least} or more")
+    limits = limits or Limits()
+    space = SearchSpace(plan, costs, limits, streams=streams)
+    initial = space.evaluate(space.initial())
+    beam = sorted(initial, key=lambda one: one.score)[:beam_width]
+    best, without = beam[0], 0
+    history = [Round(0, len(initial), len(initial), best.ii_us, best.ii_us)]
+    ended = "all rounds were used"
+    for number in range(1, rounds + 1):
+        evaluated = space.evaluate(near for one in beam for near in space.neighbours(one))
+        kept = prune(evaluated)
+        if not kept:
+            ended = "nothing was left to try"
+            break
+        beam = sorted(kept, key=lambda one: one.score)[:beam_width]
+        without += 1
+        if beam[0].score < best.score:
+            best, without = beam[0], 0
+        history.append(Round(number, len(evaluated), len(kept), beam[0].ii_us, best.ii_us))
+        if without == patience:
+            ended = "patience ran out"
+            break
+    given_us = interval_us(plan, costs, streams=streams)
+    need = space.threads_needed
+    rejected = {name: need[name] for name in PRESETS if need[name] > limits.threads}
+    threads = best.layout.threads
+    why = (
+        f"{given_us:.0f} us become {best.ii_us:.0f} us; iterations in flight: {best.plan.depth}; "
+        f"threads: {len(best.plan.thread_groups)} ({threads}); candidates tried: "
+        f"{sum(one.tried for one in history)}, until {ended}"
+    )
+    return JointSearch(best.plan, best.ii_us, given_us, threads, rejected, tuple(history), why)
+
+
+class Layout(NamedTuple):
+    """A choice of threads, streams and order.
+
+    Attributes:
+        threads: Name of a thread preset, or "as given".
+        streams: Each task's stream, in the order of the schedule.
+        priority: All tasks; of those that can be next in a period, the first in this list is.
+    """
+
+    threads: str
+    streams: tuple[str | None, ...]
+    priority: tuple[str, ...]
+
+
+class Evaluated(NamedTuple):
+    """A layout, with the plan's order as its priority; its plan, and the simulated interval."""
+
+    layout: Layout
+    plan: PipelinePlan
+    ii_us: float
+
+    @property
+    def score(self) -> tuple[float, int, int]:
+        """Interval, threads, iterations in flight; less is better."""
+        return (round(self.ii_us, 3), len(self.plan.thread_groups), self.plan.depth)
+
+    @property
+    def places(self) -> tuple[object, ...]:
+        """Threads, streams and lookaheads, without the order."""
+        return tuple((e.thread_group, e.stream, e.stage) for e in self.plan.schedule.values())
+
+
+def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
+    """Keep the best of those with the same threads, streams and lookaheads."""
+    best: dict[object, Evaluated] = {}
+    for one in evaluated:
+        if one.places not in best or one.score < best[one.places].score:
+            best[one.places] = one
+    return list(best.values())
+
+
+class SearchSpace:
+    """The layouts of one plan, and which have been evaluated.
+
+    Arguments and errors are those of ``joint_search``.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool
+    ) -> None:
+        resolved = check_inputs(plan, costs, limits)
+        self.rules = Rules(resolved, costs, limits)
+        self._plan, self._costs, self._limits = self.rules.plan, costs, limits
+        self._on_device = streams
+        self._roles = TaskRoles.of(resolved, limits.frozen)
+        self.policies = policies(resolved, costs, self._roles)
+        self._seen: set[object] = set()
+        streams_now = tuple(stream_of(plan, name) for name in plan.schedule)
+        self._first = Layout(GIVEN, streams_now, resolved.period_order)
+        self.threads_needed = {
+            name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
+            for name in (GIVEN, *PRESETS)
+        }
+
+    def initial(self) -> Iterator[Layout]:
+        """The given and the default preset's threads, each in the given and the engine's order.
+
+        Raises:
+            PlanError: Both exceed the limit on threads.
+        """
+        need = {name: self.threads_needed[name] for name in (GIVEN, "default")}
+        if min(need.values()) > self._limits.threads:
+            both = ", ".join(f"{name}: {count}" for name, count in need.items())
+            text = (
+                f"every plan needs at least {min(need.values())} thread groups ({both}), "
+                f"but the limit is {self._limits.threads}: allow that many"
+            )
+            raise PlanError([Problem(text)])
+        ties = resolve_plan(replace(self._plan, order=())).period_order
+        for name in need:
+            yield self._first._replace(threads=name)
+            yield self._first._replace(threads=name, priority=ties)
+
+    def neighbours(self, one: Evaluated) -> Iterator[Layout]:
+        """Layouts that differ in the threads, in one bundle's stream, or in the order."""
+        for preset in PRESETS:
+            yield one.layout._replace(threads=preset)
+        if self._on_device:
+            yield from self._on_other_streams(one.layout)
+        order = one.layout.priority
+        for rank in self.policies.values():
+            yield one.layout._replace(priority=tuple(sorted(order, key=rank)))
+        for swapped in swaps(one.plan, order, self.rules.queues):
+            yield one.layout._replace(priority=swapped)
+
+    def evaluate(self, layouts: Iterable[Layout]) -> list[Evaluated]:
+        """Evaluate the layouts that are new and within the limits."""
+        evaluated = []
+        for layout in layouts:
+            shaped = self._shaped(layout)
+            groups = tuple(entry.thread_group for entry in shaped.schedule.values())
+            key = (groups, layout.streams, layout.priority)
+            if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
+                continue
+            self._seen.add(key)
+            found = best_assignment(
+                shaped, self._costs, self.rules, layout.priority, streams=self._on_device
+            )
+            if found is not None:
+                chosen = layout._replace(priority=tuple(found.plan.order))
+                evaluated.append(Evaluated(chosen, found.plan, found.ii_us))
+        return evaluated
+
+    def _on_other_streams(self, layout: Layout) -> Iterator[Layout]:
+        """Each bundle's tasks that have a stream, moved to each other stream of the plan."""
+        names = [stream for stream in dict.fromkeys(self._first.streams) if stream is not None]
+        for tasks in self._roles.bundles.values():
+            for stream in names:
+                moved = tuple(
+                    stream if old is not None and name in tasks else old
+                    for name, old in zip(self._plan.schedule, layout.streams, strict=True)
+                )
+                if moved != layout.streams:
+                    yield layout._replace(streams=moved)
+
+    def _shaped(self, layout: Layout) -> PipelinePlan:
+        """The given plan with a layout's streams and threads."""
+        stream = dict(zip(self._plan.schedule, layout.streams, strict=True))
+        given = self._plan.schedule
+        if layout.threads == GIVEN:
+            groups = {name: entry.thread_group for name, entry in given.items()}
+            groups |= dict.fromkeys(self._limits.frozen, DEFAULT_GROUP)
+        else:
+            groups = self._roles.groups(layout.threads, stream)
+        return replace(
+            self._plan,
+            schedule={
+                n: replace(e, stream=stream[n], thread_group=groups[n]) for n, e in given.items()
+            },
+            streams={s: spec for s, spec in self._plan.streams.items() if s in layout.streams},
+        )
+
+
+Policy = Callable[[str], tuple[float, ...]]
+"""Task to its rank; the least comes first."""
+
+
+def policies(resolved: ResolvedPlan, costs: CostModel, roles: TaskRoles) -> dict[str, Policy]:
+    """Name to policy. Ties are broken by the longest remaining path.
+
+    Two measures along dependences of distance 0: a task's *remaining path*, the longest from its
+    start to the end of the iteration, and its *slack*, how much later it can start without
+    lengthening the iteration's longest path.
+    """
+    serial, schedule = resolved.serial_order, resolved.plan.schedule
+    us = {name: costs.tasks[name].total_us for name in serial}
+    edges = [(dep.consumer, dep.producer) for dep in resolved.within_iteration]
+    remaining = remaining_us(serial, costs, edges)
+    begin: dict[str, float] = {}
+    for name in serial:
+        begin[name] = max((begin[p] + us[p] for c, p in edges if c == name), default=0.0)
+    ordered = [n for n in resolved.period_order if schedule[n].globally_ordered]
+    position = {name: place for place, name in enumerate(ordered)}
+    shared = {r for n in ordered for r in costs.tasks[n].resources}
+    # What uses a copy engine: a resource that is no communicator, or the role io.
+    copies = {n for n in serial if {*costs.tasks[n].resources} - shared or roles.role.get(n) == IO}
+    return {
+        # The caller's tasks first.
+        "critical chain first": lambda n: (n not in roles.caller, -remaining[n]),
+        # The caller's tasks last, the others by their own time.
+        "longest elsewhere first": lambda n: (
+            (True, -remaining[n]) if n in roles.caller else (False, -us[n])
+        ),
+        "collectives early": lambda n: (position.get(n, len(position)), -remaining[n]),
+        "copies early": lambda n: (n not in copies, -remaining[n]),
+        "least slack first": lambda n: (-remaining[n] - begin[n], -remaining[n]),
+    }
+
+
+def swaps(plan: PipelinePlan, order: Sequence[str], queues: Queues) -> Iterator[tuple[str, ...]]:
+    """Orders of a period in which two neighbours of ``order`` are swapped.
+
+    The plan's edges of lag 0 and the communicators' queues are kept.
+    """
+    tied = {*period_edges(plan, queues)}
+    for place, (sooner, later) in enumerate(pairwise(order)):
+        if (later, sooner) not in tied:
+            yield (*order[:place], later, sooner, *order[place + 2 :])

@@ -1,0 +1,286 @@
+"""Lookahead assignment: how many iterations ahead of training each preparing task runs.
+
+A task with lookahead k works k iterations ahead of the last stage L: its stage is L - k. Rules:
+
+- **Lookaheads are only raised**, never lowered below those of the given plan.
+- **Fixed tasks keep their lookahead**: the caller's tasks, which have no stream and run on the
+  caller's thread, and frozen tasks, at lookahead 0.
+- **Dependences hold.** For a dependence of distance d, the producer's lookahead is at least the
+  consumer's minus d. So raising a task raises its producers, and a fixed producer limits its
+  consumers. A dependence within a period counts with the distance that it has in the given plan: a
+  raise may make it smaller, which is stricter, but not greater.
+- **Communicators keep their order.** Of two tasks of one communicator the later one is never raised
+  above the earlier one, so an iteration's collectives keep their order.
+- **Depth** stays within the limit: at most so many iterations are in flight.
+
+For each task, the time of the longest path from its start to the first fixed task that needs it is
+computed. Spread over n periods, the task runs ceil(n * its time / the longest time) periods ahead.
+Each n up to the limit gives an assignment. The best one in simulation is chosen, the given plan
+included; among equals, the one with the fewest iterations in flight.
+
+Source: the lookahead scheduler of the schedulable engine in NVIDIA's recsys-examples, which its
+joint search calls for each candidate. The rules are the published ones; how far tasks are raised is
+not published, and is swpipe's own choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from swpipe.core.costs import CostModel
+from swpipe.core.dependence import CycleError
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.errors import PlanError, Problem
+from swpipe.planning.limits import Limits
+from swpipe.planning.modulo.bounds import lower_bounds
+from swpipe.planning.simulation.interval import interval_us
+from swpipe.plans.published.queue_rules import (
+    Queues,
+    caller_tasks,
+    check_inputs,
+    closest_order,
+    communicator_queues,
+)
+
+_SAME = 1e-9
+"""Relative difference below which two intervals count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookaheads:
+    """The result of lookahead assignment.
+
+    Attributes:
+        plan: The given plan with new stages, depth and order.
+        ii_us: Its simulated interval; microseconds.
+        lookahead: Task to the number of periods that it runs ahead of the last stage.
+        tried: How many assignments were simulated.
+        why: What was chosen, in words.
+    """
+
+    plan: PipelinePlan
+    ii_us: float
+    lookahead: Mapping[str, int]
+    tried: int
+    why: str
+
+
+class Scored(NamedTuple):
+    """A plan, its simulated interval in microseconds, and how many plans were simulated."""
+
+    plan: PipelinePlan
+    ii_us: float
+    tried: int
+
+
+def assign_lookaheads(
+    plan: PipelinePlan, costs: CostModel, *, limits: Limits | None = None, streams: bool = True
+) -> Lookaheads:
+    """Raise lookaheads as far as that shortens the interval.
+
+    Args:
+        plan: As for ``joint_search``; streams and thread groups do not change.
+        costs: A cost for each of its tasks.
+        limits: The planner's limits; by default ``Limits()``.
+        streams: Plan for a device with streams; on a CPU all cost is host time.
+
+    Raises:
+        PlanError: As for ``joint_search``.
+    """
+    limits = limits or Limits()
+    rules = Rules(check_inputs(plan, costs, limits), costs, limits)
+    if problems := list(_threads_above(plan, limits)):
+        raise PlanError(problems)
+    given = rules.plan
+    best = Scored(given, interval_us(given, costs, streams=streams), 1)
+    given_us, tried = best.ii_us, 1
+    for order in dict.fromkeys([rules.order, resolve_plan(replace(plan, order=())).period_order]):
+        found = best_assignment(given, costs, rules, order, streams=streams)
+        if found is not None:
+            tried += found.tried
+            best = found if found.ii_us < best.ii_us * (1 - _SAME) else best
+    assigned, start = lookaheads(best.plan), lookaheads(plan)
+    raised = [f"{n} {start[n]} to {k}" for n, k in assigned.items() if k > start[n]]
+    why = f"{given_us:.0f} us become {best.ii_us:.0f} us; raised: {', '.join(raised) or 'none'}"
+    return Lookaheads(best.plan, best.ii_us, assigned, tried, why)
+
+
+def lookaheads(plan: PipelinePlan) -> dict[str, int]:
+    """Task to the number of periods that it runs ahead of the last stage."""
+    return {name: plan.max_stage - entry.stage for name, entry in plan.schedule.items()}
+
+
+def best_assignment(
+    plan: PipelinePlan, costs: CostModel, rules: Rules, priority: Sequence[str], *, streams: bool
+) -> Scored | None:
+    """The best plan over all assignments, with an order of the period closest to ``priority``.
+
+    None if no assignment has an order: communicator order contradicts the plan's edges of lag 0.
+    Assignments with fewer iterations in flight are tried first, until the lower bound is reached.
+    """
+    least_us = lower_bounds(plan, costs, streams=streams).ii_us
+    best: Scored | None = None
+    tried = 0
+    for levels in rules.assignments():
+        try:
+            raised = _with(plan, levels, priority, rules.queues)
+        except CycleError:
+            continue
+        ii_us = interval_us(raised, costs, streams=streams)
+        tried += 1
+        if best is None or ii_us < best.ii_us * (1 - _SAME):
+            best = Scored(raised, ii_us, tried)
+        if best.ii_us <= least_us * (1 + _SAME):
+            break
+    return best and best._replace(tried=tried)
+
+
+def _with(
+    plan: PipelinePlan, levels: Mapping[str, int], priority: Sequence[str], queues: Queues
+) -> PipelinePlan:
+    most = max(plan.max_stage, *levels.values())
+    depth = plan.pipeline_depth
+    raised = replace(
+        plan,
+        schedule={n: replace(e, stage=most - levels[n]) for n, e in plan.schedule.items()},
+        order=(),
+        pipeline_depth=None,
+    )
+    if depth is not None:
+        raised = replace(raised, pipeline_depth=max(depth, raised.least_depth))
+    return replace(raised, order=closest_order(raised, priority, queues))
+
+
+class _Path(NamedTuple):
+    """The paths from the start of a task to the first fixed tasks that need it.
+
+    Attributes:
+        time_us: The longest one, in microseconds.
+        base: The greatest lookahead among these fixed tasks.
+    """
+
+    time_us: float
+    base: int
+
+
+class Rules:
+    """Constraints on the lookaheads of one plan.
+
+    Attributes:
+        plan: The plan, with its depth reduced to the limit.
+        order: The order of its period.
+        queues: The tasks of each communicator.
+
+    Raises:
+        PlanError: The plan's stages exceed the limits: lookaheads are only raised.
+    """
+
+    def __init__(self, resolved: ResolvedPlan, costs: CostModel, limits: Limits) -> None:
+        plan = resolved.plan
+        if problems := list(_too_deep(plan, limits)):
+            raise PlanError(problems)
+        deep = plan.depth > limits.in_flight
+        self.plan = replace(plan, pipeline_depth=limits.in_flight) if deep else plan
+        self.order = resolved.period_order
+        self.queues = communicator_queues(resolved, costs)
+        self._costs, self._limits, self._serial = costs, limits, resolved.serial_order
+        self._floor = floor = lookaheads(plan)
+        self._fixed = {*limits.frozen, *caller_tasks(plan)}
+        # (consumer, producer, d): the producer's lookahead is at least the consumer's minus d.
+        self._bounds = [(dep.consumer, dep.producer, dep.distance) for dep in resolved.dependences]
+        for sooner, later in (pair for queue in self.queues for pair in pairwise(queue)):
+            if floor[later] <= floor[sooner]:
+                self._bounds.append((later, sooner, 0))
+            else:
+                self._fixed.add(later)  # it is already ahead of the earlier one: no further
+        self._cap = {n: k if n in self._fixed else limits.in_flight - 1 for n, k in floor.items()}
+        changed = True
+        while changed:  # a producer's cap limits its consumers, and theirs
+            changed = False
+            for consumer, producer, distance in self._bounds:
+                if self._cap[consumer] > self._cap[producer] + distance:
+                    self._cap[consumer] = self._cap[producer] + distance
+                    changed = True
+
+    def assignments(self) -> list[dict[str, int]]:
+        """The assignments to simulate, each once, the fewest iterations in flight first."""
+        paths = self._paths()
+        longest = max((path.time_us for path in paths.values()), default=0.0) or 1.0
+        found = [self._raised({})]
+        for periods in range(1, self._limits.in_flight):
+            share = periods * (1 - _SAME) / longest
+            found.append(
+                self._raised(
+                    {n: p.base + max(1, math.ceil(p.time_us * share)) for n, p in paths.items()}
+                )
+            )
+        unique = {tuple(levels.values()): levels for levels in found if not min(levels.values())}
+        return sorted(
+            unique.values(), key=lambda levels: (max(levels.values()), sum(levels.values()))
+        )
+
+    def _raised(self, target: Mapping[str, int]) -> dict[str, int]:
+        """The least lookaheads that meet the targets as far as the caps allow."""
+        level = {n: max(f, min(self._cap[n], target.get(n, 0))) for n, f in self._floor.items()}
+        changed = True
+        while changed:  # raising a consumer raises its producers
+            changed = False
+            for consumer, producer, distance in self._bounds:
+                if level[producer] < level[consumer] - distance:
+                    level[producer] = level[consumer] - distance
+                    changed = True
+        return level
+
+    def _paths(self) -> dict[str, _Path]:
+        """The paths of each task that may be raised and that a fixed task needs."""
+        paths: dict[str, _Path] = {}
+        for name in reversed(self._serial):
+            if name in self._fixed:
+                continue
+            needed_by = [c for c, p, d in self._bounds if p == name != c and not d]
+            on = [_Path(0.0, self._floor[c]) for c in needed_by if c in self._fixed]
+            on += [paths[c] for c in needed_by if c in paths]
+            if on:
+                time_us = self._costs.tasks[name].total_us + max(path.time_us for path in on)
+                paths[name] = _Path(time_us, max(path.base for path in on))
+        return paths
+
+
+def _too_deep(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
+    if (least := plan.max_stage + 1) > limits.in_flight:
+        yield Problem(
+            f"the plan has {least} stages, and lookaheads are only raised, but the limit is "
+            f"{limits.in_flight} iterations in flight: allow {least} or more, or start from fewer "
+            "stages",
+            tuple(name for name, entry in plan.schedule.items() if not entry.stage),
+        )
+    for name, ahead in lookaheads(plan).items():
+        if ahead and name in limits.frozen:
+            yield Problem(
+                f"task {name!r} is frozen, but runs {ahead} ahead of the last stage, and "
+                f"lookaheads are only raised: put it into stage {plan.max_stage}, or leave it out "
+                "of frozen",
+                (name,),
+            )
+
+
+def _threads_above(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
+    groups = plan.thread_groups
+    if len(groups) > limits.threads:
+        yield Problem(
+            f"the plan has {len(groups)} thread groups ({', '.join(groups)}), but the limit is "
+            f"{limits.threads}, and lookaheads change none: allow {len(groups)} or more, or use "
+            "fewer groups"
+        )
+    for name in limits.frozen:
+        if (group := plan.schedule[name].thread_group) != DEFAULT_GROUP:
+            yield Problem(
+                f"task {name!r} is frozen, but in the thread group {group!r}: put it into "
+                f"{DEFAULT_GROUP!r}, the caller's thread, or leave it out of frozen",
+                (name,),
+            )

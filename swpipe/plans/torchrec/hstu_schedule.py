@@ -1,0 +1,217 @@
+"""When the tasks of HSTU's step run: their lookaheads, streams and waits, and their threads.
+
+With a depth of K, from left to right; the number is the lookahead::
+
+    h2d > start_shuffle > finish_shuffle   K + 1   memcpy
+    start_input_dist > wait_input_dist     K       data_dist
+    prefetch_embeddings                    1       prefetch, after this period's forward and before
+                                                   its backward
+    all others                             0       default
+
+A prefetch counts the keys of its batch as outstanding until the forward of that batch. It comes
+after this period's forward, so that the keys of one batch are outstanding and not of two. That the
+backward waits for the prefetch, as in seed section 5.4, does not order these two:
+``prefetch_embeddings`` waits for ``forward`` besides.
+
+The look-up in ``forward`` exchanges embeddings. It has no turn of its own among the collectives: it
+runs between those of ``global_tokens_allreduce`` and ``backward``, for which no other one waits.
+
+Sources: seed sections 5.1, 5.2, 5.4 and 5.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from swpipe.core.messages import listed, shown
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.schedulable import (
+    Schedule,
+    SequentialExecutor,
+    Stage,
+    StreamPool,
+    Task,
+    TaskContext,
+    ThreadedExecutor,
+)
+from swpipe.schedulable.executors import ThreadMap as MadeMap
+from swpipe.schedulable.executors import threads_of
+from swpipe.schedulable.schedule_rules import check_schedule
+from swpipe.schedulable.translation import translate
+
+IO = ("h2d", "start_shuffle", "finish_shuffle")
+DATA_DIST = ("start_input_dist", "wait_input_dist")
+PREFETCH = "prefetch_embeddings"
+COMPUTE = (
+    "zero_grad",
+    "global_tokens_allreduce",
+    "nccl_safety_barrier",
+    "forward",
+    "backward",
+    "finalize_model_grads",
+    "optimizer_step",
+    "watchdog_step",
+)
+TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
+"""The fourteen, in serial order."""
+
+STREAMS = ("memcpy", "data_dist", "prefetch")
+
+CALLER = "compute"
+"""The thread that maps call so is the caller's."""
+
+ThreadMap: TypeAlias = str | Mapping[str, str] | Callable[[Task], str] | None
+
+
+def _threads(io: str, data_dist: str, prefetch: str) -> dict[str, str]:
+    groups = {**dict.fromkeys(IO, io), **dict.fromkeys(DATA_DIST, data_dist), PREFETCH: prefetch}
+    return {name: groups.get(name, CALLER) for name in TASKS}
+
+
+HSTU_THREAD_MAPS: dict[str, dict[str, str]] = {
+    "default": _threads("io", CALLER, CALLER),
+    "by_stream": _threads(*STREAMS),
+    "io_prefetch_compute": _threads("io", CALLER, "prefetch"),
+    "io_data_dist_compute": _threads("io", "data_dist", CALLER),
+    "io_data_dist_prefetch_compute": _threads("io", "data_dist", "prefetch"),
+}
+"""Preset to the thread of each task; "compute" is the caller's (seed section 5.5)."""
+
+HSTU_DEFAULT_THREAD_MAP = HSTU_THREAD_MAPS["default"]
+"""Copies and shuffles on a thread of their own, all else on the caller's (seed section 5.2)."""
+
+
+class StepTask(Task):
+    """When a task runs; its function is in ``swpipe.tasks.torchrec.hstu.HSTUTasks``."""
+
+    def run(self, ctx: TaskContext) -> None:
+        """Refused.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"task {self.name!r} only says when it runs: HSTUPipeline has its function"
+        )
+
+
+def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Schedule:
+    """The schedule of the step.
+
+    Args:
+        prefetch: With ``prefetch_embeddings``.
+        prefetch_depth: Batches whose ids are exchanged ahead, K; 1 or more.
+        shuffled: Both shuffles launch collectives.
+
+    Raises:
+        ValueError: ``prefetch_depth`` is below 1, or no integer.
+    """
+    if type(prefetch_depth) is not int or prefetch_depth < 1:
+        raise ValueError(f"prefetch_depth is {prefetch_depth!r}: give batches, 1 or more")
+    ahead = {"lookahead": prefetch_depth + 1, "stream": "memcpy"}
+    ids = {"lookahead": prefetch_depth, "stream": "data_dist", "nccl": True}
+    fetched = {"lookahead": 1, "stream": "prefetch"}
+    last = PREFETCH if prefetch else "wait_input_dist"
+    waits: dict[str, dict[str, Any]] = {
+        "h2d": ahead,
+        "start_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("h2d",)},
+        "finish_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("start_shuffle",)},
+        "start_input_dist": {**ids, "depends_on": ("finish_shuffle",)},
+        "wait_input_dist": {**ids, "depends_on": ("start_input_dist",)},
+        PREFETCH: {
+            **fetched,
+            "depends_on": ("wait_input_dist",),
+            "same_progress_sync": ("forward",),
+        },
+        # With this, the tasks of one batch come one after the other, which proves the schedule.
+        "zero_grad": {"depends_on": (last,), "cross_iter_depends_on": ("optimizer_step",)},
+        "global_tokens_allreduce": {"nccl": True, "depends_on": ("finish_shuffle",)},
+        "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
+        "forward": {
+            "depends_on": (last, "zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"),
+            "cross_iter_depends_on": ("optimizer_step",),
+        },
+        "backward": {
+            "nccl": True,
+            "depends_on": ("forward",),
+            "same_progress_sync": (PREFETCH,) if prefetch else (),
+        },
+        "finalize_model_grads": {"nccl": True, "depends_on": ("backward",)},
+        "optimizer_step": {"depends_on": ("finalize_model_grads",)},
+        "watchdog_step": {"depends_on": ("optimizer_step",)},
+    }
+    tasks = (StepTask(name, **waits[name]) for name in TASKS if prefetch or name != PREFETCH)
+    return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
+
+
+def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = True) -> PipelinePlan:
+    """The plan of a schedule of the step.
+
+    Args:
+        schedule: From ``hstu_schedule``, with or without tasks of the user's.
+        thread_map: None for ``HSTU_DEFAULT_THREAD_MAP``; a name of ``HSTU_THREAD_MAPS``; or as for
+            ``ThreadedExecutor``. A dict may name all fourteen tasks, whether they are there or not.
+        threaded: False for the caller's thread alone.
+
+    Raises:
+        ScheduleValidationError: ``thread_map`` names a task that there is not.
+        TypeError, ValueError: It is of another kind.
+    """
+    tasks = schedule.all_tasks()
+    made = _made(thread_map, {task.name for task in tasks})
+    executor = ThreadedExecutor(made) if threaded else SequentialExecutor()
+    threads, problems = threads_of(executor, tasks)
+    pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
+    check_schedule(schedule, pool, problems)
+    plan = translate(schedule, pool, threads, lambda: 0)
+    # The functions come from the task set, which the caller gives to the pipeline with the plan.
+    named = [name for name in STREAMS if any(task.stream == name for task in tasks)]
+    return replace(plan, tasks=(), streams=dict.fromkeys(named, StreamSpec(priority=-1)))
+
+
+def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
+    """The map for the tasks that are there."""
+    if thread_map is None:
+        thread_map = HSTU_DEFAULT_THREAD_MAP
+    if isinstance(thread_map, str):
+        if thread_map == "per_task":
+            return "per_task"
+        if thread_map not in HSTU_THREAD_MAPS:
+            raise ValueError(
+                f"thread_map is {shown(thread_map)}: give one of {listed([*HSTU_THREAD_MAPS])}, "
+                "'per_task', a dict, or a function of the task"
+            )
+        thread_map = HSTU_THREAD_MAPS[thread_map]
+    if not isinstance(thread_map, Mapping):
+        return thread_map
+    return {
+        name: DEFAULT_GROUP if thread == CALLER else thread
+        for name, thread in thread_map.items()
+        if name in there or name not in TASKS
+    }
+
+
+def with_auc(plan: PipelinePlan) -> PipelinePlan:
+    """The plan with the running AUC, a task of the workload ``hstu``, after all others."""
+    last = TaskSchedule(stage=plan.schedule["watchdog_step"].stage)
+    return replace(
+        plan,
+        schedule={**plan.schedule, "auc": last},
+        deps=[*plan.deps, ("auc", "watchdog_step")],
+        order=[*plan.order, "auc"],
+    )
+
+
+def _preset(name: str) -> PipelinePlan:
+    schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
+    return with_auc(hstu_plan(schedule, name))
+
+
+PLANS: dict[str, Callable[[], PipelinePlan]] = {
+    "serial": lambda: PipelinePlan.serial([*TASKS, "auc"]),
+    **{name: partial(_preset, name) for name in HSTU_THREAD_MAPS},
+}
+"""Plans of the workload ``hstu``, by name: serial, and one for each preset of threads."""

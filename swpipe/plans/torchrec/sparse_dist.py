@@ -1,0 +1,229 @@
+"""Ready-made plans of the recommender's training step (``swpipe.tasks.torchrec``), by name.
+
+All tasks run on the caller's thread; streams and pending exchanges overlap. Nothing runs between
+two calls of ``progress()``, so the model may be detached, evaluated or saved there. Tasks that
+launch collectives are globally ordered, so any task may also be moved to a worker thread.
+
+One period from left to right, with the iteration of each task (i is the one that is returned)::
+
+    serial       copy start wait prefetch embed dense loss backward  ...  all on i
+
+    copy_ahead   start wait prefetch embed dense copy loss backward  ...  copy on i+1
+
+    sparse_dist  start copy prefetch embed dense wait loss dense' embed' finalize step
+                 i+1   i+2  i        i     i     i+1  i    i      i      i        i
+
+    prefetch     start copy embed dense wait prefetch loss dense' embed' finalize step
+                 i+2   i+3  i     i     i+2  i+1      i    i      i      i        i
+
+    split        embed wait copy dense prefetch loss dense' start embed' finalize step
+                 i     i+1  i+2  i     i+1      i    i      i+2   i      i        i
+
+    semi_sync    copy dense loss dense' prefetch embed wait start embed' finalize step
+                 i+3  i     i    i      i+1      i+1   i+2  i+3   i      i        i
+
+The tasks in between overlap the exchanges: of sizes from "start" to "wait", of ids from "wait" to
+"prefetch", of embeddings from "embed" to "dense" and, under the split forward, of their gradients
+from the middle of "dense'" to "embed'". DDP reduces from there to "finalize".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+
+__all__ = [
+    "PLANS",
+    "TASKS",
+    "copy_ahead",
+    "prefetch",
+    "semi_sync",
+    "serial",
+    "sparse_dist",
+    "split",
+    "with_postproc",
+]
+
+COPY, START, WAIT = "H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"
+PREFETCH = "EmbPrefetch"
+EMBED, DENSE, LOSS = "EmbForward", "DenseForward", "LossPostprocess"
+DENSE_BACK, EMBED_BACK = "DenseBackward", "EmbBackward"
+FINALIZE, STEP = "FinalizeGrads", "OptimStep"
+
+LAST = (LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP)
+"""The tasks after the forward."""
+
+TASKS = (COPY, START, WAIT, PREFETCH, EMBED, DENSE, *LAST)
+"""The eleven tasks, in serial order."""
+
+ORDERED = frozenset(TASKS) - {PREFETCH}
+"""Tasks that may launch collectives."""
+
+POSTPROC = "InputPostproc"
+"""A twelfth task, between the first two: see ``with_postproc``."""
+
+STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
+
+
+def serial() -> PipelinePlan:
+    """All tasks one after another on the caller's thread and stream."""
+    return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
+
+
+def copy_ahead(*, lean: bool = False) -> PipelinePlan:
+    """Two stages: copy, all else. As in TorchRec's base pipeline.
+
+    Args:
+        lean: The copy comes after the backward, when the activations are gone.
+    """
+    stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
+    middle = (LOSS, DENSE_BACK, EMBED_BACK, COPY) if lean else (COPY, LOSS, DENSE_BACK, EMBED_BACK)
+    order = (*TASKS[1:4], EMBED, DENSE, *middle, FINALIZE, STEP)
+    return _plan(stages, order, streams={COPY: STREAMS[COPY]})
+
+
+def sparse_dist(*, lean: bool = False) -> PipelinePlan:
+    """Three stages: copy, exchange of ids, compute. As in TorchRec's sparse-dist pipeline.
+
+    Args:
+        lean: This batch's ids are waited for before later batches get memory.
+    """
+    stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
+    order = (PREFETCH, START, COPY) if lean else (START, COPY, PREFETCH)
+    same_period = ((START, PREFETCH), (COPY, PREFETCH)) if lean else ()
+    return _plan(
+        stages, (*order, EMBED, DENSE, WAIT, *LAST), same_period=same_period, streams=STREAMS
+    )
+
+
+def prefetch(*, lean: bool = False) -> PipelinePlan:
+    """Four stages: copy, exchange of ids, prefetch, compute.
+
+    The prefetch of the next batch comes after this batch's forward, which releases its cache lines,
+    and before this batch's backward, which overlaps it.
+
+    Args:
+        lean: One batch less is in flight. The exchange of sizes starts in the period of the copy,
+            at its end.
+    """
+    stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2}
+    order: tuple[str, ...] = (START, COPY, EMBED, DENSE, WAIT, PREFETCH, *LAST)
+    if lean:
+        stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
+        order = (COPY, WAIT, EMBED, DENSE, PREFETCH, *LAST, START)
+    return _plan(
+        stages,
+        order,
+        same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
+        streams={**STREAMS, PREFETCH: "prefetch"},
+    )
+
+
+def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
+    """Three stages; a look-up comes directly after the update of the tables by the batch before.
+
+    Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
+    not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
+    backward and the start of a later batch's input exchange; embeddings during the wait for that
+    exchange, the copy of a later batch and the start of the dense forward. Needs the split forward.
+
+    Args:
+        after_step: The look-up comes after ``OptimStep`` of the batch before, which updates tables
+            (data-parallel ones, for example) or the learning rate of fused ones, and in the period
+            of its batch, so that it also sees what the loop has changed. Otherwise it comes before
+            ``OptimStep``, which overlaps the exchange of embeddings too.
+        lean: The look-up comes in the period of its batch, before later batches get memory. The
+            exchange of gradients overlaps nothing.
+    """
+    if lean:
+        stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
+        early = (PREFETCH, EMBED, START, COPY, DENSE, WAIT, *LAST)
+        return _plan(stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS)
+    stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
+    order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
+    if not after_step:
+        stages |= {WAIT: 0, EMBED: 1}
+        order = (*order[2:], EMBED, WAIT)
+    return _plan(
+        stages,
+        (*order, FINALIZE, STEP),
+        carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
+        same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
+        streams={**STREAMS, PREFETCH: "prefetch"},
+    )
+
+
+def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan:
+    """Four stages; the next batch is looked up before this one updates the tables.
+
+    Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
+    the serial run's. All exchanges overlap: a period waits for the gradients of embeddings alone,
+    while those of sizes, ids and embeddings take until the next period. Needs the split forward.
+
+    Args:
+        one_backward: ``DenseBackward`` updates the tables, and so comes after the next look-up.
+        lean: Later batches get memory after the backward. Less overlaps the exchange of gradients.
+    """
+    stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 2, EMBED: 2}
+    look_up = (PREFETCH, EMBED)
+    middle = (*look_up, DENSE_BACK) if one_backward else (DENSE_BACK, *look_up)
+    order = (COPY, DENSE, LOSS, *middle, WAIT, START, EMBED_BACK, FINALIZE, STEP)
+    if lean:
+        stages[START] = 1
+        order = (START, DENSE, LOSS, *middle, WAIT, EMBED_BACK, COPY, FINALIZE, STEP)
+    return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
+
+
+def with_postproc(plan: PipelinePlan) -> PipelinePlan:
+    """The plan with ``InputPostproc`` directly before ``EmbInputDistStart``, scheduled alike.
+
+    It computes the inputs of sharded modules that modules of the model compute.
+    """
+    schedule: dict[str, TaskSchedule] = {}
+    for name, entry in plan.schedule.items():
+        schedule |= {POSTPROC: entry, name: entry} if name == START else {name: entry}
+    order = [
+        task for name in plan.order for task in ([POSTPROC, name] if name == START else [name])
+    ]
+    deps = [*plan.deps, (POSTPROC, COPY), (START, POSTPROC)]
+    return replace(plan, schedule=schedule, deps=deps, order=order)
+
+
+def _plan(
+    stages: Mapping[str, int],
+    order: Sequence[str],
+    *,
+    streams: Mapping[str, str],
+    carried: Sequence[tuple[str, str]] = ((EMBED, EMBED_BACK), (EMBED, STEP)),
+    same_period: Sequence[tuple[str, str]] = (),
+    stale: Mapping[str, int] | None = None,
+) -> PipelinePlan:
+    """A plan in which the tasks of each iteration keep their serial order."""
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(
+                stage=stages[name], stream=streams.get(name), globally_ordered=name in ORDERED
+            )
+            for name in TASKS
+        },
+        deps=[(after, before) for before, after in pairwise(TASKS)],
+        # The states that iterations share: parameters, gradients and caches.
+        cross_iter_deps=[*carried, (DENSE, STEP), (PREFETCH, EMBED)],
+        same_period_deps=same_period,
+        order=order,
+        streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
+        stale=stale,
+    )
+
+
+PLANS: dict[str, Callable[[], PipelinePlan]] = {
+    "serial": serial,
+    "copy_ahead": copy_ahead,
+    "sparse_dist": sparse_dist,
+    "prefetch": prefetch,
+    "split": split,
+    "semi_sync": semi_sync,
+}

@@ -1,0 +1,276 @@
+"""Plans that run one microbatch's forward over another's backward, layer by layer.
+
+A layer is a chain of steps. An exchange (dispatch and combine, of "moe" layers) has two: start and
+wait.
+
+    forward    attn  post_attn  dispatch.start .wait  mlp  combine.start .wait  [mtp_post_process]
+    backward   [mtp_post_process]  combine.start .wait  mlp  mlp.dw  dispatch.start .wait
+               post_attn  attn  attn.dw
+
+One layer's forward and another's backward, in the order in which they are submitted: exchanges
+overlap with what stands below them. Steps ".dw" compute delayed weight gradients::
+
+    comm   ---- combine b ----   -- dispatch f --   -- dispatch b --   ------- combine f -------
+    comp   attn f  post_attn f   mlp b  mlp.dw b    mlp f              post_attn b  attn b  .dw
+
+Layer i of the one meets layer last - i of the other. Source: seed "model_chunk_schedule_plan",
+``TransformerLayerSchedulePlan.run`` and ``TransformerModelChunkSchedulePlan.run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Literal, NamedTuple, TypeAlias
+
+from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
+
+__all__ = [
+    "LayerKind",
+    "LayerStep",
+    "chunk_order",
+    "layer_overlap_plan",
+    "layer_steps",
+    "pair_order",
+    "paired_plan",
+]
+
+Side: TypeAlias = Literal["f", "b"]
+
+EXCHANGES = ("moe_dispatch", "moe_combine")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What of a layer decides its steps.
+
+    Attributes:
+        moe: It exchanges tokens with the experts of other ranks.
+        mtp: It is one for multi-token prediction.
+        delayed: Its weight gradients have steps of their own.
+    """
+
+    moe: bool = False
+    mtp: bool = False
+    delayed: bool = False
+
+
+class LayerStep(NamedTuple):
+    """One task of a chunk's forward or backward.
+
+    Attributes:
+        side: "f" for forward, "b" for backward.
+        layer: Index in the chunk, from 0; None for what is before or after the layers.
+        node: The node's attribute in the plan of the layer, or of the chunk.
+        part: "start" or "wait" of an exchange, "dw" of weight gradients, "" of all else.
+    """
+
+    side: Side
+    layer: int | None
+    node: str
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The task's name: "f0.moe_dispatch.start", "b.post_process"."""
+        part = f".{self.part}" if self.part else ""
+        return f"{self.side}{'' if self.layer is None else self.layer}.{self.node}{part}"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it is part of an exchange of tokens."""
+        return self.node in EXCHANGES
+
+    @property
+    def issues_collectives(self) -> bool:
+        """Exchanges, and the router, which starts that of counts."""
+        return self.part == "start" or (self.side, self.node) == ("f", "post_attn")
+
+    @property
+    def is_weight_gradient(self) -> bool:
+        """Whether nothing but the optimizer waits for it."""
+        return self.part == "dw"
+
+
+Steps: TypeAlias = tuple[LayerStep, ...]
+
+
+def layer_steps(side: Side, layer: int, kind: LayerKind) -> Steps:
+    """A layer's forward ("f") or backward ("b") in serial order."""
+    return tuple(_steps(side, layer, kind))
+
+
+def _steps(side: Side, layer: int, kind: LayerKind) -> Iterator[LayerStep]:
+    nodes = ["attn", "post_attn", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process"]
+    left_out = {
+        *(() if kind.moe else ("post_attn", *EXCHANGES)),
+        *(() if kind.mtp else ("mtp_post_process",)),
+    }
+    for node in nodes if side == "f" else reversed(nodes):
+        if node in left_out:
+            continue
+        if node in EXCHANGES:
+            yield LayerStep(side, layer, node, "start")
+            yield LayerStep(side, layer, node, "wait")
+            continue
+        yield LayerStep(side, layer, node)
+        if side == "b" and kind.delayed and node in ("attn", "mlp"):
+            yield LayerStep(side, layer, node, "dw")
+
+
+_PAIR = (
+    ("b", "mtp_post_process", ""),
+    ("b", "moe_combine", "start"),
+    ("f", "attn", ""),
+    ("f", "post_attn", ""),
+    ("b", "moe_combine", "wait"),
+    ("f", "moe_dispatch", "start"),
+    ("b", "mlp", ""),
+    ("b", "mlp", "dw"),
+    ("b", "moe_dispatch", "start"),
+    ("f", "moe_dispatch", "wait"),
+    ("f", "mlp", ""),
+    ("b", "moe_dispatch", "wait"),
+    ("f", "moe_combine", "start"),
+    ("b", "post_attn", ""),
+    ("b", "attn", ""),
+    ("b", "attn", "dw"),
+    ("f", "moe_combine", "wait"),
+    ("f", "mtp_post_process", ""),
+)
+"""One layer's forward over another's backward.
+
+The wait for the combine's gradients comes before the dispatch of tokens, which may still wait for
+their counts; the wait for dispatched tokens comes after the dispatch of gradients has begun.
+"""
+
+
+def pair_order(forward: Steps, backward: Steps) -> Steps:
+    """The order of one layer's forward and another's backward; either may be ()."""
+    by_place = {(step.side, step.node, step.part): step for step in (*forward, *backward)}
+    return tuple(by_place[place] for place in _PAIR if place in by_place)
+
+
+def chunk_order(
+    forward: Sequence[LayerKind] | None,
+    backward: Sequence[LayerKind] | None,
+    *,
+    hooks: bool = True,
+) -> Steps:
+    """The order of a chunk's forward and another's backward, with what is around the layers.
+
+    The common layers are paired; then come the rest of backward, and the rest of forward. The
+    weight gradients of the first layer's attention come after ``post_layers``, where gradients are
+    sent on.
+
+    Args:
+        forward: The kinds of the one's layers; None for no forward.
+        backward: Those of the other; None for no backward.
+        hooks: With steps "post_layers", directly after the layers.
+    """
+    steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
+    steps += _around("b", backward, "begin", "post_process")
+    ahead = [layer_steps("f", i, kind) for i, kind in enumerate(forward or ())]
+    back = [layer_steps("b", i, kind) for i, kind in enumerate(backward or ())][::-1]
+    last = LayerStep("b", 0, "attn", "dw")
+    pairs = zip_longest(ahead, back, fillvalue=())
+    ordered = [step for pair in pairs for step in pair_order(*pair)]
+    steps += [step for step in ordered if step != last]
+    if hooks:
+        steps += [*_around("f", forward, "post_layers"), *_around("b", backward, "post_layers")]
+    steps += [last] if last in ordered else []
+    steps += _around("f", forward, "post_process", "end")
+    steps += _around("b", backward, "pre_process", "end")
+    return tuple(steps)
+
+
+def _around(side: Side, kinds: Sequence[LayerKind] | None, *nodes: str) -> list[LayerStep]:
+    return [] if kinds is None else [LayerStep(side, None, node) for node in nodes]
+
+
+def layer_overlap_plan(
+    layers: Sequence[LayerKind],
+    *,
+    comp_stream: StreamRef = None,
+    comm_stream: StreamRef = "comm",
+    shared: bool = False,
+) -> PipelinePlan:
+    """The plan that trains on microbatches: an iteration is one.
+
+    Its forward is in stage 0, its backward in stage 1, so that each period has the forward of one
+    microbatch and the backward of the one before. The first period has forward alone, and the last
+    backward alone.
+
+    Args:
+        layers: The kinds of the chunk's layers, in order.
+        comp_stream: Where all but exchanges runs; None for the caller's stream.
+        comm_stream: Where exchanges run.
+        shared: Some parameters are used by several steps, such as a tied embedding: a microbatch's
+            backward then begins after the backward of the one before has ended.
+    """
+    order = chunk_order(layers, layers, hooks=False)
+    stages = {step: 0 if step.side == "f" else 1 for step in order}
+    # "f.end" makes the gradient that "b.begin" goes on with.
+    return _plan(order, stages, (comp_stream, comm_stream), joined=True, shared=shared)
+
+
+def paired_plan(
+    order: Steps, *, comp_stream: StreamRef = None, comm_stream: StreamRef = "comm"
+) -> PipelinePlan:
+    """The plan of one call: a forward of one microbatch and a backward of another, in this order.
+
+    Args:
+        order: What ``pair_order`` or ``chunk_order`` gives.
+        comp_stream: Where all but exchanges runs; None for the caller's stream.
+        comm_stream: Where exchanges run.
+    """
+    return _plan(order, dict.fromkeys(order, 0), (comp_stream, comm_stream), depth=2)
+
+
+def _plan(
+    order: Steps,
+    stages: dict[LayerStep, int],
+    streams: tuple[StreamRef, StreamRef],
+    *,
+    depth: int | None = None,
+    joined: bool = False,
+    shared: bool = False,
+) -> PipelinePlan:
+    ahead, back = _in_serial_order(order, "f"), _in_serial_order(order, "b")
+    chains = [[s for s in side if not s.is_weight_gradient] for side in (ahead, back)]
+    deps = [(after, before) for chain in chains for before, after in pairwise(chain)]
+    late = [step for step in back if step.is_weight_gradient]
+    deps += [(step, step._replace(part="")) for step in late]
+    deps += [(end, step) for end in back if end.node == "end" for step in late]
+    deps += [(back[0], ahead[-1])] if joined else []
+    # Gradients of one parameter are added in the order of the microbatches.
+    carried = [(step, step) for step in back]
+    carried += [(chains[1][0], chains[1][-1])] if shared else []
+    return PipelinePlan(
+        schedule={
+            step.name: TaskSchedule(
+                stage=stages[step],
+                stream=streams[step.exchanges],
+                globally_ordered=step.issues_collectives,
+            )
+            for step in (*ahead, *back)
+        },
+        deps=[(after.name, before.name) for after, before in deps],
+        cross_iter_deps=[(after.name, before.name) for after, before in carried],
+        order=[step.name for step in order],
+        pipeline_depth=depth,
+    )
+
+
+def _in_serial_order(order: Steps, side: Side) -> list[LayerStep]:
+    """One side's steps, with the weight gradients of a node directly after it."""
+    mine = [step for step in order if step.side == side]
+    late = {step for step in mine if step.is_weight_gradient}
+    found = []
+    for step in mine:
+        if step not in late:
+            found.append(step)
+            gradient = step._replace(part="dw")
+            found += [gradient] if gradient in late else []
+    return found

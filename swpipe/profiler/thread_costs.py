@@ -1,0 +1,128 @@
+"""What threads cost each other: the interpreter lock (GIL) that a task holds, and a hand-over.
+
+How long a task holds the lock is found with a thread that competes for it::
+
+    task         [== holds GIL ==]  reads a file, or in a kernel  [= holds GIL =]
+    contender    ....... waits ...[======== holds GIL ===========] ... waits ....
+
+The *contender* only adds up its own CPU time, which it gets only while it holds the lock. While
+these two are the only threads that run Python, one of them holds the lock at any moment. So the
+task held it for its wall time minus the time of the contender.
+
+- Each hand-over of the lock takes about 10 us, which counts as the task's. The result is too high
+  for a task of many short kernels that each release the lock; its CPU time is the upper limit.
+- The contender needs a core of its own. Time it loses to other work counts as the task's, so the
+  minimum of several runs is used.
+- Python code in other threads counts as the task's.
+- The contender slows the task down, so the task's duration is measured without it.
+
+A hand-over is how long a thread takes to wake up after the counter it waits for has advanced::
+
+    caller   advance(ping, 1) -- wait(pong, 1) ............ | advance(ping, 2) -- wait ...
+    worker   ...... wakes up ---- advance(pong, 1) -- wait(ping, 2) ....... wakes up ---
+             |<---------- round trip: two hand-overs ---------->|
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
+from typing import Any, Self
+
+from swpipe._engine.observers import Observer
+from swpipe._engine.program import Instruction
+from swpipe._engine.waiting import Cancelled, Host
+
+SWITCH_S = 20e-6
+"""The interpreter's switch interval while the contender runs; the default is 5 ms."""
+
+NUM_WARMUP, NUM_MEASURE = 20, 200  # hand-overs
+
+_CALIBRATION_READS = 51
+
+_MAX_READS = 5.0
+"""If the time between two clock reads is longer than this many reads, another thread held the lock
+in between, and the CPU time went into requesting it."""
+
+
+class GilContender:
+    """A thread that competes for the interpreter lock; it has held it for ``held_s`` seconds."""
+
+    def __init__(self) -> None:
+        self.held_s = 0.0
+        self._stopped = False
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._compete, name="swpipe-gil", daemon=True)
+
+    def _compete(self) -> None:
+        clock = time.thread_time
+        reads = [clock() for _ in range(_CALIBRATION_READS)]
+        limit_s = _MAX_READS * median(later - sooner for sooner, later in pairwise(reads))
+        self._started.set()
+        last_s = clock()
+        while not self._stopped:
+            now_s = clock()
+            if now_s - last_s < limit_s:
+                self.held_s += now_s - last_s
+            last_s = now_s
+
+    def __enter__(self) -> Self:
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._stopped = True
+        self._thread.join()
+        sys.setswitchinterval(self._switch_s)
+
+
+class GilTimes(Observer):
+    """Observes a serial run; ``runs`` has each task's seconds with the lock, run by run."""
+
+    def __init__(self, contender: GilContender) -> None:
+        self._contender = contender
+        self._begin = (0.0, 0.0)
+        self.runs: dict[str, list[float]] = {}
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        self._begin = (time.perf_counter(), self._contender.held_s)
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        wall_s = time.perf_counter() - self._begin[0]
+        contender_s = self._contender.held_s - self._begin[1]
+        self.runs.setdefault(ins.task, []).append(max(0.0, wall_s - contender_s))
+
+
+def measure_handover_s(host: Host) -> float:
+    """Seconds of one hand-over between two threads: the median over some hundred, in a few ms.
+
+    Uses the counters that the thread groups of a pipeline wait for. No other thread should run.
+    """
+    ping, pong = host.counter(), host.counter()
+    rounds = range(1, NUM_WARMUP + NUM_MEASURE + 1)
+
+    def answer() -> None:
+        with suppress(Cancelled):
+            for number in rounds:
+                ping.wait(number)
+                pong.advance(number)
+
+    worker = host.start("swpipe-handover", answer)
+    samples_s = []
+    try:
+        for number in rounds:
+            begin_s = time.perf_counter()
+            ping.advance(number)
+            pong.wait(number)
+            samples_s.append((time.perf_counter() - begin_s) / 2)
+    finally:
+        ping.cancel()
+        worker.join()
+    return median(samples_s[NUM_WARMUP:])

@@ -1,0 +1,293 @@
+"""The account of a step: its parts, what bounds it, and what any overlap can still gain.
+
+All that a report says is drawn from it. The parts add up to the step that was profiled; each is
+what a task takes of the critical path that was traced::
+
+    <pull> | read | decode | forward | backward | step | gaps
+    input ..................| compute ..................| host       one iteration of the path
+
+What a part is depends on what the task is for:
+
+- **input**: calling the loader, and tasks such as a decode, which need nothing that an earlier
+  iteration did, while others that do need them;
+- **collective**: the time in which a task that communicates waits, off the CPU; or, for one that
+  only feeds the model, such as an exchange of ids, its work on a stream;
+- **host**: time between tasks, tasks that wait for a lock, a file or a device, and on a device with
+  streams, time in which the device waits for the host;
+- **compute**: all else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from swpipe._distributed.shared_cores import cores, ranks_on_machine
+from swpipe._engine.program import OWN, SOURCES
+from swpipe.core.messages import counted, listed
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.resolved import dependences_of
+from swpipe.planning import lower_bounds
+from swpipe.profiler import ProfileResult
+from swpipe.trace import CriticalPath
+from swpipe.trace.critical_path import GAPS
+from swpipe.trace.span import Kind as RowKind
+
+Cause: TypeAlias = Literal["input", "host", "collective", "compute"]
+"""What a part of the step is spent on."""
+
+CAUSES: tuple[Cause, ...] = ("input", "collective", "host", "compute")
+
+Bound: TypeAlias = Literal[
+    "input-bound", "host-bound", "collective-bound", "compute-bound", "balanced"
+]
+
+BETWEEN = "between tasks"
+"""The name of the part that no task has."""
+
+LOADER = "loader"
+"""The name of the part in which a batch is pulled."""
+
+MOST = 0.5
+"""The part of a step that has to be spent on one thing for the verdict to name it."""
+
+WORTH = 0.02
+"""A ceiling below this part of a step is none: it is not known so well."""
+
+_WAITS = 0.25  # of a task's time: less is preemption
+_NAMED = 3  # tasks
+_WORDS: Mapping[Cause, str] = {
+    "input": "waits for its input",
+    "host": "waits for the host",
+    "collective": "waits for other ranks",
+    "compute": "computes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """A part of the step. All parts of a step add up to it.
+
+    Attributes:
+        task: A task, ``LOADER`` or ``BETWEEN``; a task may have several parts.
+        cause: What it is spent on.
+        seconds: Per iteration.
+        share: Of the step, from 0 to 1.
+    """
+
+    task: str
+    cause: Cause
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """What bounds a step.
+
+    Attributes:
+        bound: One of the five.
+        why: A sentence.
+        shares: What the step is spent on, each as a part of it; they add up to 1.
+    """
+
+    bound: Bound
+    why: str
+    shares: Mapping[Cause, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """How much any overlap can gain at most: no plan for these tasks makes a step shorter.
+
+    Attributes:
+        floor_s: The least time of a step, in seconds.
+        limit: What sets it, in words.
+        beside: The tasks that have to run at the same time as what sets it, the longest first.
+        saved_s: The time of a step, less ``floor_s``.
+        spread_s: Half-width of the 95% interval of the step's time.
+        share: ``saved_s``, as a part of the step; from 0 to 1.
+    """
+
+    floor_s: float
+    limit: str
+    beside: tuple[str, ...]
+    saved_s: float
+    spread_s: float
+    share: float
+
+    @property
+    def needs(self) -> str:
+        """What a plan has to do to reach it, in a sentence."""
+        if not self.beside:
+            return "To reach it, all cores have to be busy all the time."
+        return f"To reach it, {listed(self.beside, _NAMED)} must run beside that, on other threads."
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether there is something to gain that can be told apart from nothing."""
+        return self.saved_s > self.spread_s and self.share >= WORTH
+
+
+@dataclass(frozen=True, slots=True)
+class StepAccount:
+    """What a step is spent on, and what follows."""
+
+    parts: tuple[StepPart, ...]
+    verdict: StepVerdict
+    ceiling: Ceiling
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What tasks are for.
+
+    Attributes:
+        recurring: Tasks on a cycle of dependences: they need what an earlier iteration did.
+        feeding: Other tasks, which these need: input.
+        communicating: Tasks that enter collectives.
+    """
+
+    recurring: tuple[str, ...]
+    feeding: frozenset[str]
+    communicating: frozenset[str]
+
+    @classmethod
+    def of(cls, plan: PipelinePlan) -> Roles:
+        """The roles of a plan's tasks, by its dependences and its global order."""
+        after: dict[str, set[str]] = defaultdict(set)
+        for dep in dependences_of(plan):
+            after[dep.producer].add(dep.consumer)
+        reached = {name: _reached(name, after) for name in plan.schedule}
+        recurring = tuple(name for name, of in reached.items() if name in of)
+        feeding = {n for n, of in reached.items() if n not in recurring and of & {*recurring}}
+        ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+        return cls(recurring, frozenset(feeding), frozenset(ordered))
+
+
+def _reached(name: str, after: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        new = after[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def account_of(
+    profile: ProfileResult,
+    path: CriticalPath,
+    plan: PipelinePlan,
+    *,
+    streams: bool,
+    cpu_s: float = 0.0,
+) -> StepAccount:
+    """The account of the step that was profiled.
+
+    Args:
+        profile: What was measured.
+        path: The critical path of a trace of the same loop.
+        plan: Carries the dependences between its tasks, and the global order; its stages and
+            threads do not matter.
+        streams: Whether the device has streams.
+        cpu_s: What an iteration takes of the cores at least, on all threads of the process.
+    """
+    parts = _parts(path, profile, Roles.of(plan))
+    ceiling = _ceiling(plan, profile, streams=streams, cpu_s=cpu_s)
+    return StepAccount(parts, _verdict(parts, profile), ceiling)
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _parts(path: CriticalPath, profile: ProfileResult, roles: Roles) -> tuple[StepPart, ...]:
+    """Split the step that was profiled, in proportion to a critical path that was traced.
+
+    Returns:
+        The parts, those of a cause together, in the order of ``CAUSES``; within one the longest
+        come first. No parts if the path has no steady state.
+    """
+    times = path.by_kind()
+    whole_ms = sum(times.values())
+    shares: dict[tuple[str, Cause], float] = defaultdict(float)
+    for (task, kind), ms in times.items():
+        if task == GAPS or (task in OWN and task not in SOURCES):
+            shares[BETWEEN, "host"] += ms / whole_ms
+        elif task in SOURCES:
+            shares[LOADER, "input"] += ms / whole_ms
+        else:
+            for cause, share in _causes(task, kind, profile, roles):
+                shares[task, cause] += share * ms / whole_ms
+    parts = (
+        StepPart(task, cause, share * profile.baseline_s, share)
+        for (task, cause), share in shares.items()
+        if share
+    )
+    return tuple(sorted(parts, key=lambda part: (CAUSES.index(part.cause), -part.share)))
+
+
+def _causes(
+    task: str, kind: RowKind, profile: ProfileResult, roles: Roles
+) -> Iterator[tuple[Cause, float]]:
+    """What a task's time on the path is spent on, and which share of it."""
+    feeds, communicates = task in roles.feeding, task in roles.communicating
+    if kind == "stream":
+        waits: Cause = "collective" if communicates else "input"
+        yield (waits if feeds else "compute"), 1.0
+        return
+    host_s = profile.host_s.get(task, 0.0)
+    waiting = min(1.0, profile.blocked_s.get(task, 0.0) / host_s) if host_s else 0.0
+    if waiting < _WAITS or (feeds and not communicates):
+        waiting = 0.0
+    yield ("collective" if communicates else "host"), waiting
+    yield "input" if feeds else "host" if profile.device_s else "compute", 1.0 - waiting
+
+
+# ---------------------------------------------------------------------------------------- verdict
+
+
+def _verdict(parts: tuple[StepPart, ...], profile: ProfileResult) -> StepVerdict:
+    shares = {cause: sum(p.share for p in parts if p.cause == cause) for cause in CAUSES}
+    busy = profile.limiting
+    if len(busy) > 1:
+        why = f"Threads {listed(busy)} are busy all the time: to save time, all have to do less."
+        return StepVerdict("balanced", why, shares)
+    ranked = sorted(CAUSES, key=lambda cause: -shares[cause])
+    most = ranked[0]
+    if shares[most] < MOST:
+        spent = ", ".join(f"{cause} {shares[cause]:.0%}" for cause in ranked if shares[cause])
+        return StepVerdict("balanced", f"No one thing takes half of the step: {spent}.", shares)
+    # Within a cause, the longest come first.
+    named = listed([p.task for p in parts if p.cause == most and p.share >= WORTH], _NAMED)
+    bound: Bound = f"{most}-bound"  # type: ignore[assignment]
+    why = f"For {shares[most]:.0%} of its time it {_WORDS[most]}: {named}."
+    return StepVerdict(bound, why, shares)
+
+
+# ---------------------------------------------------------------------------------------- ceiling
+
+
+def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s: float) -> Ceiling:
+    costs = profile.costs
+    bounds = lower_bounds(plan, costs, streams=streams, threads=len(costs.tasks) + 1)
+    floor_s = bounds.ii_us / 1e6
+    what, _, names = bounds.busiest.partition(": ")
+    limiting = names.removesuffix(" alone").split(", ")
+    limit = f"{what}: {listed(names.split(', '), _NAMED)}"
+    if bounds.rec_mii_us > bounds.res_mii_us:
+        limiting = [*Roles.of(plan).recurring]
+        named = listed(limiting, 2 * _NAMED)
+        limit = f"{named}, which wait for each other across iterations"
+    others = sorted(profile.host_s.keys() - limiting, key=lambda name: -profile.host_s[name])
+    own_cores = max(1, cores() // ranks_on_machine())
+    on_threads_s = sum(s - profile.blocked_s.get(name, 0.0) for name, s in profile.host_s.items())
+    on_cpu_s = max(cpu_s, on_threads_s) / own_cores
+    if on_cpu_s > floor_s:
+        floor_s, limit, others = on_cpu_s, f"{counted(own_cores, 'core')} for all tasks", []
+    step_s, spread_s = profile.step
+    floor_s = min(floor_s, step_s)
+    saved_s = step_s - floor_s
+    return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s)

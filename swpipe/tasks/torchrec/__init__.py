@@ -1,0 +1,109 @@
+"""The recommender's training step on TorchRec's sharded modules, as eleven tasks.
+
+TorchRec's own pipelines are here by their names and arguments, run by swpipe::
+
+    from swpipe.tasks.torchrec import TrainPipelineSparseDist
+
+in place of ``from torchrec.distributed.train_pipeline import TrainPipelineSparseDist``. Arguments
+that have no counterpart are refused unless at their default, with the reason; classes that have
+none say at their construction what to use instead. Other names of TorchRec's package, such as
+``GradientAccumulationWrapper``, are TorchRec's own here.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swpipe.tasks.torchrec._torchrec import PipelineStage
+    from swpipe.tasks.torchrec.drop_in import PipelineFactory, SparseDistPipeline
+    from swpipe.tasks.torchrec.inputs import RewriteError
+    from swpipe.tasks.torchrec.named import (
+        EvalPipelineFusedSparseDist,
+        EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
+        TrainEvalHybridPipelineBase,
+        TrainPipelineBase,
+        TrainPipelineFusedSparseDist,
+        TrainPipelineSparseDist,
+        TrainPipelineSparseDistLite,
+        TrainPipelineSparseDistT,
+    )
+    from swpipe.tasks.torchrec.released import MemoryOptions
+    from swpipe.tasks.torchrec.rewrite import RewriteReport
+    from swpipe.tasks.torchrec.semi_sync import TrainPipelineSemiSync
+    from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
+    from swpipe.tasks.torchrec.staged import SparseDataDistUtil, StagedTrainPipeline
+    from swpipe.tasks.torchrec.step import TrainStep
+    from swpipe.tasks.torchrec.task_set import SparseDistTasks
+    from swpipe.tasks.torchrec.uneven import (
+        EvenData,
+        RankDataError,
+        UnevenDataError,
+        pad_with,
+        pad_with_last,
+    )
+
+__all__ = [
+    "EvalPipelineFusedSparseDist",
+    "EvalPipelineSparseDist",
+    "EvenData",
+    "IdentityShuffler",
+    "KarmarkarKarpShuffler",
+    "MemoryOptions",
+    "PipelineFactory",
+    "PipelineStage",
+    "PrefetchTrainPipelineSparseDist",
+    "RankDataError",
+    "RewriteError",
+    "RewriteReport",
+    "Shuffler",
+    "SparseDataDistUtil",
+    "SparseDistPipeline",
+    "SparseDistTasks",
+    "StagedTrainPipeline",
+    "TrainEvalHybridPipelineBase",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistT",
+    "TrainStep",
+    "UnevenDataError",
+    "pad_with",
+    "pad_with_last",
+]
+
+_WHERE = {
+    "PipelineStage": "_torchrec",
+    "RewriteError": "inputs",
+    "MemoryOptions": "released",
+    "RewriteReport": "rewrite",
+    "TrainPipelineSemiSync": "semi_sync",
+    "TrainStep": "step",
+    "SparseDistTasks": "task_set",
+    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), "drop_in"),
+    **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), "shuffle"),
+    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), "staged"),
+    **dict.fromkeys(
+        ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last"), "uneven"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names, loaded when asked for; those that are not ours are TorchRec's."""
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'named')}"), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        if name in (arguments := import_module(f"{__name__}.arguments")).ELSEWHERE:
+            return arguments.ELSEWHERE[name]
+        theirs = import_module("torchrec.distributed.train_pipeline")
+        if hasattr(theirs, name):
+            return getattr(theirs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has TorchRec's")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

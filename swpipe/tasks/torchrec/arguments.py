@@ -1,0 +1,194 @@
+"""What TorchRec's pipelines take and have no counterpart here: refused, with what to do instead.
+
+Arguments are bound as TorchRec's class binds them, and refused unless at their default. Classes
+without a counterpart say so at their construction.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from swpipe.tasks.torchrec._torchrec import (
+    TrainPipelineContext,
+    torchrec_class,
+    torchrec_pipelines,
+)
+
+
+class Refusal(NamedTuple):
+    """The default of an argument, and why other values are refused."""
+
+    default: Any
+    why: str
+
+
+REASONS: dict[str, Refusal] = {
+    "apply_jit": Refusal(
+        False,
+        "modules are not scripted here: apply torch.jit.script to them before you shard the model",
+    ),
+    "context_type": Refusal(
+        TrainPipelineContext,
+        "each batch has a context of swpipe's: keep what you need in the batch, or write a task",
+    ),
+    "debug_mode": Refusal(
+        False, "it logs: use pipe.trace(), pipe.observe() and pipe.format_schedule()"
+    ),
+    "embedding_lookup_stream": Refusal(
+        None,
+        "rows would be looked up before the batch ahead updates them: use TrainPipelineSemiSync, "
+        "which is stale by design, or TrainPipelineFusedSparseDist, which is exact",
+    ),
+}
+
+TAKEN = frozenset(
+    {
+        "model", "optimizer", "device", "custom_model_fwd", "execute_all_batches",
+        "pipeline_postproc", "dmp_collection_sync_interval_batches", "enqueue_batch_after_forward",
+        "strict", "emb_lookup_stream", "embedding_lookup_after_data_dist", "start_batch",
+        "stash_gradients", "enable_embedding_lookup_prefetch",
+        "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
+        "inplace_copy_batch_to_gpu",  # in TorchRec 1.5
+    }
+)  # fmt: skip
+"""The arguments of pipelines that have a counterpart."""
+
+
+def bound(
+    owner: object, original: type, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a pipeline by name, as the class of TorchRec's that is installed takes them.
+
+    Raises:
+        NotImplementedError: As ``refuse``, and for arguments that only this TorchRec has.
+        TypeError: The class of TorchRec's takes others.
+    """
+    name = type(owner).__name__
+    signature = signature_of(original)
+    try:
+        call = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}") from None
+    call.apply_defaults()
+    given = call.arguments
+    refuse(owner, **{key: value for key, value in given.items() if key in REASONS})
+    for key in given.keys() - REASONS.keys() - TAKEN:
+        if given[key] is not signature.parameters[key].default:
+            raise NotImplementedError(
+                f"{name}({key}={given[key]!r}): this argument of the TorchRec that is installed is "
+                "unknown to swpipe: leave it out, or keep TorchRec's class"
+            )
+    return given
+
+
+def signature_of(kind: type) -> inspect.Signature:
+    """The signature of a class; ``*args, **kwargs`` are the parameters of the class it extends."""
+    signature = inspect.signature(kind)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [p for p in signature.parameters.values() if p.kind not in several]
+    if len(own) == len(signature.parameters):
+        return signature
+    inherited = signature_of(kind.__mro__[1]).parameters.values()
+    return inspect.Signature([*inherited, *own])
+
+
+def refuse(owner: object, **given: Any) -> None:
+    """Raise for each argument that is not at its default.
+
+    Raises:
+        NotImplementedError: One line for each.
+    """
+    lines = [
+        f"{type(owner).__name__}({name}={value!r}): {REASONS[name].why}"
+        for name, value in given.items()
+        if value is not REASONS[name].default
+    ]
+    if lines:
+        raise NotImplementedError("\n".join(lines))
+
+
+def no_internal(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that only TorchRec's class has."""
+    return AttributeError(
+        f"{type(owner).__name__} has no {name!r}: swpipe's pipelines have the constructors and "
+        "methods of TorchRec's, and not their queues, contexts and streams. The pipeline "
+        "underneath is .pipe, its plan .pipe.plan"
+    )
+
+
+def refuse_overrides(kind: type, original: type) -> None:
+    """Refuse a subclass that overrides a method of TorchRec's which is never called here.
+
+    Raises:
+        TypeError: It would be ignored.
+    """
+    ours = kind.__mro__[1]
+    ignored = [
+        name
+        for name, value in vars(kind).items()
+        if callable(value)
+        and not name.startswith("__")
+        and (
+            name in ("sync_embeddings", "fill_pipeline")
+            or (hasattr(original, name) and not hasattr(ours, name))
+        )
+    ]
+    if ignored:
+        raise TypeError(
+            f"{kind.__name__} overrides {', '.join(ignored)} of TorchRec's {original.__name__}, "
+            "which are not called here: put what they do into a task or a TrainStep "
+            "(swpipe.tasks.torchrec), or keep TorchRec's class"
+        )
+
+
+_SAME = "has the same numbers; keep TorchRec's class where memory does not suffice"
+
+INSTEAD = {
+    "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
+    "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
+    "TrainPipelinePEC": "it looks up ahead those rows that the batch before does not update, and "
+    "needs collections of its own: TrainPipelineFusedSparseDist is exact with any collection",
+    "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
+    "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
+    "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
+    f"PrefetchTrainPipelineSparseDist {_SAME}",
+    "TrainPipelineSparseDistBwdOpt": "it steps the optimizer within backward, with the gradients "
+    "that are there by then: TrainPipelineFusedSparseDist steps with all of them, while the next "
+    "batch's embeddings are exchanged, where the optimizer has no tables",
+    "TrainPipelineSparseDistCompAutograd": "it compiles backward: call progress() of "
+    "TrainPipelineSparseDist under torch._dynamo.compiled_autograd, or keep TorchRec's class",
+    "TrainPipelineSparseDistEmbStash": "it moves tables to the host during the dense part: "
+    f"TrainPipelineSparseDist {_SAME}",
+    "TrainPipelineSparseDistOptStash": "it moves the optimizer's state to the host between steps: "
+    f"TrainPipelineSparseDist {_SAME}",
+}
+"""Class to what it does, and what to use."""
+
+
+class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
+    """Base of the classes in ``INSTEAD``.
+
+    Raises:
+        NotImplementedError: Always, when it is constructed.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} has no counterpart in swpipe: {INSTEAD[name]}")
+
+    def progress(self, dataloader_iter: Any) -> NoReturn:
+        """There is no instance to call this of."""
+        raise NotImplementedError
+
+
+def _made(name: str, instead: str) -> type[Elsewhere]:
+    said = f"Raises NotImplementedError when it is constructed: {instead}."
+    kind = type(name, (Elsewhere,), {"__doc__": said, "__module__": __name__})
+    if (original := torchrec_class(name)) is not None:
+        original.register(kind)
+    return kind
+
+
+ELSEWHERE = {name: _made(name, instead) for name, instead in INSTEAD.items()}

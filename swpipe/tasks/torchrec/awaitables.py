@@ -1,0 +1,118 @@
+"""Handles of collectives that are waited for once and return their result again.
+
+TorchRec's awaitables are one-shot: a second wait would launch a second collective or use released
+buffers. A shortcut restores the same handle in every iteration, so every handle is wrapped. The
+first wait returns the result itself; later waits return the same values in copied containers,
+detached from the first result's graph.
+
+A result is completed on the stream on which its exchange started, which owns the memory of its
+buffers. The waiting stream then waits for that stream, as in TorchRec's forwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from swpipe._values.walk import map_tensors
+from swpipe.device import Device
+from swpipe.tasks.torchrec._torchrec import Awaitable
+
+_PENDING = object()
+
+
+class Replayable(Awaitable):  # type: ignore[misc]
+    """An awaitable that can be waited for again.
+
+    ``module_context`` is completed by the wait; ``then`` is applied to the result. The result's
+    graph belongs to ``iteration``, if given: a replay in another one gets a detached result, also
+    if it is the first to wait.
+    """
+
+    same_in_replay = True
+
+    def __init__(
+        self,
+        awaitable: Any,
+        device: Device,
+        module_context: Any = None,
+        then: Callable[[Any], Any] | None = None,
+        iteration: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._awaitable = awaitable
+        self._device = device
+        self._module_context = module_context
+        self._then = then
+        self._iteration = iteration
+        self._result: Any = _PENDING
+        self._lock = threading.Lock()
+        self._stream = device.current_stream() if device.has_streams else None
+
+    def wait(self) -> Any:
+        """The result: itself the first time, then a detached copy."""
+        return self.wait_with_context()[0]
+
+    def wait_in(self, iteration: int) -> Any:
+        """The result for one iteration: a detached copy in another than its own."""
+        result = self.wait()
+        return result if iteration == self._iteration else map_tensors(result, _again)
+
+    def wait_with_context(self) -> tuple[Any, Any]:
+        """The result and the module's context, which the wait completes."""
+        with self._lock:
+            first = self._result is _PENDING
+            if first:
+                with nullcontext() if self._stream is None else self._there():
+                    result = self._awaitable.wait()
+                    self._result = result if self._then is None else self._then(result)
+                self._awaitable = None
+        found = (self._result, self._module_context)
+        if self._stream is not None:
+            self._use_here(found)
+        return found if first else map_tensors(found, _again)
+
+    def before_wait(self, fn: Callable[[Any, Any], None]) -> None:
+        """Call ``fn(awaitable, module_context)`` where the first wait will be completed.
+
+        Nothing is called after that wait.
+        """
+        with self._lock:
+            if self._result is _PENDING:
+                with nullcontext() if self._stream is None else self._there():
+                    fn(self._awaitable, self._module_context)
+
+    def _wait_impl(self) -> Any:
+        return self.wait()
+
+    def _there(self) -> AbstractContextManager[object]:
+        return self._device.on(self._stream)
+
+    def _use_here(self, value: Any) -> None:
+        """Make the current stream wait for the result, and hold its memory for it."""
+        current = self._device.current_stream()
+        if current != self._stream:
+            event = self._device.new_event()
+            event.record(self._stream)
+            event.wait(current)
+            self._device.hold([value], [current])
+
+
+def fused_splits(fused: Any, contexts: Sequence[Any], device: Device) -> Replayable:
+    """Wrap the fused exchange of sizes; its result is one ``Replayable`` for each module."""
+
+    def tensors_requests(requests: Sequence[Any]) -> list[Replayable]:
+        made = []
+        for request, context in zip(requests, contexts, strict=True):
+            made.append(Replayable(request, device, context))
+        return made
+
+    return Replayable(fused, device, then=tensors_requests)
+
+
+def _again(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,478 @@
+"""A drop-in for TorchRec's train pipelines: ``progress(dataloader_iter)``.
+
+    pipeline = PipelineFactory.create(
+        "jagged_prefetch_sparse_dist", model=model, optimizer=optimizer, device=device
+    )
+    while True:
+        try:
+            output = pipeline.progress(iterator)
+        except StopIteration:
+            break
+
+As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
+batch, raises StopIteration at the end, and treats None as the end of the data. Unlike TorchRec:
+
+- A batch keeps its mode. Another iterator, ``model.eval()`` or ``torch.no_grad()`` is refused while
+  batches are in flight: call ``drain()`` first, or go on to the end of the data.
+- After StopIteration the same iterator may be given again: persistent workers of a DataLoader start
+  it anew for the next epoch.
+- All ranks learn at each pull whether one rank's data has ended. If that of others has not, the
+  batches of all ranks are finished, and all raise ``UnevenDataError`` instead of StopIteration.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.device import Device
+from swpipe.pipeline import SWPipeline
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec.mid_flight import check_saving, runs_early
+from swpipe.tasks.torchrec.rewrite import RewriteReport
+from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.uneven import EvenData, EvenIterator, UnevenDataError
+
+
+class Pass(Iterator[Any]):
+    """What a pipeline pulls from, for one pass over one of the user's iterators; None ends it.
+
+    Args:
+        source: The user's iterator.
+        even: Agrees with the other ranks on the end, unless ``source`` does so by itself.
+        keep_back: How many batches are read ahead, and dropped at the end of the data: what
+            ``execute_all_batches=False`` means.
+        limit: Hand out so many batches at most; the others stay in the iterator.
+
+    Attributes:
+        stopped: Read no further; batches that were read are still handed out.
+        paused: Hand out none.
+        pulled_from: What the pipeline pulls from: the pass, or its agreement with other ranks.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        even: EvenData | None = None,
+        *,
+        keep_back: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        self.source = source
+        self.stopped = self.paused = self._ended = False
+        self.pulled_from: Pass | EvenIterator = self
+        if even is not None and not isinstance(source, EvenIterator):
+            self.pulled_from = EvenIterator(even, self, ends_uneven=True)
+        self._keep_back = keep_back
+        self._left = limit
+        self._kept: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        if self._left == 0 or self.paused:
+            raise StopIteration
+        while not (self.stopped or self._ended) and len(self._kept) <= self._keep_back:
+            batch = next(self.source, None)
+            if batch is None:
+                self._kept.clear()
+                self._ended = True
+            else:
+                self._kept.append(batch)
+        if not self._kept:
+            raise StopIteration
+        if self._left is not None:
+            self._left -= 1
+        return self._kept.popleft()
+
+    @property
+    def kept(self) -> int:
+        """Batches that were read and not handed out."""
+        return len(self._kept)
+
+    @property
+    def waiting(self) -> int:
+        """The same, and batches that were pulled for later steps of all ranks."""
+        even = self.source if self.pulled_from is self else self.pulled_from
+        return self.kept + (even.waiting if isinstance(even, EvenIterator) else 0)
+
+    @property
+    def uneven(self) -> UnevenDataError | None:
+        """The error, if the ranks' data has ended at different steps."""
+        return None if isinstance(self.pulled_from, Pass) else self.pulled_from.uneven
+
+
+class SparseDistPipeline:
+    """Trains a model under one plan, with TorchRec's ``progress``.
+
+    Use it as a context manager, or call ``close``. Between two calls of ``progress`` the model may
+    be detached, evaluated and saved, if the plan uses no worker threads (ready-made ones do not).
+    With several ranks, creating one is a collective.
+
+    Args:
+        tasks: The tasks of the step.
+        plan: The plan. ``InputPostproc`` is added where the tasks have it and the plan has not.
+        stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
+        seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
+        check_data: Whether the ranks tell each other at each pull if their data has ended. Several
+            ranks therefore pull each batch one step before it enters the pipeline, except under a
+            serial plan. Without the check, a rank that ends alone leaves the others waiting in a
+            collective.
+        run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
+
+    Attributes:
+        tasks: As given.
+        pipe: The underlying pipeline: for traces, shortcuts and the profiler.
+    """
+
+    def __init__(
+        self,
+        tasks: SparseDistTasks,
+        plan: PipelinePlan,
+        *,
+        stall_timeout_s: float | None = 600.0,
+        seed: int | None = None,
+        check_data: bool = True,
+        run_ahead: int | None = None,
+    ) -> None:
+        self.tasks = tasks
+        if tasks.pipeline_postproc and plans.POSTPROC not in plan.schedule:
+            plan = plans.with_postproc(plan)
+        self.pipe = SWPipeline(
+            plan,
+            tasks.tasks(),
+            device=tasks.device,
+            stall_timeout_s=stall_timeout_s,
+            seed=seed,
+            mode=tasks.mode,
+            run_ahead=run_ahead,
+        )
+        self._pass: Pass | None = None
+        self._drained: list[Any] = []  # by a ``drain`` that was interrupted
+        # Its own time-out comes before the watchdog's, since it says more.
+        wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
+        # The ranks' answers take a round trip. They are waited for one step later, while batches
+        # are in flight; the batch that is pulled early counts as one of them.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        later = several and runs_early(plan, tasks.task_of(tasks.copy))
+        check_data = check_data and several
+        self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
+        reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
+        early = any(runs_early(plan, task) for task in reads)
+        self._hooks = _refuse_loading(self.pipe, tasks) if early else []
+
+    @property
+    def report(self) -> RewriteReport | None:
+        """Which modules are pipelined; None before the first batch."""
+        return self.tasks.rewrite.report
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Attach the model, train on one more batch, and return the oldest batch's output.
+
+        Raises:
+            StopIteration: All batches are done.
+            UnevenDataError: The same, and other ranks have more batches, or this rank has.
+            RuntimeError: Batches of another iterator, or of another mode, are in flight.
+            BaseException: As ``SWPipeline.progress``.
+        """
+        current = self._pass_over(dataloader_iter)
+        try:
+            output = self._next(current)
+        except StopIteration:
+            self._pass = None  # the next call begins a new pass, whatever its iterator
+            if self.tasks.trains():
+                self.flush()
+            if current.uneven is not None:
+                raise current.uneven from None
+            raise
+        self._pass = current
+        return output
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
+        """Pull the first batches and start on them; otherwise the first ``progress`` does.
+
+        Raises:
+            BaseException: As ``progress``.
+        """
+        current = self._pass_over(dataloader_iter)
+        self.attach()
+        self.pipe.fill_pipeline(current.pulled_from)
+        self._pass = current
+
+    def _pass_over(self, source: Iterator[Any]) -> Pass:
+        """The pass over the user's iterator: the one under way, or a new one."""
+        current = self._pass
+        if current is not None:
+            if current.source is source:
+                return current
+            if current.uneven is not None and not self.pipe.in_flight:
+                self._pass = None
+                raise current.uneven
+        return self._new_pass(source)
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source, self._even)
+
+    def drain(self) -> list[Any]:
+        """Finish the batches in flight, and return their outputs, oldest first.
+
+        The iterator keeps its other batches. On several ranks, call it on all after the same step.
+        There, one batch more than the plan has in flight has been pulled; it is finished too.
+
+        Raises:
+            RuntimeError: The batches in flight are of another mode.
+            BaseException: As ``SWPipeline.progress``.
+        """
+        current = self._pass
+        if current is not None and self.pipe.in_flight:
+            current.pulled_from.paused = True
+            try:
+                with suppress(StopIteration):
+                    while True:
+                        self._drained.append(self._next(current))
+            finally:
+                current.pulled_from.paused = False
+        self._drained += (ctx.output for ctx in self.pipe.drain())
+        outputs, self._drained = self._drained, []
+        return outputs
+
+    def _next(self, current: Pass) -> Any:
+        rewrite = self.tasks.rewrite
+        if not rewrite.attached:
+            rewrite.attach()
+        if rewrite.postprocs and (in_flight := self.pipe.in_flight):
+            for postproc in rewrite.postprocs:  # they have run already for these batches
+                postproc.check_unchanged(in_flight)
+        return self.pipe.progress(current.pulled_from).output
+
+    def flush(self) -> None:
+        """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
+
+        ``progress`` does so at the end of the data, before it raises StopIteration. ``drain`` does
+        not, since training may continue. On several ranks, call it on all.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+        """
+        self.pipe.check_idle("flushing an accumulation")
+        self.tasks.flush(self.pipe.next_iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside models and optimizers, so that a later run can go on from here.
+
+        Call it between two calls of ``progress``, together with the states of model and optimizers.
+
+        Returns:
+            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early;
+            ``rates``, where tables take those of an earlier step, are for the next look-up.
+
+        Raises:
+            RuntimeError: A run that is resumed from here would give other numbers; it says why.
+                Batches in flight have read stale rows, for example: call ``drain`` first.
+        """
+        check_saving(self.pipe, self.tasks)
+        state = self.pipe.state_dict(check=False)
+        early = 0 if self._pass is None else self._pass.waiting
+        return {**state, "in_flight": state["in_flight"] + early, **self.tasks.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the model, the optimizers and the data are yours to set back.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+
+        Warns:
+            RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
+        """
+        self.pipe.load_state_dict(state)
+        self.tasks.load_state_dict(state)
+        self._pass = None
+        self.tasks.resume(self.pipe.next_iteration)
+
+    @property
+    def _optimizer(self) -> Any:
+        """What TorchRec's ``GradientAccumulationWrapper`` replaces, which has no effect here."""
+        return self.tasks.step.optimizers[0]
+
+    @_optimizer.setter
+    def _optimizer(self, optimizer: Any) -> None:
+        raise RuntimeError(
+            f"a {type(optimizer).__name__} was to replace the optimizer of this pipeline, whose "
+            "step is fixed: for TorchRec's GradientAccumulationWrapper(num_steps=n), give "
+            "TrainStep(accumulate=n) instead, without the wrapper"
+        )
+
+    def detach(self) -> nn.Module:
+        """Restore and return the model, for evaluation, a checkpoint or other code.
+
+        Batches in flight are kept for ``attach`` or the next ``progress``. Where the plan has
+        looked up their rows already, ``load_state_dict`` is refused: call ``drain`` first.
+        """
+        self.tasks.rewrite.detach()
+        return self.tasks.model
+
+    def attach(self) -> None:
+        """Undo ``detach``."""
+        self.tasks.rewrite.attach()
+
+    def close(self) -> None:
+        """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
+        self.pipe.close()
+        self.tasks.rewrite.detach()
+        for hook in self._hooks:
+            hook.remove()
+        if self._even is not None:
+            self._even.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
+    """Make ``load_state_dict`` of the tables raise while batches in flight have read them."""
+    weak = weakref.ref(pipe)
+
+    def refuse(module: nn.Module, *_: Any) -> None:
+        owner = weak()
+        if owner is not None and owner.in_flight:
+            raise RuntimeError(
+                f"batches in flight ({owner.in_flight}) have read rows of {type(module).__name__} "
+                "already, and would train on values from before load_state_dict(): call drain() "
+                "of their pipeline first"
+            )
+
+    modules: Iterable[Any] = tasks.rewrite.sharded.values()
+    return [module.register_load_state_dict_pre_hook(refuse) for module in modules]
+
+
+PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
+Builder: TypeAlias = Callable[..., Any]
+
+
+def build(
+    plan: PipelinePlan | PlanFor,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    device: Device | torch.device | str | None = None,
+    step: TrainStep | None = None,
+    stall_timeout_s: float | None = 600.0,
+    seed: int | None = None,
+    check_data: bool = True,
+    run_ahead: int | None = None,
+    **options: Any,
+) -> SparseDistPipeline:
+    """A ``SparseDistPipeline``.
+
+    ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
+    stands for ``TrainStep([optimizer])``; give either that or ``step``. The other arguments are
+    those of ``SparseDistTasks`` and ``SparseDistPipeline``.
+
+    Raises:
+        ValueError: Both an optimizer and a step, or neither.
+    """
+    if (optimizer is None) == (step is None):
+        raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
+    if step is None:
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        step = TrainStep([one for one in several if one is not None])
+    tasks = SparseDistTasks(model, step, device=device, **options)
+    return SparseDistPipeline(
+        tasks,
+        plan_for(plan, tasks),
+        stall_timeout_s=stall_timeout_s,
+        seed=seed,
+        check_data=check_data,
+        run_ahead=run_ahead,
+    )
+
+
+def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan, or the one that a function makes for these tasks."""
+    return plan(tasks) if callable(plan) else plan
+
+
+class PipelineFactory:
+    """A registry of pipelines by name, for subclasses, too: each has names of its own."""
+
+    _builders: ClassVar[dict[str, Builder]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._builders = {}
+
+    @classmethod
+    def register(cls, name: str, builder: Builder) -> None:
+        """Register a new name; ``builder`` gets the other arguments of ``create``.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if name in cls._builders:
+            raise ValueError(f"pipeline {name!r} is registered already: choose another name")
+        cls._builders[name] = builder
+
+    @classmethod
+    def create(cls, name: str, **arguments: Any) -> Any:
+        """The pipeline of that name; those registered here take the arguments of ``build``.
+
+        Raises:
+            ValueError: No pipeline has that name.
+        """
+        if name not in cls._builders:
+            raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
+        return cls._builders[name](**arguments)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All names, sorted."""
+        return sorted(cls._builders)
+
+
+def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
+    """Makes a ready-made plan that saves memory if the tasks do."""
+    return lambda tasks: make(lean=bool(tasks.memory))
+
+
+def split(tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan ``split`` for these tasks."""
+    after_step = tasks.tables_in_step or bool(tasks.fused)
+    return plans.split(after_step=after_step, lean=bool(tasks.memory))
+
+
+def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
+    """The plan ``semi_sync`` for these tasks.
+
+    Raises:
+        ValueError: Tables that cannot be read stale.
+    """
+    if tasks.tables_in_step:
+        raise ValueError(
+            "semi_sync looks up the next batch before this one's backward, which data-parallel "
+            "tables and those that the optimizers step do not allow: shard them otherwise, with a "
+            "fused optimizer, or take jagged_split_sparse_dist"
+        )
+    one_backward = tasks.rewrite.kind == "ahead"
+    return plans.semi_sync(one_backward=one_backward, lean=bool(tasks.memory))
+
+
+PLANS: dict[str, PipelinePlan | PlanFor] = {
+    "jagged_sw_serial": plans.serial(),
+    "jagged_sparse_dist": lean(plans.sparse_dist),
+    "jagged_prefetch_sparse_dist": lean(plans.prefetch),
+    "jagged_split_sparse_dist": split,
+    "jagged_semi_sync_sparse_dist": semi_sync,
+}
+for _name, _plan in PLANS.items():
+    PipelineFactory.register(_name, partial(build, _plan))

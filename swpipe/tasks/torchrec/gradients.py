@@ -1,0 +1,230 @@
+"""Gradients over several ranks and batches: DDP's reductions, Megatron's buffers, accumulation.
+
+    trained batch      0     1     2     3     4     5   end of the data
+    zero gradients     ^                 ^                 ^
+    reduce (DDP)       ^           ^           !     ^
+    optimizer step                 ^                 ^         with accumulate=3, and so on;
+                                                               an unfinished one at the end: flush
+
+As with TorchRec's ``GradientAccumulationWrapper``, gradients are added, not averaged: a table with
+a fused optimizer is updated by each batch, inside its backward, and must move as far as without
+accumulation. DDP reduces with the last batch only, and in the first one of all, in which it records
+its static graph.
+
+With a backward of the tables' own, DDP's all-reduces are waited for after it::
+
+    DenseBackward   backward ─ bucket 1 ─ bucket 2 ─ end      DDP itself would wait here for all
+    EmbBackward                  backward of the tables
+    FinalizeGrads                                    wait ─ the gradients of all buckets
+
+Megatron's wrapper adds each gradient to ``parameter.main_grad``, a part of a buffer of its own, and
+sets ``parameter.grad`` to None; its optimizers read the buffer. So its ``zero_grad_buffer`` must
+come before the first backward of a step, and ``finish_grad_sync``, which reduces over the ranks,
+after the last. It is known by these methods: Megatron is not imported.
+
+Source: Megatron-LM, megatron.core.distributed.DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    """Every DDP wrapper of torch, including TorchRec's around data-parallel tables."""
+    return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+
+
+def is_megatrons(module: nn.Module) -> bool:
+    """Whether a module is Megatron's wrapper, with a buffer of gradients."""
+    return callable(getattr(module, "zero_grad_buffer", None))
+
+
+class DeferredReduction:
+    """The reductions of all DDP wrappers in a model; nothing where it has none.
+
+    DDP gets a communication hook that starts the same reduction (scaled before the sum, as DDP does
+    it) and returns the bucket at once. ``finish`` waits, and puts the results where DDP has stored
+    what was there before. A hook cannot be removed: outside of ``deferring`` it reduces as DDP does
+    without one. A wrapper that has a hook of its user keeps that, and waits as before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # On one rank there is nothing to wait for.
+        self._modules = tuple(
+            module for module in ddp_modules(model) if dist.get_world_size(module.process_group) > 1
+        )
+        self._pending: list[_Bucket] = []
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within the block backwards do not wait for their reductions."""
+        hooks = [hook for module in self._modules if (hook := _hook_of(module)) is not None]
+        for hook in hooks:
+            hook.pending = self._pending
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.pending = None
+
+    def finish(self) -> None:
+        """Wait for the reductions, if any; then the gradients are reduced."""
+        pending, self._pending = self._pending, []
+        for bucket in pending:
+            bucket.finish()
+
+
+class _Bucket:
+    """A bucket whose reduction has begun."""
+
+    def __init__(self, bucket: Any, work: dist.Work) -> None:
+        self._reduced = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        self._work = work
+
+    def finish(self) -> None:
+        self._work.wait()
+        for parameter, reduced in self._reduced:
+            gradient = parameter.grad
+            if gradient is not None and gradient.data_ptr() != reduced.data_ptr():
+                gradient.copy_(reduced)
+
+
+class _Hook:
+    """What one DDP wrapper's communication hook knows."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.pending: list[_Bucket] | None = None
+
+
+_hooks: WeakKeyDictionary[nn.Module, _Hook | None] = WeakKeyDictionary()
+"""None for a wrapper that has a hook of its user."""
+
+
+def _hook_of(module: Any) -> _Hook | None:
+    if module not in _hooks:
+        hook = _Hook(module.process_group)
+        try:
+            module.register_comm_hook(hook, _start_reduction)
+        except RuntimeError:  # it has one, and takes no second
+            _hooks[module] = None
+        else:
+            _hooks[module] = hook
+    return _hooks[module]
+
+
+def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
+    buffer = bucket.buffer()
+    size = dist.get_world_size(state.group)
+    if buffer.is_sparse:
+        buffer.div_(size)
+    else:
+        buffer.mul_(1.0 / size)
+    work = dist.all_reduce(buffer, group=state.group, async_op=True)
+    if state.pending is None or buffer.is_sparse:
+        return work.get_future().then(lambda done: done.value()[0])
+    state.pending.append(_Bucket(bucket, work))
+    devices = [] if buffer.is_cpu else [buffer.device]
+    returned: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    returned.set_result(buffer)
+    return returned
+
+
+class Accumulation:
+    """Which batches begin and end an optimizer step; batches are given by their iteration."""
+
+    def __init__(self, model: nn.Module, batches: int) -> None:
+        self.batches = batches
+        self._ddp = tuple(ddp_modules(model)) if batches > 1 else ()
+        self._origin = 0  # the iteration that would be the first of a step
+        self._first: int | None = None
+
+    def begins(self, iteration: int) -> bool:
+        """Whether the batch is the first of a step."""
+        return (iteration - self._origin) % self.batches == 0
+
+    def ends(self, iteration: int) -> bool:
+        """Whether it is the last."""
+        return (iteration + 1 - self._origin) % self.batches == 0
+
+    def skip(self) -> None:
+        """Do not count a batch that is not trained on, since it is one of an evaluation."""
+        self._origin += 1
+
+    def set_reduction(self, iteration: int, *, trains: bool) -> None:
+        """Before a forward: let DDP reduce the gradients in its backward, or not."""
+        if trains and self._first is None:
+            self._first = iteration
+        for module in self._ddp:  # as DDP's no_sync(), for one forward
+            module.require_backward_grad_sync = self.ends(iteration) or iteration == self._first
+
+    def rest(self, next_iteration: int) -> int:
+        """How many batches a last, unfinished step has accumulated."""
+        return (next_iteration - self._origin) % self.batches
+
+    def restart(self, next_iteration: int) -> None:
+        """Begin a step with this batch, without gradients of others.
+
+        Warns:
+            RuntimeWarning: As ``warn_of_rounding``.
+        """
+        self._origin = next_iteration
+        if next_iteration and self._first is None:
+            warn_of_rounding(self._ddp, self.batches)
+
+    def take_rest(self, next_iteration: int) -> bool:
+        """Reduce what a last, unfinished step has accumulated; False if there is none.
+
+        A collective of the model's ranks. The next batch begins a new step.
+        """
+        rest = self.rest(next_iteration)
+        self._origin += rest
+        if rest:
+            for module in self._ddp:
+                _reduce(module)
+        return rest > 0
+
+
+def warn_of_rounding(modules: Iterable[DistributedDataParallel], batches: int) -> None:
+    """Warn of the first step with an accumulation after a resume.
+
+    Warns:
+        RuntimeWarning: Its sums are rounded otherwise than without a stop.
+    """
+    if any(dist.get_world_size(module.process_group) > 1 for module in modules):
+        warnings.warn(
+            "DDP reduces the first batch of a process by itself, so the first step that "
+            f"accumulates the gradients of {batches} batches after a resume may differ in the last "
+            "bits from that of a run that was not stopped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _reduce(module: DistributedDataParallel) -> None:
+    """Average the gradients over the ranks, as DDP does within a backward."""
+    group = module.process_group
+    parameters = [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
+    ]
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    used = used.to(module.device)
+    dist.all_reduce(used, group=group)
+    for parameter, ranks in zip(parameters, used.tolist(), strict=True):
+        if ranks:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.mul_(1.0 / dist.get_world_size(group))
+            dist.all_reduce(parameter.grad, group=group)

@@ -1,0 +1,380 @@
+"""Finds each sharded module's input: the path of an attribute of the batch.
+
+- **trace**: torch.fx traces the forward. The trace shows what each sharded module is called with,
+  and whether the model computes it.
+- **direct**: matches the batch's attributes by type with the first parameter of ``input_dist``. It
+  works with any forward, but the user guarantees that the forward passes that attribute unchanged,
+  once.
+
+The user may also name an input: module name to the attribute's path within the batch.
+
+In a trace, sharded modules, and modules that contain none, are leaves. An input is found if it is
+picked out of the batch, by attributes and items, or out of the result of a module that may run
+ahead of the forward::
+
+    forward(batch)                          trace               found
+      x = self.sample(batch)                call_module         computed: sample(batch)
+      self.tables(x.ids)                    getattr, call       tables: sample(...).ids
+
+A module may run ahead if it holds no parameters (training changes these between two batches), is
+called once, and its own arguments are found. TorchRec asks for the first and the last.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from swpipe.tasks.torchrec._torchrec import (
+    ArgInfo,
+    ArgInfoStepFactory,
+    CallArgs,
+    GetAttrArgInfoStep,
+    GetItemArgInfoStep,
+    KeyedJaggedTensor,
+    NodeArgsHelper,
+    ScalarArgInfoStep,
+    ShardedModule,
+    Tracer,
+    TrainPipelineContext,
+    get_leaf_module_names,
+    get_unwrapped_module,
+)
+from swpipe.tasks.torchrec.gradients import ddp_modules, is_megatrons
+
+
+class RewriteError(ValueError):
+    """The model cannot be pipelined; the message names the module and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the inputs of one batch are picked from.
+
+    Attributes:
+        batch: The batch on the device.
+        results: What modules of the model have computed from it ahead of the forward, by name.
+    """
+
+    batch: Any
+    results: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """The first step to an input: from the source to its batch."""
+
+    def process(self, source: Source) -> Any:
+        """The batch."""
+        return source.batch
+
+
+@dataclass(frozen=True, slots=True)
+class OfModule:
+    """The first step to an input: from the source to the result of one module."""
+
+    name: str
+
+    def process(self, source: Source) -> Any:
+        """The result."""
+        return source.results[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How to get one module's input from a batch, or why that is unknown."""
+
+    args: Any = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.why or ", ".join(
+            [_path(arg) for arg in self.args.args]
+            + [f"{name}={_path(arg)}" for name, arg in self.args.kwargs.items()]
+        )
+
+
+def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
+    """The attribute of the batch whose type matches the first parameter of ``input_dist``.
+
+    Where several do, ``labels`` is left out.
+    """
+    attributes = dict(getattr(batch, "__dict__", {}))
+    return {name: _match(module, attributes, batch) for name, module in sharded.items()}
+
+
+def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
+    wanted = _input_types(module)
+    if not wanted:
+        return Found(
+            why=f"the first parameter of {type(module).__name__}.input_dist says no type to match "
+            "the batch's attributes with: annotate it, or name its input"
+        )
+    fitting = [name for name, value in attributes.items() if isinstance(value, wanted)]
+    if len(fitting) > 1:  # labels may be jagged too, and are not looked up
+        fitting = [name for name in fitting if name != "labels"]
+    if len(fitting) == 1:
+        return named_input(fitting[0])
+    kinds = " or ".join(kind.__name__ for kind in wanted)
+    have = f"{len(fitting)} ({', '.join(fitting)})" if fitting else "none"
+    return Found(
+        why=f"of the attributes of {type(batch).__name__}, {have} is a {kinds}, which "
+        'its input_dist takes: name the right one, inputs={"module": "attribute"}'
+    )
+
+
+def _input_types(module: Any) -> tuple[type, ...]:
+    """The annotated types of the parameter that follows the module's context."""
+    names = list(inspect.signature(module.input_dist).parameters)
+    hint = typing.get_type_hints(type(module).input_dist).get(names[1]) if names[1:] else None
+    return tuple(kind for kind in typing.get_args(hint) or (hint,) if isinstance(kind, type))
+
+
+def named_input(path: str) -> Found:
+    """The input at a path within the batch, such as "features" or "user.ids"."""
+    steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
+    return Found(CallArgs([ArgInfo([OfBatch(), *steps])], {}))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DistributedModelParallel, DDP, FSDP, Megatron's DDP and Float16Module."""
+    inner: nn.Module = get_unwrapped_module(model)
+    while is_megatrons(inner) or type(inner).__name__ == "Float16Module":
+        inner = get_unwrapped_module(inner.module)
+    return inner
+
+
+def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a DDP wrapper around ``module`` reduces some of its parameters.
+
+    Such are those of feature processors: they take part in the look-up, and DDP expects their
+    gradients in the backward of the dense part.
+    """
+    own = {id(p) for p in module.parameters() if p.requires_grad}
+    return any(
+        id(parameter) in own
+        for wrapper in ddp_modules(model)
+        if wrapper not in set(module.modules())
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    )
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name to sharded module, without those inside another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        within = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
+        if isinstance(module, ShardedModule) and not within:
+            found[name] = module
+    return found
+
+
+def _path(arg: Any) -> str:
+    text = "batch"
+    for step in arg.steps:
+        if isinstance(step, OfModule):
+            text = f"{step.name}(...)"
+        elif isinstance(step, ScalarArgInfoStep):
+            text = repr(step.value)
+        elif isinstance(step, GetAttrArgInfoStep):
+            text += f".{step.attr_name}"
+        elif isinstance(step, GetItemArgInfoStep):
+            text += f"[{step.item_index!r}]"
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a trace has found.
+
+    Attributes:
+        inputs: The input of each sharded module.
+        computed: The arguments of each module that runs ahead of the forward, in its order.
+    """
+
+    inputs: dict[str, Found]
+    computed: dict[str, Any]
+
+
+def traced_inputs(
+    model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module], *, postproc: bool = False
+) -> Traced:
+    """What each sharded module is called with; ``model`` has no wrappers.
+
+    The batch's ``to_proxy`` or ``to_proxy_tuple`` is used, as in TorchRec. With ``postproc``,
+    modules may run ahead of the forward.
+
+    Raises:
+        ValueError: The forward cannot be traced.
+    """
+    concrete: Any = {}
+    if hasattr(batch, "to_proxy"):
+        concrete = {"inputs": copy.copy(batch).to_proxy()}
+    elif hasattr(batch, "to_proxy_tuple"):
+        concrete = batch.to_proxy_tuple(model)
+    try:
+        tracer = _Tracer if postproc else Tracer
+        graph = tracer(get_leaf_module_names(model)).trace(model, concrete_args=concrete)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace the forward of {type(model).__name__} ({error}). Keep control "
+            "flow that depends on data out of the modules that hold sharded ones (what holds none "
+            'is not traced), or give find="direct" if each sharded module is called once, with an '
+            "attribute of the batch as it is"
+        ) from error
+    calls: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), []).append(node)
+    flattened = any(hasattr(node, "ph_key") for node in graph.nodes)
+    finder = _Finder(model, calls, postproc=postproc, flattened=flattened)
+    inputs = {name: finder.input_of(name) for name in sharded}
+    # In the order of the forward: modules may draw random numbers.
+    return Traced(
+        inputs, {name: finder.computed[name] for name in calls if name in finder.computed}
+    )
+
+
+class _Tracer(Tracer):  # type: ignore[misc]
+    """Modules within a leaf are leaves too, if the forward calls them directly."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        within = any(module_qualified_name.startswith(f"{leaf}.") for leaf in self._leaf_modules)
+        return within or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Finder(NodeArgsHelper):  # type: ignore[misc]
+    """Follows arguments back to the batch, through modules that may run ahead.
+
+    ``flattened`` says that the forward takes the parts of the batch one by one (``to_proxy``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Mapping[str, list[Node]],
+        *,
+        postproc: bool,
+        flattened: bool,
+    ) -> None:
+        super().__init__(model, TrainPipelineContext(), postproc)
+        self.computed: dict[str, Any] = {}
+        self._flattened = flattened
+        self._calls = calls
+        self._why = ""
+        self._lost = 0
+
+    def input_of(self, name: str) -> Found:
+        """The input of a sharded module; what only an unknown one needs is not computed ahead."""
+        nodes = self._calls.get(name, [])
+        if not nodes:
+            return Found(why="the forward never calls it: take it out of the model")
+        if len(nodes) > 1:
+            return Found(
+                why=f"it is called {len(nodes)} times in one forward, but its input is exchanged "
+                "once per batch: call it once and share the result, or use one module per call"
+            )
+        (node,) = nodes
+        self._why = ""
+        before = dict(self.computed)
+        args = self._args_of(node)
+        if args is not None:
+            return Found(args)
+        self.computed = before
+        given = ", ".join(map(str, [*node.args, *node.kwargs.values()]))
+        return Found(
+            why=f"its input ({given}) is computed in the forward{self._why}, not picked out of the "
+            "batch: compute it before the pipeline, as part of the batch, or in a module without "
+            "parameters, called with parts of the batch, with pipeline_postproc=True"
+        )
+
+    def _args_of(self, node: Node, **options: Any) -> Any:
+        given = len(node.args) + len(node.kwargs)
+        args, found = self.get_node_args(node, **options)
+        return args if given and found == given else None
+
+    # ------------------------------------------------------- called by TorchRec's NodeArgsHelper
+
+    def _get_node_args_helper_inner(self, arg: Any, for_postproc_module: bool = False) -> Any:
+        root = arg
+        while isinstance(root, Node) and root.target in (getattr, operator.getitem):
+            if any(_nodes(root.args[1:])):
+                return None  # an item whose key is computed
+            root = root.args[0]
+        if getattr(root, "target", None) is KeyedJaggedTensor and not self._flattened:
+            return None  # TorchRec would take its values for it
+        return super()._get_node_args_helper_inner(arg, for_postproc_module)
+
+    def _handle_placeholder(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo:
+        return super()._handle_placeholder(child_node, arg_info).add_step(OfBatch())
+
+    def _handle_module(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo | None:
+        name = str(child_node.target)
+        if name not in self.computed:
+            if why := self._refusal(name):
+                self._why = self._why or f" by {name!r}, {why}"
+                return None
+            args = self._args_of(child_node, for_postproc_module=True)
+            if args is None:
+                self._why = self._why or f" by {name!r}, whose own arguments are not found"
+                return None
+            self.computed[name] = args
+        return arg_info.add_step(OfModule(name))
+
+    def _handle_constant(
+        self, arg: Any, arg_info: ArgInfo, for_postproc_module: bool = False
+    ) -> ArgInfo | None:
+        if isinstance(arg, tuple | slice) and any(_nodes(arg)):
+            return None  # TorchRec would hand the nodes themselves on
+        lost = self._lost
+        found = super()._handle_constant(arg, arg_info, for_postproc_module)
+        return found if self._lost == lost else None
+
+    def _handle_collection_element(self, arg: Any, for_postproc_module: bool = False) -> Any:
+        if not isinstance(arg, Node | list | dict | tuple | slice):
+            return arg
+        found = self._get_node_args_helper_inner(arg, for_postproc_module)
+        self._lost += found is None  # TorchRec would hand None on
+        return found
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _refusal(self, name: str) -> str:
+        """Why a module may not run ahead of the forward, or ""."""
+        module = self._model.get_submodule(name)
+        parameters = [of for of, _ in module.named_parameters()]
+        times = len(self._calls[name])
+        if not self._pipeline_postproc:
+            return "a module that would run ahead with pipeline_postproc=True"
+        if isinstance(module, ShardedModule):
+            return "whose embeddings come after the exchange"
+        if parameters:
+            return f"which holds parameters ({', '.join(parameters)}) that each step changes"
+        if times > 1:
+            return f"which is called {times} times in one forward: share one result"
+        for other in self.computed:
+            if _nested(module, self._model.get_submodule(other)):
+                return f"which shares modules with {other!r}, that is called too"
+        return ""
+
+
+def _nodes(value: Any) -> Iterator[Node]:
+    """The nodes within an argument."""
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return iter(found)
+
+
+def _nested(one: nn.Module, other: nn.Module) -> bool:
+    """Whether one of two modules contains the other."""
+    return any(one is part for part in other.modules()) or any(other is m for m in one.modules())

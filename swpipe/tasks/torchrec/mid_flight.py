@@ -1,0 +1,99 @@
+"""Whether a state that is saved with batches in flight leads back to the same numbers.
+
+    saved       model and optimizers   as after the batches that were returned
+    resumed     batches in flight      are pulled again, and begin anew
+
+So what a batch in flight has done must be in its context alone, or come out the same when it is
+done again. What is not known to be so is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from swpipe._values.stateful import modules_in
+from swpipe.core.messages import listed
+from swpipe.core.plan import PipelinePlan
+from swpipe.core.task import PipelineTask
+from swpipe.pipeline import SWPipeline
+from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
+from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler
+from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
+"""The declared states that a checkpoint has, or that the next step begins with."""
+
+WITHOUT_STATE = (type(None), IdentityShuffler, KarmarkarKarpShuffler)
+"""Shufflers that deal each batch by what it has alone."""
+
+
+def runs_early(plan: PipelinePlan, task: str) -> bool:
+    """Whether a task runs before the period that returns its batch."""
+    last = max(schedule.stage for schedule in plan.schedule.values())
+    return plan.schedule[task].stage < last
+
+
+def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
+    """Refuse to save a state from which other numbers would follow.
+
+    Raises:
+        RuntimeError: It says why, and what to do.
+    """
+    if pipe.closed:
+        raise RuntimeError("a closed pipeline has dropped its batches: save before close()")
+    if pipe.in_flight and (why := [*_by_plan(pipe), *_by_parts(pipe.plan, tasks)]):
+        raise RuntimeError(
+            f"batches are in flight ({pipe.in_flight}), and a run resumed from here would give "
+            f"other numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
+        )
+    if not pipe.in_flight:
+        pipe.state_dict()  # refuses if a failure has dropped some
+    if rest := tasks.accumulated(pipe.state_dict(check=False)["next_iteration"]):
+        raise RuntimeError(
+            f"gradients of {rest} of {tasks.step.accumulate} batches wait for their step, and no "
+            "state_dict has them: save after a step, or call drain() and flush() before you save"
+        )
+
+
+def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:
+    """What the plan lets batches in flight read too early, or change."""
+    if stale := pipe.plan.stale:
+        yield f"the plan reads {listed(sorted(stale))} from before the update of the batch before"
+    for task in pipe.tasks:
+        entry = pipe.plan.schedule[task.name]
+        changed = sorted(_changed(task))
+        if changed and (entry.thread_group != "default" or runs_early(pipe.plan, task.name)):
+            yield f"{task.name!r} changes {listed(changed)} ahead"
+
+
+def _changed(task: PipelineTask) -> set[str]:
+    return {io.state for io in task.io if io.state in SAVED and "w" in io.mode}
+
+
+def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
+    """The parts that have run for batches in flight, and may have changed something by that."""
+    shuffler = tasks.shuffler
+    if runs_early(plan, tasks.task_of(tasks.copy)) and type(shuffler) not in WITHOUT_STATE:
+        yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
+    if not runs_early(plan, tasks.task_of(tasks.start_input_dist)):
+        return
+    if names := [postproc.name for postproc in tasks.rewrite.postprocs]:
+        yield f"{listed(names)} have computed inputs for them, and may draw or count"
+    looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
+    for forward in tasks.rewrite.forwards:
+        module = forward._module
+        if type(module) not in PLAIN_TABLES:
+            yield f"{forward.name} is a {type(module).__name__}, and ids may change it"
+        elif looks_up_early and _counts(module):
+            yield f"the optimizer fused into {forward.name} counts look-ups"
+    if tasks.table_state is not None and runs_early(plan, tasks.task_of(tasks.prefetch)):
+        yield "a prefetch has changed tables whose rows lie in no parameter or buffer"
+
+
+def _counts(module: Any) -> bool:
+    """Whether some tables of fbgemm below have counted look-ups, as for Adam."""
+    counts = (getattr(part, "iter", None) for part in modules_in(module))
+    return any(isinstance(count, Tensor) and bool(count.any()) for count in counts)

@@ -1,0 +1,430 @@
+"""TorchRec's pipelines by their names, each a row of data on one class.
+
+::
+
+    TorchRec                                  here
+    class                                     Form: a kind of forward, a plan, what is left out
+    model, optimizer, custom_model_fwd        TrainStep
+    execute_all_batches                       Pass(keep_back=...)
+    progress with another iterator            the current pass is stopped; a new one begins when
+                                              none of its batches is in flight
+    the mode of the model                     as for SparseDistPipeline
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
+from swpipe.tasks.torchrec.arguments import bound, no_internal, refuse_overrides, signature_of
+from swpipe.tasks.torchrec.drop_in import (
+    Pass,
+    PlanFor,
+    SparseDistPipeline,
+    lean,
+    plan_for,
+    split,
+)
+from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.gradients import ddp_modules, warn_of_rounding
+from swpipe.tasks.torchrec.inputs import sharded_modules, unwrapped
+from swpipe.tasks.torchrec.released import MemoryOptions
+from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What one of TorchRec's classes is here.
+
+    Attributes:
+        plan: The plan, or makes it for the tasks; a class with arguments for it makes its own.
+        kind: How the sharded modules are called.
+        alone: The same on one rank, where it is another.
+        left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
+        zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
+        without_grad: When batches are run without gradients: "always", under "eval" mode, "never".
+        copies_later: Whether there is ``enqueue_batch_after_forward``.
+    """
+
+    plan: PipelinePlan | PlanFor = field(default_factory=plans.serial)
+    kind: Kind = "pipelined"
+    alone: Kind | None = None
+    left: int = 2
+    zero_grad: str | None = plans.EMBED
+    without_grad: Literal["always", "eval", "never"] = "never"
+    copies_later: bool = False
+
+
+class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
+    """A pipeline of TorchRec's, with its methods and arguments.
+
+    A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
+    of that class. Subclasses of the user's may override ``progress`` and ``copy_batch_to_gpu``;
+    other methods of TorchRec's are refused. One argument more is for keywords: ``run_ahead``, as
+    for ``PipelinePlan``. ``drop_in`` is the pipeline itself.
+
+    Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
+    argument for it, which never do so there. Modules that hold parameters are not run ahead by
+    ``pipeline_postproc``.
+    """
+
+    __signature__: ClassVar[inspect.Signature | None]
+    _original: ClassVar[type]  # the class of TorchRec's
+    form: ClassVar[Form]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__.startswith("swpipe."):
+            theirs = torchrec_class(cls.__name__)
+            cls._original = theirs or torchrec_pipelines.TrainPipelineSparseDist
+            if theirs is not None:
+                theirs.register(cls)  # for isinstance()
+        else:
+            refuse_overrides(cls, cls._original)
+        own = cls.__init__ is not NamedPipeline.__init__
+        cls.__signature__ = None if own else signature_of(cls._original)
+
+    def __init__(self, *args: Any, run_ahead: int | None = None, **kwargs: Any) -> None:
+        torchrec_pipelines.TrainPipeline.__init__(self)
+        self._run_ahead = run_ahead
+        self._given = given = bound(self, self._original, args, kwargs)
+        self._model: nn.Module = given["model"]
+        self._model_fwd = given.get("custom_model_fwd")
+        self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
+        self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
+        self._take(given)
+        self._build()
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        """Take the arguments that only this class has, before the model is rewritten."""
+
+    @property
+    def drop_in(self) -> SparseDistPipeline:
+        """The pipeline itself."""
+        return self
+
+    # ----------------------------------------------------------------------- TorchRec's methods
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train on one more batch, and return the oldest batch's output.
+
+        With another iterator while batches are in flight, each call finishes one of these; the
+        new iterator begins after them, the old one keeps its other batches.
+
+        Raises:
+            StopIteration: All batches are done.
+            RuntimeError: Batches in flight were admitted in another mode: call ``drain`` first.
+            BaseException: As ``SparseDistPipeline.progress``.
+        """
+        with nullcontext() if self._has_grad() else torch.no_grad():
+            output: Out = super().progress(dataloader_iter)
+        return output
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
+        """The next batch on the device, without a context; None at the end of the data.
+
+        A subclass may override it: it is then called for each batch, on the stream for copies, with
+        an iterator that has this batch alone.
+        """
+        batch: Any = next(dataloader_iter, None)
+        return None if batch is None else self.tasks.to_device(batch), None
+
+    def reset(self) -> None:
+        """Drop the batches in flight. On several ranks, call it on all after the same step."""
+        self.close()
+        self._start()
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Undo ``detach``; ``progress`` also does. ``sparse_dist`` has no effect.
+
+        Raises:
+            RuntimeError: Another model, and batches of the old one are in flight.
+        """
+        if model is not None and model is not self._model:
+            self._check_idle("another model")
+            self._model = model
+            self._restart(self._build)
+        super().attach()
+
+    def register_backward_hook(self, site: Any, work: Any) -> None:
+        """Refused: work inside backward would escape the plan.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"register_backward_hook({site!r}): work inside backward is unknown to the plan, which "
+            "could then overlap what must not be: use TrainStep.finalize or a task of your own"
+        )
+
+    # ------------------------------------------------------------------------------------- more
+
+    def drain(self) -> list[Out]:
+        """Finish the batches in flight and return their outputs, oldest first."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_grad()):
+            return super().drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``SparseDistPipeline.state_dict``.
+
+        ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` has the batches
+        that ``execute_all_batches=False`` keeps back.
+        """
+        optimizer: Any = self._optimizer_given
+        every = _batches_per_step(optimizer)
+        if every > 1 and (rest := optimizer._current_step % every):
+            raise RuntimeError(
+                f"gradients of {rest} of {every} batches wait for their step, and no state_dict "
+                "has them: save after a step of TorchRec's GradientAccumulationWrapper"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As ``SparseDistPipeline.load_state_dict``."""
+        super().load_state_dict(state)
+        every = _batches_per_step(self._optimizer_given)
+        if every > 1 and state["next_iteration"]:
+            warn_of_rounding(ddp_modules(self._model), every)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer_given
+
+    @_optimizer.setter
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        # TorchRec's GradientAccumulationWrapper puts its own around it.
+        self._check_idle("another optimizer")
+        self._optimizer_given = optimizer
+        self._restart(self._build)
+
+    @property
+    def _pipelined_modules(self) -> list[nn.Module]:
+        return [forward._module for forward in self.tasks.rewrite.forwards]
+
+    @property
+    def _pipelined_postprocs(self) -> list[nn.Module]:
+        return [postproc._module for postproc in self.tasks.rewrite.postprocs]
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_internal(self, name)
+
+    def _has_grad(self) -> bool:
+        when = self.form.without_grad
+        return when == "never" or (when == "eval" and self._model.training)
+
+    def _pass_over(self, source: Iterator[Any]) -> Pass:
+        """The pass to go on with; that over ``source`` once the one before has finished."""
+        current = self._pass
+        if current is not None:
+            if current.source is not source:
+                current.stopped = True
+            if not current.stopped or self.pipe.in_flight or current.kept:
+                return current
+            if current.uneven is not None:
+                self._pass = None
+                raise current.uneven
+        self._pass = self._new_pass(source)
+        return self._pass
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source, self._even, keep_back=self._keep_back)
+
+    def _optimizers(self) -> Sequence[Any]:
+        return [self._optimizer_given]
+
+    def _build(self) -> None:
+        step = TrainStep(
+            self._optimizers(),
+            forward=self._model_fwd,
+            sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
+        )
+        kind: Kind = "own"
+        if sharded_modules(unwrapped(self._model)):
+            alone = dist.is_initialized() and dist.get_world_size() == 1
+            kind = (self.form.alone if alone else None) or self.form.kind
+        self.tasks = self._tasks_for(step, kind)
+        if type(self).copy_batch_to_gpu is not NamedPipeline.copy_batch_to_gpu:
+            if self.tasks.memory.enable_inplace_copy_batch:
+                raise NotImplementedError(
+                    f"{type(self).__name__} overrides copy_batch_to_gpu, and copies in place "
+                    "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
+                    "and allocate and copy so in the override"
+                )
+            self.tasks.copy_batch = self._copied
+        self._start()
+
+    def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
+        return SparseDistTasks(
+            self._model,
+            step,
+            device=self._given["device"],
+            forward=kind,
+            strict=False,
+            zero_grad=self._zero_grad(),
+            pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
+            memory=MemoryOptions.of(self._given),
+        )
+
+    def _zero_grad(self) -> str | None:
+        return self.form.zero_grad
+
+    def _start(self) -> None:
+        plan = self._plan(self.tasks)
+        if self.form.copies_later and self._given.get("enqueue_batch_after_forward"):
+            order = [name for name in plan.order if name != plans.COPY]
+            order.insert(order.index(plans.DENSE) + 1, plans.COPY)
+            plan = replace(plan, order=order)
+        SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        return plan_for(self.form.plan, tasks)
+
+    def _copied(self, batch: In) -> In:
+        copied, _ = self.copy_batch_to_gpu(iter([batch]))
+        if copied is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.copy_batch_to_gpu returned no batch for one that the "
+                "iterator has given: leave batches out in the iterator"
+            )
+        return copied
+
+    def _restart(self, begin: Callable[[], None]) -> None:
+        """Begin anew, with the number of the next batch; none is in flight."""
+        state = self.pipe.state_dict(check=False)
+        self.close()
+        begin()
+        SparseDistPipeline.load_state_dict(self, state)
+
+    def _check_idle(self, what: str) -> None:
+        if in_flight := self.pipe.in_flight:
+            raise RuntimeError(
+                f"batches are in flight ({in_flight}), and cannot go on with {what}: call drain() "
+                "or reset() first"
+            )
+
+
+def _batches_per_step(optimizer: Any) -> int:
+    """1, unless TorchRec's ``GradientAccumulationWrapper`` has put its optimizer here."""
+    every: int = getattr(getattr(optimizer, "_config", None), "num_steps", 1)
+    return every
+
+
+# --------------------------------------------------------------------------------------- the table
+
+
+def _copy_on_a_thread(tasks: SparseDistTasks) -> PipelinePlan:
+    plan = plans.sparse_dist(lean=bool(tasks.memory))
+    copied = replace(plan.schedule[plans.COPY], thread_group="copy")
+    return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
+
+
+_SPARSE_DIST, _COPY_AHEAD = lean(plans.sparse_dist), lean(plans.copy_ahead)
+
+
+class TrainPipelineBase(NamedPipeline[In, Out]):
+    """As TorchRec's: the next batch is copied during this one's step. Any model, sharded or not.
+
+    Unlike there, ``custom_model_fwd`` is used, and data after the end of an iterator needs no
+    ``reset``.
+    """
+
+    form = Form(plan=_COPY_AHEAD, kind="own")
+
+
+class TrainPipelineSparseDist(NamedPipeline[In, Out]):
+    """As TorchRec's, under the plan ``sparse_dist``."""
+
+    form = Form(plan=_SPARSE_DIST, copies_later=True)
+
+
+class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: only the copy of the next batch overlaps."""
+
+    form = Form(plan=_COPY_AHEAD)
+
+
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's, under the plan ``prefetch``."""
+
+    form = Form(plan=lean(plans.prefetch), kind="prefetch")
+
+
+class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's, under the plan ``split``.
+
+    Unless ``embedding_lookup_after_data_dist=True``, a look-up takes the learning rates of the call
+    before, as there. ``strict`` has no effect. The look-up is submitted on the caller's stream.
+    """
+
+    form = Form(plan=split, kind="split", alone="ahead", copies_later=True)
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        if (stream := given["emb_lookup_stream"]) not in ("new", "current", "data_dist"):
+            raise ValueError(
+                f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
+            )
+
+    def _zero_grad(self) -> str:
+        return plans.EMBED if self._late() else plans.DENSE_BACK  # after the look-up
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        return plans.split(lean=bool(tasks.memory)) if self._late() else split(tasks)
+
+    def _late(self) -> bool:
+        """Whether a batch is looked up in the call that returns it, whatever tables allow."""
+        return bool(self._given.get("embedding_lookup_after_data_dist"))
+
+
+class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: batches are copied on a thread of their own."""
+
+    form = Form(plan=_copy_on_a_thread)
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients."""
+
+    form = Form(plan=_SPARSE_DIST, without_grad="always", copies_later=True)
+
+
+class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
+    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients.
+
+    With ``enable_embedding_lookup_prefetch=True`` the next batch is looked up a call ahead, where
+    no optimizer of the pipeline has the tables.
+    """
+
+    form = Form(
+        plan=split,
+        kind="split",
+        alone="ahead",
+        without_grad="always",
+        copies_later=True,
+    )
+
+    def _late(self) -> bool:
+        return not self._given.get("enable_embedding_lookup_prefetch")
+
+
+class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: under ``model.eval()`` a batch is evaluated, without gradients.
+
+    Unlike there, batches in flight keep their mode: to change it, train or evaluate to the end of
+    the iterator, or call ``drain``.
+    """
+
+    form = Form(plan=_SPARSE_DIST, without_grad="eval", copies_later=True)

@@ -1,0 +1,33 @@
+"""The pipelines of NVIDIA's recsys-examples by their names, arguments and results, run by swpipe.
+
+    from swpipe.tasks.torchrec.recsys_examples import TrainPipelineFactory
+
+in place of ``from commons.pipeline import TrainPipelineFactory``. Neither recsys-examples nor
+Megatron is imported.
+"""
+
+from swpipe.tasks.torchrec.recsys_examples.jagged import (
+    JaggedMegatronPrefetchTrainPipelineSparseDist,
+    JaggedMegatronSemiSyncTrainPipelineSparseDist,
+    JaggedMegatronSplitTrainPipelineSparseDist,
+    JaggedMegatronTrainNonePipeline,
+    JaggedMegatronTrainPipelineSparseDist,
+    SWSerialTrainPipeline,
+)
+from swpipe.tasks.torchrec.recsys_examples.registry import (
+    TrainPipelineFactory,
+    register_train_pipeline,
+)
+from swpipe.tasks.torchrec.recsys_examples.reported_losses import collective_assert
+
+__all__ = [
+    "JaggedMegatronPrefetchTrainPipelineSparseDist",
+    "JaggedMegatronSemiSyncTrainPipelineSparseDist",
+    "JaggedMegatronSplitTrainPipelineSparseDist",
+    "JaggedMegatronTrainNonePipeline",
+    "JaggedMegatronTrainPipelineSparseDist",
+    "SWSerialTrainPipeline",
+    "TrainPipelineFactory",
+    "collective_assert",
+    "register_train_pipeline",
+]

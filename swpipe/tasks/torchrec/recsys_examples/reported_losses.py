@@ -1,0 +1,157 @@
+"""Losses per token, and what ``progress`` reports of them.
+
+::
+
+                    returns="tokens"                        returns="reporting_loss"
+    before forward  tokens of all ranks: all-reduce         -
+    forward         losses, output                          losses, output
+    LossPostprocess local sum                               sum and number of losses: all-reduce
+    backward        local sum x ranks / tokens              local sum / number x ranks
+    progress        (local sum, tokens, output)             ([sum, number], output)
+
+The first is the present version of recsys-examples, where the batch counts its own tokens
+(``num_loss_tokens``); in evaluation they are None. The second is the version before, which counts
+losses. ``ranks`` is the number of data-parallel ranks, over which DDP and Megatron average the
+gradients. As there, losses are checked for NaN always in the second, and in the first where the
+environment has ``ASSERT_LOSS_HAS_NAN=1``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe._distributed.rank_checks import gather
+from swpipe.core.context import IterContext
+from swpipe.core.messages import listed, shown
+from swpipe.core.task import TaskFn
+from swpipe.plans.torchrec import sparse_dist as names
+from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+Returns: TypeAlias = Literal["tokens", "reporting_loss"]
+
+
+def collective_assert(
+    flag: bool | Tensor, err_msg: str = "", group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on all ranks of a group unless ``flag`` is true on all of them; a collective.
+
+    Raises:
+        AssertionError: It is false on a rank; the message says on which.
+    """
+    if not dist.is_initialized():
+        passed, ranks = [bool(flag)], [0]
+    else:
+        passed = gather(bool(flag), group)
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if places := [place for place, ok in enumerate(passed) if not ok]:
+        where = listed([str(ranks[place]) for place in places])
+        raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")
+
+
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """Megatron's data-parallel ranks, where the script has initialised its groups; None for all."""
+    state = _parallel_state()
+    group: dist.ProcessGroup | None = None if state is None else state.get_data_parallel_group()
+    return group
+
+
+def has_tensor_parallel() -> bool:
+    """Whether Megatron splits layers over ranks."""
+    state = _parallel_state()
+    return state is not None and state.get_tensor_model_parallel_world_size() > 1
+
+
+def _parallel_state() -> Any:
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+class JaggedTasks(SparseDistTasks):
+    """The tasks of a step whose losses are normalised per token, and reported.
+
+    Args:
+        model: As for ``SparseDistTasks``.
+        step: The same.
+        returns: What ``progress`` returns; see the module.
+        group: The data-parallel ranks; None for all.
+        options: As for ``SparseDistTasks``.
+
+    Raises:
+        ValueError: ``returns`` is neither.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: TrainStep,
+        *,
+        returns: Returns,
+        group: dist.ProcessGroup | None,
+        **options: Any,
+    ) -> None:
+        if returns not in ("tokens", "reporting_loss"):
+            raise ValueError(
+                f"returns is {shown(returns)}; give 'tokens' for (loss, tokens, output), or "
+                "'reporting_loss' for ([loss, tokens], output)"
+            )
+        self._by_batch = returns == "tokens"
+        self._group = group
+        self._alone = not dist.is_initialized()
+        self._ranks = 1 if self._alone else dist.get_world_size(group)
+        self._checks_nan = not self._by_batch or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
+        super().__init__(model, step, **options)
+
+    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
+        """As there; the tokens are counted before the model runs."""
+        parts = super().parts()
+        runs = names.DENSE if self.rewrite.looks_up_ahead else names.EMBED
+        return {**parts, runs: (self.count_tokens, *parts[runs])}
+
+    def count_tokens(self, ctx: IterContext) -> None:
+        """The tokens of all ranks: no rank has to wait, since the last step has joined them."""
+        ctx.tokens = None
+        if not (self._by_batch and self.trains()):
+            return
+        batch = ctx.batch
+        if not callable(getattr(batch, "num_loss_tokens", None)):
+            raise TypeError(
+                f"a {type(batch).__name__} has no num_loss_tokens(), a tensor with the number of "
+                "losses of this rank: add it, or give the pipeline returns='reporting_loss', which "
+                "counts the losses that the model returns"
+            )
+        ctx.tokens = batch.num_loss_tokens().to(self._target, copy=True)
+        if not self._alone:
+            dist.all_reduce(ctx.tokens)
+
+    def postprocess_loss(self, ctx: IterContext) -> None:
+        """Check, add and normalise the losses; report them."""
+        losses, tokens = ctx.losses, ctx.tokens
+        if not isinstance(losses, Tensor) or losses.ndim == 0:
+            raise TypeError(
+                f"the model returned {shown(losses)} as losses: return a tensor with one loss per "
+                "token, not yet added or averaged"
+            )
+        if self._checks_nan:
+            collective_assert(
+                not torch.isnan(losses).any(), f"losses of batch {ctx.iter_idx} are NaN"
+            )
+        total = torch.sum(losses)
+        if self._by_batch:
+            ctx.output = total.detach(), tokens, ctx.output
+            if ctx.training:
+                ctx.loss = total * self._ranks / tokens
+            return
+        count = torch.tensor(losses.size(0), device=total.device, dtype=total.dtype)
+        reported = torch.stack([total.detach(), count])
+        if not self._alone:
+            dist.all_reduce(reported, group=self._group)
+        ctx.output = reported, ctx.output
+        if ctx.training:
+            ctx.loss = total / reported[1] * self._ranks

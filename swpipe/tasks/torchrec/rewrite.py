@@ -1,0 +1,357 @@
+"""Replaces the forwards of sharded modules, so that tasks can exchange their ids earlier.
+
+    prepare(batch)   first batch: find the modules' inputs and make the replacements
+    compute(batch)   each batch: run the modules that compute inputs, if there are any
+    start(batch)     each batch: start the exchange
+    use(...)         each batch: before the model runs; done() after it
+    attach()         install the replacements        ┐ any number of times,
+    detach()         restore the original forwards   ┘ also during training
+
+The exchanges of sizes of all modules are fused into one, by replacing the forward of each
+``KJTAllToAll``. A sharded module creates these in its first ``input_dist``, so the first batch is
+not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from swpipe.device import Device
+from swpipe.tasks.torchrec._torchrec import (
+    describe,
+    fuse_input_dist_splits,
+    override_input_dist_forwards,
+)
+from swpipe.tasks.torchrec.awaitables import fused_splits
+from swpipe.tasks.torchrec.exchanged import CallInputs
+from swpipe.tasks.torchrec.forwards import FORWARDS, Kind, SparseDistContext
+from swpipe.tasks.torchrec.inputs import (
+    Found,
+    RewriteError,
+    Source,
+    Traced,
+    direct_inputs,
+    named_input,
+    reduced_by_outer_ddp,
+    sharded_modules,
+    traced_inputs,
+    unwrapped,
+)
+from swpipe.tasks.torchrec.postproc import (
+    EarlyReads,
+    PostprocForward,
+    PostprocResults,
+    compute_ahead,
+)
+from swpipe.tasks.torchrec.released import MARK, MemoryOptions, Releases
+
+LATE = "; looked up within the dense part, since DDP reduces parameters of it"
+
+WATCHED = 16
+"""In so many forwards it is checked that nothing reads too early what a module changes."""
+
+Find: TypeAlias = Literal["trace", "direct"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """Whether a sharded module's ids are exchanged by earlier tasks.
+
+    ``kind`` is its class; ``inputs`` is its input within the batch, or why it is unknown.
+    """
+
+    name: str
+    kind: str
+    pipelined: bool
+    inputs: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.kind}) {'' if self.pipelined else 'NOT '}pipelined: {self.inputs}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteReport:
+    """Which sharded modules are pipelined, and why the others are not.
+
+    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed;
+    ``computed`` has the modules that run ahead of the forward, with their inputs, in order.
+    """
+
+    modules: tuple[ModuleReport, ...]
+    found_by: Find
+    torchrec: str
+    computed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"sharded modules, inputs found by {self.found_by}, {self.torchrec}:"
+        ahead = [f"  computed ahead: {call}" for call in self.computed]
+        return "\n".join([head, *(f"  {module}" for module in self.modules), *ahead])
+
+
+class Rewrite:
+    """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
+
+    ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model;
+    ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
+    pipeline looks up within the dense part. ``report`` is None before the first batch;
+    ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
+
+    Raises:
+        RewriteError: The model has no sharded module, unless ``kind`` is "own".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        *,
+        kind: Kind = "split",
+        find: Find = "trace",
+        inputs: Mapping[str, str] | None = None,
+        strict: bool = True,
+        pipeline_postproc: bool = False,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        self.kind: Kind = kind
+        self.looks_up_ahead = kind in ("split", "ahead")
+        self.report: RewriteReport | None = None
+        self.attached = False
+        self.forwards: tuple[Any, ...] = ()
+        self.postprocs: tuple[PostprocForward, ...] = ()
+        self._device = device
+        self._find: Find = find
+        self._inputs = dict(inputs or {})
+        self._strict = strict
+        self._postproc = pipeline_postproc
+        self._releases = Releases(memory, device) if memory else None
+        self._inner = unwrapped(model)
+        self._undo = ExitStack()
+        self._fused = False
+        self._watched = 0
+        self.sharded = sharded_modules(self._inner)
+        if kind != "own":
+            self._check_names()
+        self.late = frozenset(
+            name
+            for name, module in self.sharded.items()
+            if self.looks_up_ahead and reduced_by_outer_ddp(model, module)
+        )
+
+    def prepare(self, batch: Any) -> None:
+        """Find the modules' inputs with a batch on the device, once, and attach."""
+        traced = self._find_inputs(batch)
+        found = traced.inputs
+        self.report = RewriteReport(
+            tuple(
+                ModuleReport(
+                    name,
+                    type(module).__name__,
+                    not found[name].why,
+                    f"{found[name]}{LATE if name in self.late else ''}",
+                )
+                for name, module in self.sharded.items()
+            ),
+            self._find,
+            describe(),
+            tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
+        )
+        bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
+        if self._strict and bad and self.kind != "own":
+            raise RewriteError(
+                "\n".join(["sharded modules that cannot be pipelined:", *bad])
+                + "\n(with strict=False such a "
+                "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
+            )
+        self.forwards = tuple(
+            FORWARDS["prefetch" if name in self.late else self.kind](
+                name, found[name].args, module, self._device
+            )
+            for name, module in self.sharded.items()
+            if not found[name].why
+        )
+        self.postprocs = tuple(
+            PostprocForward(name, args, self._inner.get_submodule(name), self._device)
+            for name, args in traced.computed.items()
+        )
+        self.attach()
+
+    def attach(self) -> None:
+        """Install the replacements."""
+        if self.attached or self.report is None:
+            return
+        for forward in self.forwards:
+            self._set(forward._module, "forward", forward)
+            self._set(forward._module, "is_pipelined", True)
+            if self._releases is not None and self._releases.marks(forward._module):
+                self._set(forward._module, MARK, True)
+        for postproc in self.postprocs:
+            self._set(postproc._module, "forward", postproc)
+        if self._fused:
+            self._fuse()
+        self.attached = True
+
+    def detach(self) -> None:
+        """Restore the model; batches in flight are kept."""
+        self._undo.close()
+        self.attached = False
+
+    def compute(self, batch: Any, iteration: int) -> PostprocResults:
+        """Run the modules that compute inputs; the first batch calls ``prepare``."""
+        if not self.attached:
+            self._attach_first(batch)
+        return compute_ahead(self.postprocs, batch, iteration, self._device)
+
+    def start(
+        self, batch: Any, context: SparseDistContext, results: PostprocResults | None = None
+    ) -> None:
+        """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
+
+        Each module does as in TorchRec's pipelines.
+        """
+        if not self.attached:
+            self._attach_first(batch)
+        source = Source(batch, {} if results is None else results.values)
+        for forward in self.forwards:
+            name, module = forward.name, forward._module
+            inputs = forward.args.build_args_kwargs(source)
+            context.inputs[name] = CallInputs(*inputs)
+            if self._releases is not None:
+                inputs = self._releases.lent(inputs)
+            args, kwargs = module.preprocess_input(*inputs)
+            module_context = context.module_contexts[name] = module.create_context()
+            request = module.input_dist(module_context, *args, **kwargs)
+            context.input_dist_splits_requests[name] = request
+        if self._releases is not None:
+            self._releases.started(context, results)
+        fuse_input_dist_splits(context)
+        fused = context.fused_splits_awaitables
+        for place, (names, splits) in enumerate(fused):
+            contexts = list(map(context.module_contexts.__getitem__, names))
+            fused[place] = names, fused_splits(splits, contexts, self._device)
+        context.input_dist_splits_requests.clear()  # one-shot; the fused ones wait for them
+        if not self._fused:
+            self._fuse()
+            self._fused = True
+
+    def use(
+        self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
+    ) -> None:
+        """Make the forwards use this iteration's context and results."""
+        # A shortcut replays the context of an earlier iteration, which has another batch.
+        replayed = context.index != iteration
+        for forward in self.forwards:
+            forward.set_context(context)
+            forward.iteration, forward.replayed = iteration, replayed
+        for postproc in self.postprocs:
+            postproc.results = results
+            postproc.checks = results is not None and results.iteration == iteration
+
+    def watching(
+        self, results: PostprocResults | None, iteration: int
+    ) -> AbstractContextManager[object]:
+        """Around the model's forward: what modules have changed ahead is not read too early."""
+        watches = results is not None and results.changed and results.iteration == iteration
+        if results is None or not watches or self._watched >= WATCHED:
+            return nullcontext()
+        self._watched += 1
+        return EarlyReads(results)
+
+    def done(self) -> None:
+        """Let go of what modules that ran ahead have computed for one batch."""
+        for postproc in self.postprocs:
+            postproc.results = None
+
+    def _attach_first(self, batch: Any) -> None:
+        if self.report is not None:
+            raise RuntimeError("the model is detached from its pipeline: call attach() first")
+        self.prepare(batch)
+
+    def prefetch(
+        self,
+        context: SparseDistContext,
+        forward_stream: Any,
+        results: PostprocResults | None = None,
+    ) -> None:
+        """Wait for the ids; modules with a cache fill it.
+
+        ``forward_stream`` is that of the look-up, if it is another than the current one.
+        """
+        if self._releases is not None:
+            self._releases.sent(context, results)
+        for forward in self.forwards:
+            if not forward.prefetches:
+                continue
+            name = forward.name
+            request = context.input_dist_tensors_requests.pop(name)
+            data, module_context = request.wait_with_context()
+            forward._module.prefetch(
+                ctx=module_context, dist_input=data, forward_stream=forward_stream
+            )
+            context.module_input_post_prefetch[name] = data
+            context.module_contexts_post_prefetch[name] = module_context
+            del context.module_contexts[name]
+
+    def _check_names(self) -> None:
+        if not self.sharded:
+            raise RewriteError(
+                f"{type(self._inner).__name__} has no sharded module, so there is nothing to "
+                "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
+                "use prefetch_plan with tasks of your own"
+            )
+        for name in self._inputs:
+            if name not in self.sharded:
+                raise RewriteError(
+                    f"inputs names {name!r}, which is not a sharded module of the model; those are "
+                    f"{', '.join(self.sharded)}"
+                )
+
+    def _find_inputs(self, batch: Any) -> Traced:
+        if self.kind == "own":
+            own = Found(why="it keeps its own forward, as asked for")
+            return Traced(dict.fromkeys(self.sharded, own), {})
+        named = {name: named_input(path) for name, path in self._inputs.items()}
+        rest = {name: m for name, m in self.sharded.items() if name not in named}
+        if not rest:
+            return Traced(named, {})
+        if self._find == "direct":
+            return Traced(named | direct_inputs(batch, rest), {})
+        try:
+            traced = traced_inputs(self._inner, batch, rest, postproc=self._postproc)
+        except ValueError as error:
+            raise RewriteError(str(error)) from error
+        return Traced(named | traced.inputs, traced.computed)
+
+    def _fuse(self) -> None:
+        modules = [forward._module for forward in self.forwards]
+        for exchange in _exchanges(modules):
+            self._remember(exchange, "forward")
+        override_input_dist_forwards(modules)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._remember(owner, name)
+        setattr(owner, name, value)
+
+    def _remember(self, owner: Any, name: str) -> None:
+        """Let ``detach`` restore the attribute's current value."""
+        if name in vars(owner):
+            self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
+        else:
+            self._undo.callback(vars(owner).pop, name, None)
+
+
+def _exchanges(modules: list[nn.Module]) -> list[Any]:
+    """The ``KJTAllToAll`` of every input dist within the modules."""
+    return [
+        input_dist._dist
+        for module in modules
+        for child in module.modules()
+        for input_dist in getattr(child, "_input_dists", ())
+        if hasattr(input_dist, "_dist")
+    ]

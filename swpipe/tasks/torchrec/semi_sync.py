@@ -1,0 +1,160 @@
+"""TorchRec's ``TrainPipelineSemiSync``: exact up to ``start_batch``, then one batch stale.
+
+batch        0 ... start_batch - 1      start_batch       start_batch + 1 ...
+looked up    after the step before      the same          before that batch updates the tables
+plan         prefetch                   semi_sync         semi_sync
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swpipe.core.plan import PipelinePlan
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec._torchrec import DMPCollection
+from swpipe.tasks.torchrec.drop_in import Pass, semi_sync
+from swpipe.tasks.torchrec.named import Form, In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+
+class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's; from ``start_batch`` on, under the plan ``semi_sync``.
+
+    ``strict`` has no effect: tables that the optimizer steps are always refused.
+    """
+
+    # TorchRec's trains on all batches here, whatever execute_all_batches says.
+    form = Form(kind="split", alone="ahead", zero_grad=plans.STEP, left=0)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """As for the other pipelines."""
+        if not self._stale and self._done >= self._start_batch:
+            self._go_stale()
+        try:
+            return super().progress(dataloader_iter)
+        except BaseException:
+            if not self.pipe.in_flight:
+                self._pass = None  # a failure dropped batches that its limit has counted
+                self._optimizer_given.zero_grad()
+            raise
+
+    def reset(self) -> None:
+        """Drop the batches in flight, and count from 0 again."""
+        self._go_exact()
+        super().reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for the other pipelines; from ``start_batch`` on, only after ``drain``.
+
+        Raises:
+            RuntimeError: With batches in flight from ``start_batch`` on, or gradients stashed.
+        """
+        if self._stash is not None and self._stash.begun:
+            raise RuntimeError(
+                "the gradients of the last batch are stashed for the next batch's step, and no "
+                "state_dict has them: save before start_batch, or train with stash_gradients=False"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As for the other pipelines; stale from ``start_batch`` on, as the run that saved."""
+        super().load_state_dict(state)
+        if self._stale:
+            self._go_exact()
+            self._restart(self._start)
+
+    def is_semi_sync(self) -> bool:
+        """Whether the next output is that of a batch from ``start_batch`` on."""
+        return self._pass is not None and self._done >= self._start_batch
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        start_batch, interval = given["start_batch"], given["dmp_collection_sync_interval_batches"]
+        if isinstance(self._model, DMPCollection) and interval and start_batch % interval:
+            raise NotImplementedError(
+                f"start_batch={start_batch} is no multiple of dmp_collection_sync_interval_batches="
+                f"{interval}, which counts from there: give a multiple"
+            )
+        self._start_batch: int = start_batch
+        self._stash = _Stash() if given["stash_gradients"] else None
+        self._stale = False
+
+    def _go_stale(self) -> None:
+        """Change the plan: the last exact batch is done, and none is in flight."""
+        self._stale = True
+        if self._stash is not None:
+            self._stash.begin(self._model)
+        self._restart(self._start)
+
+    def _go_exact(self) -> None:
+        self._stale = False
+        if self._stash is not None:
+            self._stash.clear()
+
+    @property
+    def _done(self) -> int:
+        """How many batches were returned, or dropped by a failure."""
+        return self.pipe.state_dict(check=False)["next_iteration"]
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
+        return stale if self._stale else plans.prefetch(lean=bool(tasks.memory))
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        limit = None if self._stale else self._start_batch - self._done
+        return Pass(source, self._even, limit=limit)
+
+    def _optimizers(self) -> Sequence[Any]:
+        if self._stash is None:
+            return super()._optimizers()
+        return [_Stashing(self._optimizer_given, self._stash)]
+
+
+class _Stash:
+    """Dense gradients that wait for the next batch's step."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._gradients: dict[str, Tensor] = {}
+        self._first = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients are exchanged by now."""
+        return self._model is not None
+
+    def begin(self, model: nn.Module) -> None:
+        self._model = model
+
+    def clear(self) -> None:
+        self._model, self._gradients, self._first = None, {}, True
+
+    def swap(self) -> bool:
+        """Exchange the gradients for the batch's before; whether there is any to step with."""
+        if self._model is None:
+            return True
+        for name, parameter in self._model.named_parameters():
+            before = self._gradients.get(name)
+            if parameter.grad is not None:
+                self._gradients[name] = parameter.grad.clone()
+            parameter.grad = before
+        first, self._first = self._first, False
+        return not first
+
+
+class _Stashing:
+    """An optimizer that steps with the gradients of the batch before."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stash: _Stash) -> None:
+        self._optimizer = optimizer
+        self._stash = stash
+
+    def step(self) -> None:
+        if self._stash.swap():
+            self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

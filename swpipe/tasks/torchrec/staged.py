@@ -1,0 +1,321 @@
+"""TorchRec's ``StagedTrainPipeline`` and ``SparseDataDistUtil``: the user runs the model.
+
+::
+
+    progress   stage 0   stage 1   ...   stage n - 1   returned to the user, who runs the model
+    batch      i + n     i + n - 1       i + 1         i
+
+Each stage is a task under a plan of one stage each. ``SparseDataDistUtil`` finds a batch's exchange
+when the model is called, by hooks of the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Generic, NoReturn
+
+import torch
+from torch import nn
+
+from swpipe.core.context import IterContext
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.device import resolve
+from swpipe.pipeline import SWPipeline
+from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
+from swpipe.tasks.torchrec.arguments import REASONS, no_internal, refuse
+from swpipe.tasks.torchrec.drop_in import Pass
+from swpipe.tasks.torchrec.forwards import SparseDistContext
+from swpipe.tasks.torchrec.named import In, Out
+from swpipe.tasks.torchrec.postproc import PostprocResults
+from swpipe.tasks.torchrec.rewrite import Rewrite
+
+_HAND_OUT = "hand out"
+
+
+class SparseDataDistUtil(Generic[In]):
+    """As TorchRec's, without ``embedding_lookup_stream``. A stream may be None on a CPU.
+
+    The model must be called once for each batch, in order, with the batch as it was exchanged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_dist_stream: Any,
+        apply_jit: bool = False,
+        prefetch_stream: Any = None,
+        pipeline_postproc: bool = False,
+        embedding_lookup_stream: Any = None,
+    ) -> None:
+        refuse(self, apply_jit=apply_jit, embedding_lookup_stream=embedding_lookup_stream)
+        self.model = model
+        self.data_dist_stream = data_dist_stream
+        self.prefetch_stream = prefetch_stream
+        self._device = resolve(_device([data_dist_stream]))
+        self._rewrite = Rewrite(
+            model,
+            self._device,
+            kind="pipelined" if prefetch_stream is None else "prefetch",
+            strict=False,
+            pipeline_postproc=pipeline_postproc,
+        )
+        self._home = self._device.current_stream()
+        self._started = 0
+        # Not yet used by the model.
+        self._exchanged: deque[tuple[SparseDistContext, PostprocResults]] = deque()
+        self._to_prefetch: deque[SparseDistContext] = deque()
+        self._hooks: list[Any] = []
+
+    def start_sparse_data_dist(self, batch: In) -> In:
+        """The runnable of a stage: start the exchange of the sizes of ids."""
+        self.attach()
+        context = SparseDistContext(index=self._started, version=1)
+        results = self._rewrite.compute(batch, self._started)
+        self._rewrite.start(batch, context, results)
+        self._started += 1
+        self._exchanged.append((context, results))
+        self._to_prefetch.append(context)
+        return batch
+
+    def prefetch(self, batch: In) -> In:
+        """The runnable of a later stage: wait for the ids, and fill caches."""
+        context = self._to_prefetch.popleft()
+        context.wait_for_sizes()
+        here = self._device.current_stream()
+        self._rewrite.prefetch(context, None if here == self._home else self._home)
+        return batch
+
+    def load_prefetch(self) -> None:
+        """Does nothing: an exchange belongs to its batch, and is waited for by those that use it.
+
+        So do ``wait_sdd_fill_callback`` and ``data_exhausted_callback``.
+        """
+
+    wait_sdd_fill_callback = data_exhausted_callback = load_prefetch
+
+    def start_sparse_data_dist_stage(
+        self, name: str = "start_sparse_data_dist", runnable: Callable[..., Any] | None = None
+    ) -> PipelineStage:
+        """The stage with ``start_sparse_data_dist``."""
+        return PipelineStage(
+            name=name,
+            runnable=runnable or self.start_sparse_data_dist,
+            stream=self.data_dist_stream,
+            fill_callback=self.wait_sdd_fill_callback,
+            data_exhausted_callback=self.data_exhausted_callback,
+        )
+
+    def start_embedding_lookup(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, as ``embedding_lookup_stream``; so is ``start_embedding_lookup_stage``.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        why = REASONS["embedding_lookup_stream"].why
+        raise NotImplementedError(f"start_embedding_lookup: {why}")
+
+    start_embedding_lookup_stage = start_embedding_lookup
+
+    def detach(self) -> nn.Module:
+        """Restore and return the model; batches in flight are kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._rewrite.detach()
+        return self.model
+
+    def attach(self) -> None:
+        """Undo ``detach``; the pipeline's ``progress`` also does."""
+        self._rewrite.attach()
+        if not self._hooks:
+            before = self.model.register_forward_pre_hook(self._use_next)
+            self._hooks = [before, self.model.register_forward_hook(self._start_next)]
+
+    def drop(self) -> None:
+        """Forget the exchanges of batches that were dropped."""
+        self._exchanged.clear()
+        self._to_prefetch.clear()
+
+    @property
+    def _pipelined_modules(self) -> list[nn.Module]:
+        return [forward._module for forward in self._rewrite.forwards]
+
+    def _use_next(self, *_: Any) -> None:
+        """Before the model runs: use the exchange of the oldest batch."""
+        if not self._exchanged:
+            raise RuntimeError(
+                f"{type(self.model).__name__} is called, and no exchanged batch is left: call it "
+                "once for each batch of the pipeline, and detach() it for other batches"
+            )
+        context, results = self._exchanged.popleft()
+        context.wait_for_sizes()
+        self._rewrite.use(context, context.index, results)
+
+    def _start_next(self, *_: Any) -> None:
+        """After the model has run: start the exchange of ids of the batches that follow."""
+        self._rewrite.done()
+        for context, _results in self._exchanged:
+            context.wait_for_sizes()
+
+
+class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
+    """As TorchRec's: runs the stages ahead, and returns each batch after the last one.
+
+    Stages are taken to communicate, so all ranks run them in the same order, and to share nothing
+    but their batches, since each works on another one. The batches are for the caller's current
+    stream. A stage's ``stream`` may be None on a CPU. ``pipe`` is the pipeline
+    underneath, for traces and its plan. ``run_ahead`` is as for ``PipelinePlan``.
+    """
+
+    def __init__(
+        self,
+        pipeline_stages: Sequence[PipelineStage],
+        debug_mode: bool = False,
+        compute_stream: Any = None,
+        on_flush_end: Callable[[], None] | None = None,
+        *,
+        run_ahead: int | None = None,
+    ) -> None:
+        super().__init__()
+        refuse(self, debug_mode=debug_mode)
+        self.num_stages = len(pipeline_stages)
+        self._exchanges = [one for one in map(_exchange, pipeline_stages) if one is not None]
+        self.on_flush_end = on_flush_end
+        self._flushing = False
+        self._pass: Pass | None = None
+        streams = [stage.stream for stage in pipeline_stages]
+        tasks = []
+        for k, stage in enumerate(pipeline_stages):
+            name = f"{k} {stage.name}"
+            own = [DeclaredIO(state=name, others="")]
+            tasks.append(PipelineTask(name, partial(_run_stage, stage.runnable), own))
+        plan = _staged([task.name for task in tasks], streams)
+        tasks.append(PipelineTask(_HAND_OUT, _hand_out, pure=True))
+        self.pipe = SWPipeline(plan, tasks, device=_device(streams), run_ahead=run_ahead)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
+        """Run the stages for the batches in flight; None at the end of the data.
+
+        With another iterator while batches are in flight, these are finished first.
+        """
+        for exchange in self._exchanges:
+            exchange.attach()
+        if self._flushing and not self.pipe.in_flight:
+            self.flush_end()
+        try:
+            batch: Out = self.pipe.progress(self._current(dataloader_iter)).batch
+        except StopIteration:
+            self._pass = None
+            return None
+        except BaseException:
+            if not self.pipe.in_flight:  # they were dropped
+                for exchange in self._exchanges:
+                    exchange.drop()
+            raise
+        return batch
+
+    def set_flush(self, flush: bool) -> None:
+        """Pull no further batch until those in flight are done; then call ``on_flush_end``."""
+        self._flushing = flush
+        if flush and self._pass is not None:
+            self._pass.stopped = True
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save beside model and optimizer, once the last batch was trained on.
+
+        Returns:
+            As ``SWPipeline.state_dict``.
+
+        Raises:
+            RuntimeError: Batches are in flight. ``on_flush_end`` is a place to save.
+        """
+        if in_flight := self.pipe.in_flight:
+            raise RuntimeError(
+                f"batches are in flight ({in_flight}), and stages have run for them that may draw, "
+                "count or read the model, so a run resumed from here could give other numbers: "
+                "call set_flush(True), train on the batches in flight, and save in on_flush_end"
+            )
+        state = self.pipe.state_dict()
+        return {**state, "in_flight": 0 if self._pass is None else self._pass.waiting}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved state; the model, the optimizer and the data are yours to set back.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+        """
+        self.pipe.load_state_dict(state)
+        self._pass = None
+
+    def flush_end(self) -> None:
+        """End the flush."""
+        self._flushing = False
+        if self.on_flush_end is not None:
+            self.on_flush_end()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_internal(self, name)
+
+    def _current(self, source: Iterator[Any]) -> Pass:
+        current = self._pass
+        if current is not None:
+            if current.source is not source:
+                current.stopped = True
+            if self.pipe.in_flight or not current.stopped:
+                return current
+        self._pass = Pass(source)
+        return self._pass
+
+
+torchrec_pipelines.StagedTrainPipeline.register(StagedTrainPipeline)  # for isinstance()
+
+
+def _exchange(stage: PipelineStage) -> SparseDataDistUtil[Any] | None:
+    """The util whose method a stage runs.
+
+    Raises:
+        NotImplementedError: A callback of another object.
+    """
+    for name in ("fill_callback", "data_exhausted_callback"):
+        callback = getattr(stage, name)
+        owner = getattr(callback, "__self__", None)
+        if callback is not None and not isinstance(owner, SparseDataDistUtil):
+            raise NotImplementedError(
+                f"stage {stage.name!r}: {name}={callback!r}: only those of SparseDataDistUtil can "
+                "be left out here: do this work in the stage's runnable"
+            )
+    owner = getattr(stage.runnable, "__self__", None)
+    return owner if isinstance(owner, SparseDataDistUtil) else None
+
+
+def _run_stage(runnable: Callable[[Any], Any], ctx: IterContext) -> None:
+    ctx.batch = runnable(ctx.batch)
+
+
+def _hand_out(ctx: IterContext) -> None:
+    """The period in which the user has the batch."""
+
+
+def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:
+    """One stage for each task; the batch is handed out first, then the oldest batches run."""
+    schedule = {
+        name: TaskSchedule(stage=k, stream=stream, globally_ordered=True)
+        for k, (name, stream) in enumerate(zip(names, streams, strict=True))
+    }
+    schedule[_HAND_OUT] = TaskSchedule(stage=len(names))
+    order = [*names, _HAND_OUT]
+    return PipelinePlan(
+        schedule,
+        deps=[(after, before) for before, after in pairwise(order)],
+        order=order[::-1],
+    )
+
+
+def _device(streams: Sequence[Any]) -> torch.device:
+    on = [stream.device for stream in streams if stream is not None]
+    return on[0] if on else torch.device("cpu")

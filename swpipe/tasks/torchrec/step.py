@@ -1,0 +1,156 @@
+"""The parts of the user's training step.
+
+model -> (losses, output)
+losses -> on_losses -> one number (/ accumulate) -> scaler -> backward
+gradients -> finalize -> unscale -> clip -> optimizers, schedules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from swpipe.tasks.torchrec._torchrec import FusedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """The parts of a step. Parts that are None are skipped.
+
+    Tables with a fused optimizer are updated inside backward, for every batch. The parts concern
+    all other parameters.
+
+    Attributes:
+        optimizers: Stepped in this order.
+        forward: Called with the batch instead of the model, which it must call; returns (losses,
+            output). Losses are a tensor, summed over its first dimension, or a dict of these,
+            which are added.
+        on_losses: Transforms the losses before backward, e.g. to normalise by a count over all
+            ranks. It may communicate.
+        clip: Largest norm of all gradients together, or a function that clips the parameters'.
+        scaler: Scales the loss against underflow in float16.
+        schedules: Stepped after the optimizers.
+        accumulate: Batches per optimizer step. Their gradients are added, and DDP reduces them with
+            the last batch only. Tables with a fused optimizer are updated by each batch.
+        sync_interval: Batches between two averages of the replicas of tables, after their update;
+            None for never. Only where the model is TorchRec's ``DMPCollection``, whose pipelines
+            call it ``dmp_collection_sync_interval_batches``.
+        finalize: Called with the model before the optimizers, once per optimizer step, as
+            Megatron's ``finalize_model_grads([model])``. DDP needs none, and Megatron's wrapper, if
+            None, gets ``finish_grad_sync()``. It may communicate.
+
+    Raises:
+        ValueError: No optimizer, or ``accumulate`` or ``sync_interval`` below 1.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    forward: Callable[[Any], Any] | None = None
+    on_losses: Callable[[Any], Any] | None = None
+    clip: float | Callable[[Sequence[nn.Parameter]], object] | None = None
+    scaler: torch.amp.GradScaler | None = None
+    schedules: Sequence[torch.optim.lr_scheduler.LRScheduler] = ()
+    accumulate: int = 1
+    sync_interval: int | None = 1
+    finalize: Callable[[nn.Module], object] | None = None
+
+    def __post_init__(self) -> None:
+        one = isinstance(self.optimizers, torch.optim.Optimizer)
+        object.__setattr__(self, "optimizers", (self.optimizers,) if one else (*self.optimizers,))
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        if not self.optimizers:
+            raise ValueError("a TrainStep without an optimizer trains nothing: give one")
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ValueError(f"accumulate is {self.accumulate!r}; give batches per step, 1 or more")
+        every = self.sync_interval
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(f"sync_interval is {every!r}; give batches, 1 or more, or None")
+
+    def fused(self) -> list[Any]:
+        """The optimizers among them, also within wrappers, that are fused into the tables."""
+        return [one for optimizer in self.optimizers for one in _fused(optimizer)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizers update: all but tables with a fused optimizer."""
+        fused = {id(parameter) for one in self.fused() for parameter in _parameters(one)}
+        unique = {
+            id(parameter): parameter
+            for optimizer in self.optimizers
+            for parameter in _parameters(optimizer)
+            if id(parameter) not in fused and by_gradient(parameter)
+        }
+        return list(unique.values())
+
+    def total(self, losses: Any) -> Tensor:
+        """The scalar loss, before scaling.
+
+        Raises:
+            TypeError: The losses are neither a tensor nor a dict of tensors.
+        """
+        parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        if not parts or not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(
+                f"the losses are {_kinds(losses)}; give a tensor or a dict of tensors "
+                "(TrainStep.on_losses can convert them)"
+            )
+        total: Tensor = torch.sum(parts[0], dim=0)
+        for part in parts[1:]:
+            total = total + torch.sum(part, dim=0)
+        return total
+
+    def zero_grad(self) -> None:
+        """Begin a step without gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the loss."""
+        torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
+
+    def update(self) -> None:
+        """Clip and step."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        if callable(self.clip):
+            self.clip(self.parameters())
+        elif self.clip is not None:
+            clip_grad_norm_(self.parameters(), self.clip)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        for schedule in self.schedules:
+            schedule.step()
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _fused(optimizer: Any) -> Iterator[Any]:
+    if isinstance(optimizer, FusedOptimizer):
+        yield optimizer
+    elif hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
+        for _, one in optimizer.optimizers:
+            yield from _fused(one)
+    elif hasattr(optimizer, "_optimizer"):  # its wrappers: warm-up, clipping
+        yield from _fused(optimizer._optimizer)
+
+
+def by_gradient(parameter: Tensor) -> bool:
+    """Whether an optimizer updates the parameter, not a fused one inside backward."""
+    return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
+
+
+def _kinds(losses: Any) -> str:
+    if isinstance(losses, Mapping):
+        return f"a dict of {', '.join(type(v).__name__ for v in losses.values()) or 'nothing'}"
+    return f"a {type(losses).__name__}"

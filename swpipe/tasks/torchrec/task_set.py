@@ -1,0 +1,564 @@
+"""The eleven tasks of a recommender's training step, on TorchRec's sharded modules.
+
+    ctx.batch ── H2DAndShuffle ──> ctx.batch, on the device
+             (── InputPostproc ──> ctx.postproc: inputs that modules of the model compute)
+              ── EmbInputDistStart ──> ctx.pipeline: exchange of sizes started
+              ── EmbInputDistWait ──>               exchange of ids started
+              ── EmbPrefetch ──>                    ids of this rank; caches filled
+              ── EmbForward ──>                     exchange of embeddings started
+              ── DenseForward ──> ctx.losses, ctx.output
+              ── LossPostprocess ──> ctx.loss, a scalar
+              ── DenseBackward ──> gradients, those of the embeddings in ctx.pipeline
+              ── EmbBackward ──> (tables)
+              ── FinalizeGrads, OptimStep ──> (gradients, parameters)
+
+Without the split forward, EmbForward runs the whole model, DenseBackward the whole backward, and
+DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostprocess on runs.
+InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
+
+Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
+``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, what modules that run
+ahead hold; and one for each exchange, whose collectives keep their order. A shortcut restores
+gradients; the other states keep the values of the last run. Tasks without a state are pure, except
+``LossPostprocess`` with a function of the user's (``TrainStep.on_losses``), of which nothing is
+declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe.core.context import IterContext
+from swpipe.core.messages import listed
+from swpipe.core.task import DeclaredIO, Mode, Others, PipelineTask, TaskFn
+from swpipe.device import Device, resolve
+from swpipe.plans.torchrec import sparse_dist as names
+from swpipe.tasks.torchrec._torchrec import DMPCollection
+from swpipe.tasks.torchrec.forwards import Kind, SparseDistContext
+from swpipe.tasks.torchrec.gradients import Accumulation, DeferredReduction, is_megatrons
+from swpipe.tasks.torchrec.postproc import PostprocResults
+from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
+from swpipe.tasks.torchrec.released import MemoryOptions, copied_in_place
+from swpipe.tasks.torchrec.rewrite import Find, Rewrite
+from swpipe.tasks.torchrec.seam import run_embedding_backward
+from swpipe.tasks.torchrec.shuffle import Shuffler
+from swpipe.tasks.torchrec.step import TrainStep, by_gradient
+from swpipe.tasks.torchrec.table_state import CaptureRestore, TableState, rates_of, set_rates
+
+States: TypeAlias = dict[str, Mode]
+"""State to how it is used."""
+
+OTHERS: Mapping[str, Others] = {
+    "tables": "r",
+    **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
+    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc"), ""),
+}
+"""How the loop's body touches states, where it is not free to do what it likes.
+
+A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
+batch. Tables and postprocs that it changes while batches are in flight are refused.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """Calls several functions of the context, one after the other."""
+
+    parts: tuple[TaskFn, ...]
+
+    def __call__(self, ctx: Any) -> None:
+        for part in self.parts:
+            part(ctx)
+
+
+class SparseDistTasks:
+    """The eleven tasks of a model's training step.
+
+    Args:
+        model: A model with sharded modules, with or without wrappers.
+        step: The user's step.
+        device: None for the machine's accelerator, or else the CPU.
+        forward: "split" (embeddings and dense part in separate tasks), "ahead" (the same, with one
+            backward), "prefetch", "pipelined", or "own": the model runs as it is, and needs no
+            sharded module.
+        find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
+        inputs: Module name to the path of its input within the batch, for inputs not to be found.
+        strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
+            forward, and the report says so.
+        shuffler: Redistributes the rows of all ranks' batches.
+        pipeline_postproc: Modules without parameters that compute inputs of sharded modules run
+            ahead of the forward, in a twelfth task (see ``plans.sparse_dist.with_postproc``).
+        zero_grad: The task that calls the optimizers' ``zero_grad``, which also hands the learning
+            rates over to fused tables: EmbForward (first), DenseBackward (first) or OptimStep
+            (last). A look-up then takes the rate that was handed over last, as in TorchRec's
+            pipelines. None: DenseBackward, and each look-up takes the rate of its moment.
+        memory: What saves device memory; the numbers are the same.
+        random: The model draws random numbers (dropout): each forward is then seeded.
+        tables_state: Two functions that capture and restore this rank's rows, for profiling and
+            recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
+            copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
+
+    Attributes:
+        copy_batch: Copies a batch to the device instead of ``batch.to``, if set.
+        rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
+        prefetched: What tables with a queue of prefetches keep for the batches in flight; None
+            without such tables.
+        table_state: The rows that ``tables_state`` restores, or that nothing does; None where all
+            rows lie in parameters or buffers.
+        mode: Says which modules are in training mode.
+        tables_in_step: Some tables are updated by the optimizers rather than inside backward.
+        fused: The step's optimizers that are fused into the tables. A look-up takes their learning
+            rate, which ``OptimStep`` may change.
+
+    Raises:
+        RewriteError: The model has no sharded module, and ``forward`` is not "own".
+        RuntimeError: There is no process group.
+        ValueError: A scaler, and tables that are updated inside backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: TrainStep,
+        *,
+        device: Device | torch.device | str | None = None,
+        forward: Kind = "split",
+        find: Find = "trace",
+        inputs: Mapping[str, str] | None = None,
+        strict: bool = True,
+        shuffler: Shuffler | None = None,
+        pipeline_postproc: bool = False,
+        random: bool = False,
+        tables_state: CaptureRestore | None = None,
+        zero_grad: str | None = None,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        if forward != "own" and not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "sharded modules exchange ids between ranks, and there is no process group: call "
+                "torch.distributed.init_process_group() first, under torchrun or with one rank"
+            )
+        self.model = model
+        self.step = step
+        self.device = resolve(device)
+        self.shuffler = shuffler
+        self.pipeline_postproc = pipeline_postproc
+        self.memory = memory
+        self.copy_batch: Callable[[Any], Any] | None = None
+        self.rewrite = Rewrite(
+            model, self.device, kind=forward, find=find, inputs=inputs, strict=strict,
+            pipeline_postproc=pipeline_postproc, memory=memory,
+        )  # fmt: skip
+        sharded = self.rewrite.sharded
+        self.prefetched = PrefetchedBatches.of(sharded)
+        self.table_state = TableState.of(sharded, tables_state)
+        self.mode = ModuleModesOf(model)
+        index = [torch.accelerator.current_device_index()] if self.device.has_streams else []
+        self._target = torch.device(self.device.type, *index)
+        # The caller's stream, which a cache that is filled on another stream must know.
+        self._home = self.device.current_stream()
+        self._random = random
+        self._zero_grad_in = zero_grad
+        self._keeps_batch = not memory
+        self._parameters = step.parameters()
+        self._tables = [p for module in sharded.values() for p in module.parameters()]
+        self._replicas: Any = model if isinstance(model, DMPCollection) else None
+        # Megatron's wrappers, and the parameters whose gradients they keep.
+        self._wrappers: list[Any] = [m for m in model.modules() if is_megatrons(m)]
+        self._buffered: list[Any] = [p for p in model.parameters() if hasattr(p, "main_grad")]
+        self._accumulation = Accumulation(model, step.accumulate) if step.accumulate > 1 else None
+        # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
+        # reductions must be waited for.
+        self._reduction = DeferredReduction(model) if forward == "split" else None
+        self.fused = step.fused()
+        self.tables_in_step = any(map(by_gradient, self._tables))
+        self._check_gradients(step)
+
+    def _check_gradients(self, step: TrainStep) -> None:
+        if self._wrappers and (step.scaler is not None or isinstance(step.clip, int | float)):
+            raise ValueError(
+                "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
+                "DistributedDataParallel keeps the gradients in parameter.main_grad: let its "
+                "optimizer scale and clip (OptimizerConfig), or give a function as clip"
+            )
+        if step.scaler is not None and not all(map(by_gradient, self._tables)):
+            raise ValueError(
+                "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
+                "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
+                "without a fused optimizer"
+            )
+
+    # --------------------------------------------------------------------------------- the tasks
+
+    def start_shuffle(self, ctx: IterContext) -> None:
+        """Hand the batch to the shuffler."""
+        if self.shuffler is not None:
+            ctx.shuffle_ticket = self.shuffler.start(ctx.batch)
+
+    def copy(self, ctx: IterContext) -> None:
+        """Copy the batch to the device."""
+        ctx.batch = (self.copy_batch or self.to_device)(ctx.batch)
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch on the device.
+
+        Raises:
+            TypeError: It cannot be copied, or not in place.
+        """
+        if not (hasattr(batch, "to") and hasattr(batch, "record_stream")):
+            lacks = [name for name in ("to", "record_stream") if not hasattr(batch, name)]
+            raise TypeError(
+                f"a batch is a {type(batch).__name__} without {' and '.join(lacks)}: "
+                "give it to(device, non_blocking) and record_stream(stream), as "
+                "torchrec.streamable.Pipelineable asks"
+            )
+        if self.memory.enable_inplace_copy_batch and self.device.has_streams:
+            return copied_in_place(batch, self._target, self.device, self._home)
+        return batch.to(device=self._target, non_blocking=True)
+
+    def finish_shuffle(self, ctx: IterContext) -> None:
+        """Take the rows that the shuffler gives this rank."""
+        if self.shuffler is not None:
+            ctx.batch = self.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+            del ctx.shuffle_ticket
+
+    def postprocess_input(self, ctx: IterContext) -> None:
+        """Compute the inputs that modules of the model compute."""
+        ctx.postproc = self.rewrite.compute(ctx.batch, ctx.iter_idx)
+
+    def start_input_dist(self, ctx: IterContext) -> None:
+        """Start the exchange of the sizes of ids."""
+        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1)
+        self.rewrite.start(ctx.batch, ctx.pipeline, results)
+
+    def wait_input_dist(self, ctx: IterContext) -> None:
+        """Wait for the sizes; start the exchange of ids."""
+        ctx.pipeline.wait_for_sizes()
+
+    def prefetch(self, ctx: IterContext) -> None:
+        """Wait for the ids; modules with a cache fill it."""
+        home = None if self.device.current_stream() == self._home else self._home
+        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        with nullcontext() if self.prefetched is None else self.prefetched.prefetching():
+            self.rewrite.prefetch(ctx.pipeline, home, results)
+
+    def embedding_forward(self, ctx: IterContext) -> None:
+        """Look the embeddings up, with the current learning rate; start their exchange."""
+        if self._zero_grad_in is None and self.fused and self.trains():
+            for optimizer in self.fused:  # has no gradients: this gives the tables its rate
+                optimizer.zero_grad()
+        with nullcontext() if self.prefetched is None else self.prefetched.looking_up():
+            if not self.rewrite.looks_up_ahead:
+                self._run_model(ctx)
+                return
+            self._use(ctx)
+            for forward in self.rewrite.forwards:
+                if forward.looks_up_ahead:
+                    forward.look_up()
+
+    def dense_forward(self, ctx: IterContext) -> None:
+        """Compute losses and output."""
+        self._run_model(ctx)
+
+    def postprocess_loss(self, ctx: IterContext) -> None:
+        """Compute the scalar loss."""
+        if ctx.training:
+            losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
+            ctx.loss = self.step.total(losses)
+
+    def zero_grad(self, ctx: IterContext) -> None:
+        """Begin an optimizer step without gradients."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        if self.trains() and (
+            self._accumulation is None or self._accumulation.begins(ctx.iter_idx)
+        ):
+            self.step.zero_grad()
+            for wrapper in self._wrappers:
+                wrapper.zero_grad_buffer()
+
+    def dense_backward(self, ctx: IterContext) -> None:
+        """Backward down to the embeddings; start the exchange of their gradients."""
+        if self._reduction is not None:
+            self._reduction.finish()  # of a batch that failed
+        if not ctx.training:
+            return
+        with ExitStack() as stack:
+            if self._accumulation is not None and not self._accumulation.ends(ctx.iter_idx):
+                for wrapper in self._wrappers:  # it is not the last of its step
+                    stack.enter_context(wrapper.no_sync())
+            if self._reduction is not None:
+                stack.enter_context(self._reduction.deferring())
+            self.step.backward(ctx.loss)
+
+    def embedding_backward(self, ctx: IterContext) -> None:
+        """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
+        # A shortcut of DenseForward replays the cut of an earlier batch, whose graph is not ours.
+        cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
+        run_embedding_backward(cuts)
+        ctx.pipeline.seams.clear()
+        if self.prefetched is not None:
+            self.prefetched.finish_backward()
+        every = self.step.sync_interval
+        if self._replicas is not None and ctx.training and every and ctx.iter_idx % every == 0:
+            self._replicas.sync()
+
+    def finalize_gradients(self, ctx: IterContext) -> None:
+        """Wait for DDP's reductions; call the user's ``finalize``, which may communicate."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        if ctx.training and (self._accumulation is None or self._accumulation.ends(ctx.iter_idx)):
+            self._finalize()
+
+    def optimizer_step(self, ctx: IterContext) -> None:
+        """Update the parameters."""
+        if not ctx.training:
+            if self._accumulation is not None:
+                self._accumulation.skip()
+        elif self._accumulation is None or self._accumulation.ends(ctx.iter_idx):
+            self.step.update()
+
+    def _use(self, ctx: IterContext) -> None:
+        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        self.rewrite.use(ctx.pipeline, ctx.iter_idx, results)
+        if self._accumulation is not None:
+            self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
+
+    def _run_model(self, ctx: IterContext) -> None:
+        ctx.training = self.trains()
+        self._use(ctx)
+        run = self.step.forward or self.model
+        if self.rewrite.postprocs:
+            with self.rewrite.watching(ctx.postproc, ctx.iter_idx):
+                result = run(ctx.batch)
+            self.rewrite.done()
+        else:
+            result = run(ctx.batch)
+        ctx.pipeline.inputs.clear()
+        if not self._keeps_batch:
+            ctx.batch = None  # nothing uses it any more
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"the model returned a {type(result).__name__}, not (losses, output): return these "
+                "two, or give TrainStep.forward, which calls the model and does"
+            )
+        ctx.losses, ctx.output = result
+
+    def _finalize(self) -> None:
+        if self.step.finalize is not None:
+            self.step.finalize(self.model)
+            return
+        for wrapper in self._wrappers:
+            wrapper.finish_grad_sync()
+
+    # ----------------------------------------------------------------------- the tasks as a list
+
+    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
+        """The tasks in serial order, each with the methods that it calls, one after the other."""
+        first: dict[str, tuple[TaskFn, ...]]
+        first = {names.START: (self.finish_shuffle, self.start_input_dist)}
+        if self.pipeline_postproc:
+            rows = (self.finish_shuffle, self.postprocess_input)
+            first = {names.POSTPROC: rows, names.START: (self.start_input_dist,)}
+        zero = {self._zero_grad_in or names.DENSE_BACK: (self.zero_grad,)}
+        return {
+            names.COPY: (self.start_shuffle, self.copy),
+            **first,
+            names.WAIT: (self.wait_input_dist,),
+            names.PREFETCH: (self.prefetch,),
+            names.EMBED: (*zero.get(names.EMBED, ()), self.embedding_forward),
+            names.DENSE: (self.dense_forward,),
+            names.LOSS: (self.postprocess_loss,),
+            names.DENSE_BACK: (*zero.get(names.DENSE_BACK, ()), self.dense_backward),
+            names.EMBED_BACK: (self.embedding_backward,),
+            names.FINALIZE: (self.finalize_gradients,),
+            names.STEP: (self.optimizer_step, *zero.get(names.STEP, ())),
+        }
+
+    def task_of(self, part: TaskFn) -> str:
+        """The name of the task that calls a method."""
+        return next(name for name, parts in self.parts().items() if part in parts)
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        """The tasks, in serial order."""
+        return tuple(self._task(name, parts) for name, parts in self.parts().items())
+
+    def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
+        states = self._io(parts)
+        draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
+        live = tuple(part for part in parts if part not in self._idle())
+        prefetched = () if self.prefetched is None else self.prefetched.io(parts)
+        return PipelineTask(
+            name,
+            live[0] if len(live) == 1 else InTurn(live),
+            [*states, *prefetched],
+            random=self._random and any(part in draws for part in parts),
+            pure=not states and not self._unknown(parts),
+        )
+
+    def _idle(self) -> list[TaskFn]:
+        """The methods that would do nothing."""
+        kind, replicas = self.rewrite.kind, self._replicas is not None
+        caches = kind in ("own", "pipelined") and not self.memory and self.prefetched is None
+        late = self._reduction is not None or self.step.finalize is not None
+        idle = {
+            self.start_shuffle: self.shuffler is None,
+            self.finish_shuffle: self.shuffler is None,
+            self.prefetch: caches,
+            self.dense_forward: not self.rewrite.looks_up_ahead,
+            self.embedding_backward: kind != "split" and not replicas and self.prefetched is None,
+            self.finalize_gradients: not late and not self._wrappers,
+        }
+        return [part for part, nothing in idle.items() if nothing]
+
+    def _unknown(self, parts: Sequence[TaskFn]) -> bool:
+        """Whether a task with these methods calls a function of which nothing is known."""
+        return self.postprocess_loss in parts and self.step.on_losses is not None
+
+    def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
+        """The states that a task with these methods uses."""
+        used, modes = self._used_states(), States()
+        for part in parts:
+            for state, mode in used.get(part.__name__, {}).items():
+                modes[state] = mode if modes.get(state, mode) == mode else "rw"
+        return [self._declare(parts, state, mode) for state, mode in modes.items()]
+
+    def _used_states(self) -> dict[str, States]:
+        """Method to the states that it uses."""
+        split = self.rewrite.looks_up_ahead
+        late = bool(self.rewrite.late) or self.rewrite.kind == "ahead"
+        hands_over = bool(self.fused) and self._zero_grad_in is not None
+        dense: States = {"dense": "r", "buffers": "rw"}
+        tables: States = {"tables": "rw", "optimizer": "r"}
+        looked_up: States = {"tables": "r", "table cache": "rw"}
+        if self.fused:
+            looked_up["optimizer"] = "r"
+        # Besides the gradients, it uses what the forward has used.
+        backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
+        # The replaced forwards use the context of one batch; each task that runs them sets it.
+        forwards: States = {"current batch": "rw"}
+        # What each batch has pinned in the tables' cache, whose queue keeps their order.
+        embedding_backward: States = {} if self.prefetched is None else {"pinned rows": "rw"}
+        if split or self._replicas is not None:
+            embedding_backward = tables
+        if split and self.tables_in_step:
+            embedding_backward = {**tables, "gradients": "rw"}
+        step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
+        return {
+            "start_shuffle": {"shuffler": "rw"} if self.shuffler is not None else {},
+            # It takes a batch and its ticket, so that other batches may be started before.
+            "finish_shuffle": {"shuffled rows": "rw"} if self.shuffler is not None else {},
+            "postprocess_input": {"postproc": "rw"},
+            "start_input_dist": {"exchange of sizes": "rw"},
+            "wait_input_dist": {"exchange of ids": "rw"},
+            "prefetch": {"table cache": "rw"},
+            "embedding_forward": forwards | (looked_up if split else looked_up | dense),
+            "dense_forward": (forwards | dense | (looked_up if late else {})) if split else {},
+            "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
+            "dense_backward": backward if split and not late else backward | tables,
+            "embedding_backward": embedding_backward,
+            "finalize_gradients": {"gradients": "rw"},
+            "optimizer_step": step | ({"tables": "rw"} if self.tables_in_step else {}),
+        }
+
+    def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
+        if state == "gradients" and self.optimizer_step not in parts:
+            return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
+        rows = [*self._tables, *([] if self.table_state is None else [self.table_state])]
+        memory = {"tables": rows, "optimizer": [*self.step.schedules]}.get(state) or None
+        return DeclaredIO(state=state, mode=mode, memory=memory, others=OTHERS.get(state, "rw"))
+
+    def _get_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        if self._reduction is not None:
+            self._reduction.finish()
+        # Copies: a gradient is often a part of a bucket, which the next backward writes to.
+        own = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
+        return own, [parameter.main_grad.clone() for parameter in self._buffered]
+
+    def _set_gradients(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
+        own, buffered = gradients
+        for parameter, gradient in zip(self._parameters, own, strict=True):
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
+        for parameter, copy in zip(self._buffered, buffered, strict=True):
+            parameter.main_grad.copy_(copy)  # in place: it is a part of a buffer
+
+    # ------------------------------------------------------------------------ between two batches
+
+    def trains(self) -> bool:
+        """Whether batches are trained on in the present mode."""
+        return self.model.training and torch.is_grad_enabled()
+
+    def flush(self, next_iteration: int) -> None:
+        """Update the parameters with the gradients of an unfinished accumulation, if there is one.
+
+        ``next_iteration`` is the number of the next batch; none may be in flight. A collective.
+        """
+        if self._accumulation is not None and self._accumulation.take_rest(next_iteration):
+            self._finalize()
+            self.step.update()
+
+    def accumulated(self, next_iteration: int) -> int:
+        """How many batches have added to gradients that wait for their optimizer step."""
+        return 0 if self._accumulation is None else self._accumulation.rest(next_iteration)
+
+    def resume(self, next_iteration: int) -> None:
+        """Begin with this batch; none may be in flight."""
+        if self._accumulation is not None:
+            self._accumulation.restart(next_iteration)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Learning rates that were handed to the tables; no optimizer's state has them."""
+        if self._zero_grad_in in (None, names.EMBED) or not self.fused:
+            return {}
+        return {"rates": rates_of(self.rewrite.sharded.values())}
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Hand saved rates over.
+
+        Raises:
+            ValueError: They are of another number of tables.
+        """
+        if "rates" in state:
+            set_rates(self.rewrite.sharded.values(), state["rates"])
+
+
+class ModuleModes(NamedTuple):
+    """The names of the modules in training mode, and how many modules there are."""
+
+    training: tuple[str, ...]
+    modules: int
+
+    def __str__(self) -> str:
+        if len(self.training) in (0, self.modules):
+            return f"the model in {'training' if self.training else 'evaluation'} mode"
+        named = listed([name or "the model" for name in self.training])
+        return f"{len(self.training)} of {self.modules} modules in training mode ({named})"
+
+
+class ModuleModesOf:
+    """Called before each batch, returns the modes of a model's modules; mostly as before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = list(model.named_modules())
+        self._modules = [module for _, module in self._named]
+        self._training: list[bool] = []
+        self._modes = ModuleModes((), 0)
+
+    def __call__(self) -> ModuleModes:
+        training = list(map(attrgetter("training"), self._modules))
+        if training != self._training:
+            trained = tuple(name for name, module in self._named if module.training)
+            self._training, self._modes = training, ModuleModes(trained, len(training))
+        return self._modes

@@ -1,0 +1,325 @@
+"""Ranks whose data ends at different steps: all stop at the first end, or the shorter ones pad.
+
+A rank that runs out of batches while others continue leaves them waiting in its collectives. Here
+each rank tells the others, for each step, whether it has a batch. A step starts only when all ranks
+have answered, and all ranks decide the same::
+
+    step        0    1    2    3    4
+    rank 0      a    b    c    d    e      has five batches
+    rank 1      p    q    r    -           has three
+    "stop"      ^    ^    ^                d and e stay with rank 0
+    "pad"       ^    ^    ^    P    P      rank 1 gets batches from ``pad``
+    "error"     ^    ^    ^    !           both raise: the data must end at the same step
+
+Each step is agreed ``ahead`` steps in advance, over a separate gloo group. All ranks end or fail at
+the same step. A rank that dies, fails, or does not answer in time is an error on all others.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Ends: TypeAlias = Literal["stop", "pad", "error"]
+Pad: TypeAlias = Callable[[Any], Any]
+"""From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
+
+_GLOO_LATER_S = 60.0
+
+_HAS, _ENDED, _FAILED, _CANNOT_PAD = 1, 2, 3, 4
+
+
+def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of the same ranks (None: all), separate from those of the training step.
+
+    Creating it is a collective of these ranks.
+    """
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group or dist.group.WORLD),
+        timeout=dt.timedelta(seconds=timeout_s),
+        backend="gloo",
+        use_local_synchronization=group is not None,
+    )
+    # Without it, ranks that still connect would report a closed connection if one rank fails here.
+    dist.barrier(group=made)
+    return made
+
+
+class _NoBatch:
+    def __repr__(self) -> str:
+        return "NO_BATCH"
+
+
+NO_BATCH = _NoBatch()
+"""Passed to a ``Pad`` on a rank that has had no batch (None is a valid batch)."""
+
+
+class RankDataError(RuntimeError):
+    """Another rank's data failed, or that rank died or did not answer in time."""
+
+
+class UnevenDataError(RankDataError):
+    """Some ranks' data ended, and that of others did not."""
+
+
+def pad_with(batch: Any) -> Pad:
+    """Pad with the same given batch each time."""
+    return lambda _: batch
+
+
+def pad_with_last(weight: str) -> Pad:
+    """Pad with the rank's last batch and zero row weights.
+
+    ``weight`` is the attribute or key of the row weights, which the loss must apply.
+    """
+
+    def pad(last: Any) -> Any:
+        if last is NO_BATCH:
+            raise ValueError(
+                "this rank has no batch at all, so none to repeat at zero weight: give it some "
+                "data, or pad with a given batch (pad_with)"
+            )
+        clone = copy.copy(last)
+        if isinstance(last, dict):
+            clone[weight] = torch.zeros_like(last[weight])
+        else:
+            object.__setattr__(clone, weight, torch.zeros_like(getattr(last, weight)))
+        return clone
+
+    return pad
+
+
+class EvenData:
+    """Gives all ranks the same number of batches. Creating one is a collective of the group.
+
+    Args:
+        ends: "stop": all ranks stop where the first one's data ends. "pad": all continue to the
+            end of the longest, and those without data get batches from ``pad``. "error": if they do
+            not end at the same step, all raise ``UnevenDataError``.
+        pad: Required with "pad".
+        ahead: How many steps in advance a step is agreed, from 0; so many batches are pulled early.
+        group: Which ranks; None for all. Without torch.distributed there is one rank.
+        timeout_s: Seconds to wait for the answer of another rank.
+
+    Raises:
+        ValueError: An unknown ``ends``, ``pad`` with "stop", no ``pad`` with "pad", or a negative
+            ``ahead``.
+    """
+
+    def __init__(
+        self,
+        ends: Ends = "stop",
+        *,
+        pad: Pad | None = None,
+        ahead: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if ends not in get_args(Ends):
+            raise ValueError(f"ends is {ends!r}: give 'stop', 'pad' or 'error'")
+        if (ends == "pad") != (pad is not None):
+            raise ValueError(
+                f"ends is {ends!r} and pad is {'not ' if pad is None else ''}given: give a pad "
+                "with ends='pad', and only then (pad_with and pad_with_last make some)"
+            )
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}: it counts steps, from 0")
+        self.ends = ends
+        self.pad = pad
+        self.ahead = ahead
+        self.timeout_s = timeout_s
+        self.rank, self.size = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            # Our timeout starts with the wait, gloo's with the request. Gloo's must be later, or
+            # else a silent rank would be reported as a dead one.
+            self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
+
+    def over(self, loader: Iterable[Any]) -> EvenIterator:
+        """Iterate over this rank's data together with the other ranks, e.g. once per epoch.
+
+        All ranks must start their n-th iterator together and run it to its end.
+        """
+        return EvenIterator(self, iter(loader))
+
+    def close(self) -> None:
+        """Destroy the process group; all iterators must have ended on all ranks."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self.close()
+
+    def exchange_status(self, status: int) -> tuple[Tensor, dist.Work | None]:
+        """Start to exchange the ranks' statuses for the next step."""
+        each = [0] * self.size
+        each[self.rank] = status
+        statuses = torch.tensor(each, dtype=torch.int32)
+        if self._group is None:
+            return statuses, None
+        return statuses, dist.all_reduce(statuses, group=self._group, async_op=True)
+
+
+class _Pull(NamedTuple):
+    batch: Any
+    error: Exception | None
+    status: int
+    statuses: Tensor
+    work: dist.Work | None
+
+
+class EvenIterator:
+    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
+
+    With ``ends_uneven`` it just ends where only some ranks' data has ended; ``uneven`` is the error
+    then. Where it is ``paused``, it pulls no more, and ends after what the ranks have agreed on.
+    """
+
+    def __init__(
+        self, data: EvenData, iterator: Iterator[Any], *, ends_uneven: bool = False
+    ) -> None:
+        self.steps = 0
+        self.padded = 0
+        self.paused = False
+        self.uneven: UnevenDataError | None = None
+        self._ends_uneven = ends_uneven
+        self._data = data
+        self._iterator = iterator
+        self._ahead: deque[_Pull] = deque()
+        self._last: Any = NO_BATCH
+        self._data_ended = False
+        self._failure: Exception | None = None
+        self._over = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next step's batch.
+
+        Raises:
+            StopIteration: All ranks have ended.
+            RankDataError: Another rank failed, died, or did not answer within ``timeout_s``.
+            UnevenDataError: With "error", only some ranks' data has ended.
+            Exception: What this rank's own data, or its pad, raised.
+        """
+        if self._over:
+            raise StopIteration
+        while not self.paused and len(self._ahead) <= self._data.ahead:
+            self._ahead.append(self._pull())
+        if not self._ahead:
+            raise StopIteration
+        pull = self._ahead.popleft()
+        statuses = self._await(pull, self.steps)
+        goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
+        wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
+        if not wrong.isdisjoint(statuses):
+            self._end(pull)
+            failed = [rank for rank, status in enumerate(statuses) if status in wrong]
+            raise pull.error or RankDataError(
+                f"the data of ranks {failed} failed at step {self.steps}: see the error there"
+            )
+        if not goes_on:
+            self._end(pull)
+            if self._data.ends == "error" and _HAS in statuses:
+                self.uneven = _uneven(statuses, self.steps)
+                if not self._ends_uneven:
+                    raise self.uneven
+            raise StopIteration
+        self.steps += 1
+        self.padded += pull.status == _ENDED
+        return pull.batch
+
+    @property
+    def waiting(self) -> int:
+        """How many batches were pulled for later steps."""
+        return sum(pull.status == _HAS for pull in self._ahead)
+
+    def rest(self) -> Iterator[Any]:
+        """This rank's unused batches, after the end.
+
+        Raises:
+            RuntimeError: The iterator has not ended.
+        """
+        if not self._over:
+            raise RuntimeError("steps are still to come: rest() is what is left after the last")
+        kept = [pull.batch for pull in self._ahead if pull.status == _HAS]
+        return itertools.chain(kept, () if self._data_ended else self._iterator)
+
+    def _pull(self) -> _Pull:
+        batch, error, status = NO_BATCH, self._failure, _FAILED
+        if error is None:
+            try:
+                if not self._data_ended:
+                    batch = next(self._iterator, NO_BATCH)
+                self._data_ended = batch is NO_BATCH
+                status = _ENDED if self._data_ended else _HAS
+            except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
+                error = self._failure = failure
+        if status == _HAS and self._data.pad is not None:
+            self._last = batch
+        if status == _ENDED and self._data.pad is not None:
+            try:
+                batch = self._data.pad(self._last)
+            except Exception as failure:  # noqa: BLE001 - the same, if that step runs
+                error, status = failure, _CANNOT_PAD
+        return _Pull(batch, error, status, *self._data.exchange_status(status))
+
+    def _end(self, pull: _Pull) -> None:
+        """Complete the agreements on later steps: no collective may be left pending."""
+        self._over = True
+        self._last = NO_BATCH
+        for step, later in enumerate(self._ahead, start=self.steps + 1):
+            self._await(later, step)
+        self._ahead.appendleft(pull)
+
+    def _await(self, pull: _Pull, step: int) -> list[int]:
+        if pull.work is not None:
+            # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
+            deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
+            while not pull.work.is_completed():
+                if time.monotonic() > deadline:
+                    self._over = True
+                    raise RankDataError(
+                        f"some rank has not said within {self._data.timeout_s:g} s whether it has "
+                        f"a batch for step {step}: it hangs, or its loader or a task of its own is "
+                        "slower than that (timeout_s)"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1e-3)
+            try:
+                pull.work.wait()
+            except RuntimeError as error:
+                self._over = True
+                raise RankDataError(
+                    f"another rank is gone: it was to say whether it has a batch for step {step}. "
+                    "See the error there"
+                ) from error
+        statuses: list[int] = pull.statuses.tolist()
+        return statuses
+
+
+def _uneven(statuses: list[int], steps: int) -> UnevenDataError:
+    ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+    others = [rank for rank, status in enumerate(statuses) if status == _HAS]
+    return UnevenDataError(
+        f"the data of ranks {ended} ended after {steps} batches, and ranks {others} have more: a "
+        "step needs all ranks. Give every rank the same number of batches, or wrap the loader, on "
+        "all ranks: EvenData('stop').over(loader) stops all where the first one's data ends, "
+        "EvenData('pad', pad=...).over(loader) continues to the end of the longest"
+    )

@@ -1,0 +1,168 @@
+"""The emulated link: late handles, free cores, and no exchange of TorchRec's that goes past it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bench.emulated_link
+from bench.emulated_link import EmulatedLink
+from tests.support.ranks import Ranks
+
+L_MS = 40.0
+
+
+def _exchange(async_op: bool) -> tuple[torch.Tensor, dist.Work | None]:
+    rank = dist.get_rank()
+    received = torch.zeros(2)
+    sent = torch.tensor([10.0 * rank, 10.0 * rank + 1])
+    return received, dist.all_to_all_single(received, sent, async_op=async_op)
+
+
+class Clock:
+    """Stands in for the link's ``time``: it goes on only when somebody sleeps.
+
+    Attributes:
+        slept_ms: Each sleep.
+    """
+
+    def __init__(self) -> None:
+        self.slept_ms: list[float] = []
+
+    def perf_counter_ns(self) -> int:
+        return round(sum(self.slept_ms) * 1e6)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_ms.append(seconds * 1e3)
+
+
+@contextmanager
+def _slow_link() -> Iterator[tuple[EmulatedLink, Clock]]:
+    clock = Clock()
+    with mock.patch.object(bench.emulated_link, "time", clock), EmulatedLink(L_MS) as link:
+        yield link, clock
+
+
+def _late() -> dict[str, object]:
+    with _slow_link() as (link, clock):
+        link.recording = True
+        received, work = _exchange(async_op=True)
+        found = {"work": isinstance(work, dist.Work), "issued": dict(link.issued)}
+        clock.sleep(0.25 * L_MS / 1e3)
+        found["early"] = work.is_completed()
+        work.wait()
+        work.wait()
+        found["completed"] = work.is_completed()
+        found["waited_ms"] = [exchange.waited_ns / 1e6 for exchange in link.exchanges]
+    return {**found, "received": received.tolist(), "slept_ms": clock.slept_ms}
+
+
+def test_a_handle_completes_no_sooner_than_it_should(two_ranks: Ranks) -> None:
+    """It is a Work, issued at once, and has what the other rank sent.
+
+    To wait for it is to sleep for what is left of the time, once: no core is busy meanwhile, and
+    the interpreter is free for others.
+    """
+    for rank, found in enumerate(two_ranks.run(_late)):
+        assert found == {
+            "work": True,
+            "issued": {"all_to_all_single": 1},
+            "early": False,
+            "completed": True,
+            "waited_ms": [pytest.approx(0.75 * L_MS)],
+            "received": [float(rank), 10.0 + rank],
+            "slept_ms": [pytest.approx(0.25 * L_MS), pytest.approx(0.75 * L_MS)],
+        }
+
+
+def _blocking() -> tuple[bool, list[float], list[float]]:
+    with _slow_link() as (_, clock):
+        received, work = _exchange(async_op=False)
+    return work is None, clock.slept_ms, received.tolist()
+
+
+def test_a_call_without_a_handle_is_late_itself(two_ranks: Ranks) -> None:
+    """It returns what it would have, later."""
+    for rank, (nothing, slept_ms, received) in enumerate(two_ranks.run(_blocking)):
+        assert nothing
+        assert slept_ms == [pytest.approx(L_MS)]
+        assert received == [float(rank), 10.0 + rank]
+
+
+def _future() -> tuple[list[float], list[float]]:
+    with _slow_link() as (_, clock):
+        _, work = _exchange(async_op=True)
+        assert work is not None
+        found = work.get_future().wait()
+    return found[0].tolist(), clock.slept_ms
+
+
+def test_a_future_is_late_and_has_the_result(two_ranks: Ranks) -> None:
+    """As the handle: what the other rank sent, when the latency is over."""
+    for rank, (received, slept_ms) in enumerate(two_ranks.run(_future)):
+        assert received == [float(rank), 10.0 + rank]
+        assert slept_ms == [pytest.approx(L_MS)]
+
+
+def test_the_functions_come_back() -> None:
+    """Outside the block nothing is wrapped."""
+    before = dist.all_to_all_single
+    with EmulatedLink():
+        assert dist.all_to_all_single is not before
+    assert dist.all_to_all_single is before
+
+
+Calls = dict[str, tuple[int, int]]
+"""By contender."""
+
+
+def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
+    """All-to-alls and all-reduces of some steps: as torch's profiler counts them, and the link."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from bench.contenders import CONTENDERS, streams_on_a_cpu
+    from bench.contest import runner
+    from bench.dlrm import TINY
+
+    issued: Calls = {}
+    late: Calls = {}
+    with streams_on_a_cpu(), EmulatedLink(1e-3) as link:
+        for contender in CONTENDERS:
+            made = runner(contender, model, TINY, link)
+            for _ in range(6):
+                made.pipeline.progress(made.data)
+            before = link.issued.copy()
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                for _ in range(steps):
+                    made.pipeline.progress(made.data)
+            calls = Counter(e.name for e in seen.events())
+            ours = link.issued - before
+            issued[contender.name] = calls["c10d::alltoall_base_"], calls["c10d::allreduce_"]
+            late[contender.name] = ours["all_to_all_single"], ours["all_reduce"]
+            made.close()
+    return issued, late
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "exchanges"),
+    [("DLRM", {5}), pytest.param("towers", {17, 20}, marks=pytest.mark.slow)],
+)
+def test_every_exchange_and_reduction_of_every_contender_is_late(
+    two_ranks: Ranks, model: str, exchanges: set[int]
+) -> None:
+    """The collectives that torch sees are those of the link, DDP's all-reduces among them.
+
+    Each tower has five exchanges; pipelines send the sizes of all towers together.
+    """
+    pytest.importorskip("torchrec")
+    for issued, late in two_ranks.run(_seen, model, 2):
+        assert issued == late
+        assert {exchanged / 2 for exchanged, _ in issued.values()} == exchanges
+        assert min(reduced for _, reduced in issued.values()) == 2

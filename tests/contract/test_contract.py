@@ -1,0 +1,175 @@
+"""Every way to run a training does what its plain loop does, whatever is asked of it on the way.
+
+A program is a list of acts: so many steps, a pass that is left, an evaluation in its middle, a
+checkpoint from which a new process goes on, a failure, a task whose outputs are replayed. The plain
+loop is never stopped: it knows no checkpoint. Losses, errors, ends of passes, parameters and the
+default generator's state must be equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.contract.training import ROWS, Failure, PlainLoop, Planned, Training, through_a_file
+from tests.contract.ways import WAYS, Way
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is asked: "steps" and how many, "fail" and where, and others that have no argument."""
+
+    what: str
+    of: Any = None
+
+
+ACTS = st.one_of(
+    st.builds(Act, st.just("steps"), st.integers(1, 9)),
+    st.builds(
+        Act,
+        st.just("fail"),
+        st.builds(Failure, st.sampled_from(["loader", "decode", "step"]), st.integers(0, ROWS - 1)),
+    ),
+    st.sampled_from([Act(what) for what in ("leave", "evaluate", "resume", "drain", "replay")]),
+)
+PHASES = (Phase.generate,)
+"""A program is short: to shrink one takes longer than to read it."""
+
+PROGRAMS = st.lists(ACTS, min_size=1, max_size=8)
+
+
+class Trial:
+    """A program, run by swpipe and then by the plain loop, which follows it act for act."""
+
+    def __init__(self, kind: type[Way], loader: str) -> None:
+        self._kind, self._loader = kind, loader
+        self.found: list[Any] = []
+
+    def _training(self) -> Training:
+        return Training(self._loader, draws=self._kind.draws)
+
+    def by_swpipe(self, program: list[Act]) -> dict[str, Any]:
+        """Note what comes of each act; the state in the end."""
+        way = self._kind(self._training())
+        torch.manual_seed(2)
+        replayed = False
+        for act in program:
+            if way.drains and act.what not in ("steps", "leave", "fail"):
+                self.found.append(way.drain())
+            if act.what == "steps":
+                self.found.append([way.next() for _ in range(act.of)])
+            elif act.what == "fail" and self._can_fail(act.of):
+                way.leave()
+                self.found.append(_until_it_fails(way, act.of))
+            elif act.what == "leave":
+                way.leave()
+            elif act.what == "evaluate":
+                self.found.append(way.training.evaluate())
+            elif act.what == "replay" and way.replays:
+                replayed = not replayed
+                way.replay(replayed)
+            elif act.what == "resume" and not replayed:
+                way = self._resumed(way)
+        way.leave()
+        way.close()
+        return _end(way.training)
+
+    def _resumed(self, way: Way) -> Way:
+        """In a new process, whose generator is anywhere."""
+        saved = way.state_dict(), way.training.state_dict()
+        draws = torch.get_rng_state()
+        saved = through_a_file(saved)
+        way.leave()
+        way.close()
+        training = self._training()
+        torch.manual_seed(99)
+        training.load_state_dict(saved[1])
+        way = self._kind(training)
+        torch.set_rng_state(draws)
+        way.load_state_dict(saved[0])
+        return way
+
+    def by_plain_loop(self, program: list[Act]) -> dict[str, Any]:
+        """Make sure that all of it is what a plain loop gives; its state in the end."""
+        plain = PlainLoop(self._training())
+        torch.manual_seed(2)
+        found = iter(self.found)
+        for act in program:
+            if self._kind.drains and act.what not in ("steps", "leave", "fail"):
+                drained = next(found)
+                assert_equal([plain.next() for _ in drained], drained, act)
+            if act.what == "steps":
+                assert_equal([plain.next() for _ in range(act.of)], next(found), act)
+            elif act.what == "fail" and self._can_fail(act.of):
+                plain.leave()
+                assert_equal(_until_it_fails(plain, act.of), next(found), act)
+            elif act.what == "leave":
+                plain.leave()
+            elif act.what == "evaluate":
+                assert_equal([plain.training.evaluate()], [next(found)], act)
+            elif act.what == "replay" and self._kind.replays:
+                plain.replayed = [] if plain.replayed is None else None
+        return _end(plain.training)
+
+    def _can_fail(self, failure: Failure) -> bool:
+        if self._loader == "workers" and failure.where == "loader":
+            return False  # they have a copy of what says so
+        return failure.where in self._kind.fails
+
+
+def _until_it_fails(of: Way | PlainLoop, failure: Failure) -> list[Any]:
+    """A pass with a failure, if it has that row: losses, and what came then."""
+    of.training.failing.at = failure
+    found: list[Any] = []
+    try:
+        while (loss := of.next()) is not None:
+            found.append(loss)
+    except Planned as error:
+        found.append(str(error))
+    of.training.failing.at = None
+    return found
+
+
+def _end(training: Training) -> dict[str, Any]:
+    return {"parts": training.state_dict(), "draws": torch.get_rng_state()}
+
+
+def assert_equal(wanted: Any, found: Any, act: Act) -> None:
+    """Structure, and each tensor in each bit."""
+    wanted_leaves, wanted_tree = pytree.tree_flatten(wanted)
+    found_leaves, found_tree = pytree.tree_flatten(found)
+    assert found_tree == wanted_tree, act
+    for a, b in zip(wanted_leaves, found_leaves, strict=True):
+        same = torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        assert same, (act, a, b)
+
+
+CASES = [(kind, loader) for kind in WAYS for loader in kind.loaders]
+
+
+def check(kind: type[Way], loader: str, program: list[Act]) -> None:
+    """One program, by both."""
+    trial = Trial(kind, loader)
+    end = trial.by_swpipe(program)
+    assert_equal(trial.by_plain_loop(program), end, Act("end"))
+
+
+@pytest.mark.filterwarnings("ignore:nothing runs ahead", "ignore:the loader draws from")
+@pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
+def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
+    """Whatever is asked of it."""
+    examples = 3 if loader == "workers" else 10
+
+    @settings(max_examples=examples, derandomize=True, deadline=None, phases=PHASES)
+    @given(PROGRAMS)
+    def programs(program: list[Act]) -> None:
+        check(kind, loader, program)
+
+    programs()

@@ -1,0 +1,171 @@
+"""One small training as people write it, in a plain loop, and what it may be asked to do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+ROWS, WIDTH, SIZE = 20, 4, 3
+SCALE = 100
+BATCHES = -(-ROWS // SIZE)
+"""Of a pass."""
+
+
+class Planned(Exception):
+    """A failure that a program asked for."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What fails at the batch that has this row: "loader", "decode" or "step"."""
+
+    where: str
+    row: int
+
+
+class Failing:
+    """Fails where it was told to, until it is told otherwise."""
+
+    at: Failure | None = None
+
+    def check(self, where: str, rows: Tensor) -> None:
+        if self.at is None or self.at.where != where:
+            return
+        if self.at.row in (rows.reshape(-1, WIDTH)[:, 0] // SCALE).tolist():
+            raise Planned(f"{where} fails at row {self.at.row}")
+
+
+class Rows(Dataset[Tensor]):
+    """Row n is [100 n, 100 n + 1, ...]."""
+
+    def __init__(self, failing: Failing) -> None:
+        self._failing = failing
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Tensor:
+        if row >= ROWS:
+            raise IndexError(row)
+        found = torch.arange(WIDTH) + float(SCALE * row)
+        self._failing.check("loader", found)
+        return found
+
+
+class NoisyRows(Rows):
+    """The same with noise, drawn from the default generator as they are read."""
+
+    def __getitem__(self, row: int) -> Tensor:
+        return super().__getitem__(row) + torch.rand(WIDTH)
+
+
+def _with_its_generator(failing: Failing) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(Rows(failing), SIZE, shuffle=True, generator=generator)
+
+
+LOADERS: dict[str, Callable[[Failing], Any]] = {
+    "list": lambda failing: list(torch.stack([*Rows(failing)]).split(SIZE)),
+    "own generator": _with_its_generator,
+    "default generator": lambda failing: DataLoader(Rows(failing), SIZE, shuffle=True),
+    "workers": lambda failing: DataLoader(Rows(failing), SIZE, shuffle=True, num_workers=1),
+    "drawing": lambda failing: DataLoader(NoisyRows(failing), SIZE, shuffle=True),
+}
+"""Makes of loaders; "drawing" draws in the middle of a pass."""
+
+
+class Training:
+    """Model, optimizer, scheduler and loader; a step in the order in which people write it."""
+
+    def __init__(self, loader: str, *, draws: bool) -> None:
+        torch.manual_seed(1)
+        self.failing = Failing()
+        self.loader = LOADERS[loader](self.failing)
+        hidden = nn.Dropout() if draws else nn.Tanh()
+        self.model = nn.Sequential(nn.Linear(WIDTH, 6), hidden, nn.Linear(6, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """Uses nothing else."""
+        self.failing.check("decode", rows)
+        return rows / (SCALE * ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def backward(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def step(self, rows: Tensor) -> None:
+        self.failing.check("step", rows)
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def evaluate(self) -> Tensor:
+        """As in the middle of an epoch."""
+        self.model.eval()
+        with torch.no_grad():
+            found = self.model(torch.linspace(0, 1, 2 * WIDTH).view(2, WIDTH))
+        self.model.train()
+        return found
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+
+class PlainLoop:
+    """The loop without swpipe, which every way to run is compared with."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self._iterator: Iterator[Tensor] | None = None
+        self.replayed: list[Tensor] | None = None  # decode's results, where one is replayed
+
+    def next(self) -> Tensor | None:
+        """The loss of the next step; None at the end of a pass."""
+        if self._iterator is None:
+            self._iterator = iter(self.training.loader)
+        try:
+            rows = next(self._iterator)
+            loss = self._step(rows)
+        except StopIteration:
+            self._iterator = None
+            return None
+        except Planned:
+            self._iterator = None
+            raise
+        return loss
+
+    def _step(self, rows: Tensor) -> Tensor:
+        x = self.training.decode(rows) if not self.replayed else self.replayed[0]
+        if self.replayed is not None:
+            self.replayed = [x]
+        loss = self.training.forward(x)
+        self.training.backward(loss)
+        self.training.step(rows)
+        return loss.detach()
+
+    def leave(self) -> None:
+        self._iterator = None
+
+
+def through_a_file(state: Any) -> Any:
+    """What a checkpoint makes of it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)

@@ -1,0 +1,306 @@
+"""The joint search: its limits, its moves, what it drops, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench import recsys14
+from swpipe import PipelinePlan, TaskSchedule
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
+from swpipe.planning import Limits, lower_bounds, simulate
+from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
+from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, prune, swaps
+from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
+from swpipe.plans.published.task_roles import GIVEN, PRESETS, TaskRoles
+from tests.plans.published.papers import paper
+from tests.support.safety import verify_tasks
+
+
+def blocking(**us: float) -> CostModel:
+    """Costs of host work alone; microseconds."""
+    return CostModel({name: TaskCost(host_us=time) for name, time in us.items()})
+
+
+STEP = PipelinePlan(
+    {
+        "copy": TaskSchedule(stream="memcpy"),
+        "dist": TaskSchedule(stream="dist"),
+        "cache": TaskSchedule(stream="cache"),
+        "train": TaskSchedule(),
+    },
+    deps=[("dist", "copy"), ("cache", "dist"), ("train", "cache")],
+    cross_iter_deps=[("train", "train")],
+)
+COSTS = blocking(copy=60, dist=50, cache=40, train=30)
+
+
+def spaced(
+    plan: PipelinePlan = STEP, costs: CostModel = COSTS, limits: Limits | None = None
+) -> tuple[SearchSpace, list[Evaluated]]:
+    """The space of a plan, and the layouts that the search begins with."""
+    space = SearchSpace(plan, costs, limits or Limits(), streams=True)
+    return space, space.evaluate(space.initial())
+
+
+def threads_of(found: JointSearch) -> set[str]:
+    """The thread groups of what was found, the caller's too."""
+    return {"default", *(entry.thread_group for entry in found.plan.schedule.values())}
+
+
+# ------------------------------------------------------------------------------ what is searched
+
+
+@pytest.mark.parametrize(
+    ("threads", "ii_us", "preset"),
+    [
+        (1, 180, "as given"),
+        (2, 120, "default"),
+        (3, 70, "io_data_dist_compute"),
+        (4, 60, "by_stream"),
+    ],
+)
+def test_threads_are_limited(threads: int, ii_us: float, preset: str) -> None:
+    """Each additional thread hides more blocking host work; the limit holds."""
+    found = joint_search(STEP, COSTS, limits=Limits(threads=threads))
+    assert (found.ii_us, found.threads) == (ii_us, preset)
+    assert len(threads_of(found)) == threads
+    assert all(count > threads for count in found.rejected.values())
+
+
+def test_in_flight_is_limited() -> None:
+    """With fewer iterations in flight less is hidden by the same threads."""
+    flat = joint_search(STEP, COSTS, limits=Limits(in_flight=2))
+    assert flat.plan.depth == 2
+    assert flat.ii_us > joint_search(STEP, COSTS, limits=Limits(in_flight=5)).ii_us == 60
+
+
+def test_of_equals_the_one_with_fewer_threads_is_chosen() -> None:
+    """Device work alone needs no second thread."""
+    costs = CostModel({n: TaskCost(device_us=cost.host_us) for n, cost in COSTS.tasks.items()})
+    found = joint_search(STEP, costs)
+    assert found.ii_us == lower_bounds(STEP, costs).ii_us == 60
+    assert threads_of(found) == {"default"}
+
+
+def test_the_order_is_searched() -> None:
+    """With threads, streams and lookaheads as they are, another order is a third quicker."""
+    plan = PipelinePlan(
+        {
+            "quick": TaskSchedule(stream="a"),
+            "key": TaskSchedule(stream="a"),
+            "long": TaskSchedule(stream="b"),
+            "train": TaskSchedule(),
+        },
+        deps=[("long", "key"), ("train", "long"), ("train", "quick")],
+        cross_iter_deps=[("quick", "train"), ("key", "train")],
+    )
+    times = {"quick": 50, "key": 10, "long": 100, "train": 1}
+    costs = CostModel({n: TaskCost(device_us=us) for n, us in times.items()})
+    found = joint_search(plan, costs, limits=Limits(in_flight=1))
+    assert (found.given_ii_us, found.ii_us) == (161, 111)
+    assert "161 us become 111 us" in found.why
+
+
+def test_streams_are_searched() -> None:
+    """The tasks of a bundle move together, to each other stream; on a CPU none does."""
+    space, (first, *_) = spaced()
+    tried = {layout.streams for layout in space.neighbours(first)}
+    assert ("dist", "dist", "cache", None) in tried
+    assert ("memcpy", "cache", "cache", None) in tried
+    assert len(tried) == 1 + 3 * 2
+    on_cpu = SearchSpace(STEP, COSTS, Limits(), streams=False)
+    (first, *_) = on_cpu.evaluate(on_cpu.initial())
+    assert {layout.streams for layout in on_cpu.neighbours(first)} == {first.layout.streams}
+    space, (first, *_) = spaced(limits=Limits(frozen=["dist"]))
+    assert {layout.streams[1] for layout in space.neighbours(first)} == {"dist"}
+
+
+def test_every_preset_policy_and_swap_is_tried() -> None:
+    """Of one layout: all thread presets, an order for each policy, and one for each swap."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    space, (first, *_) = spaced(plan, costs, recsys14.limits())
+    near = list(space.neighbours(first))
+    assert {layout.threads for layout in near} == {GIVEN, *PRESETS}
+    order = first.layout.priority
+    ranked = {tuple(sorted(order, key=rank)) for rank in space.policies.values()}
+    swapped = {*swaps(first.plan, order, communicator_queues(resolve_plan(plan), costs))}
+    assert len(ranked) == len(space.policies) == 5
+    assert len(swapped) > 3
+    assert {layout.priority for layout in near} == {order} | ranked | swapped
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [
+        # The caller's own, by the way that is left; then h2d, whose way is the longest.
+        ("critical chain first", ["zero_grad", "nccl_safety_barrier", "forward"]),
+        # The longest of the preparation, whatever comes after it.
+        ("longest elsewhere first", ["start_input_dist", "start_shuffle", "finish_shuffle"]),
+        # The communicator's queue.
+        ("collectives early", ["start_shuffle", "finish_shuffle", "start_input_dist"]),
+        # The io role, and what else holds the copy engine.
+        ("copies early", ["h2d", "start_shuffle", "finish_shuffle", "prefetch_embeddings"]),
+        # The chain without slack: the preparation first, since all of training waits for it.
+        ("least slack first", ["h2d", "start_shuffle", "finish_shuffle", "start_input_dist"]),
+    ],
+)
+def test_what_a_policy_ranks_first(policy: str, first: list[str]) -> None:
+    """On the published step; the closest order keeps edges and the communicator's queue."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    resolved = resolve_plan(plan)
+    rank = policies(resolved, costs, TaskRoles.of(resolved, recsys14.FROZEN))[policy]
+    ranked = sorted(resolved.period_order, key=rank)
+    assert ranked[: len(first)] == first
+    queues = communicator_queues(resolved, costs)
+    order = closest_order(plan, ranked, queues)
+    assert all(order.index(producer) < order.index(consumer) for consumer, producer in plan.deps)
+    assert [n for n in order if n in queues[0]] == list(queues[0])
+
+
+def test_only_unordered_neighbours_are_swapped() -> None:
+    """Neither an edge within the period, nor a communicator's queue."""
+    plan = PipelinePlan(
+        {name: TaskSchedule() for name in "abcd"},
+        deps=[("b", "a")],
+        cross_iter_deps=[("c", "b", 1)],  # of another period: b and c are free in this one
+    )
+    order = tuple("abcd")
+    assert list(swaps(plan, order, ())) == [tuple("acbd"), tuple("abdc")]
+    assert list(swaps(plan, order, (("c", "d"),))) == [tuple("acbd")]
+
+
+def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
+    """Each with the plan's own threads, and with the default preset."""
+    free = PipelinePlan(
+        {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
+        deps=[("train", "a"), ("train", "b")],
+        order=["b", "a"],
+    )
+    space, _ = spaced(free, blocking(a=1, b=1, train=1))
+    initial = {(layout.threads, layout.priority) for layout in space.initial()}
+    orders = (("b", "a", "train"), ("a", "b", "train"))
+    assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
+
+
+def test_frozen_and_caller_tasks_are_not_moved() -> None:
+    """Lookahead 0, the caller's thread, their stream: in whatever is found."""
+    limits = Limits(frozen=["cache"])
+    found = joint_search(STEP, COSTS, limits=limits)
+    last = found.plan.max_stage
+    assert found.plan.schedule["cache"] == TaskSchedule(last, "cache")
+    assert found.plan.schedule["train"] == TaskSchedule(last)
+    groups = {n: replace(e, thread_group="io") for n, e in STEP.schedule.items()}
+    _, initial = spaced(replace(STEP, schedule=groups), limits=limits)
+    assert {one.plan.schedule["cache"].thread_group for one in initial} == {"default"}
+
+
+# ------------------------------------------------------------------------------- the search
+
+
+def test_nothing_is_evaluated_twice_and_the_best_of_equal_places_is_kept() -> None:
+    """Presets that give the same threads are one layout."""
+    space, initial = spaced()
+    near = [layout for one in initial for layout in space.neighbours(one)]
+    evaluated = space.evaluate(near)
+    assert 0 < len(evaluated) < len(near)
+    assert space.evaluate([*space.initial(), *near]) == []
+    kept = {one.places: one.score for one in prune(evaluated)}
+    assert len(kept) == len(prune(evaluated)) < len(evaluated)
+    assert all(kept[one.places] <= one.score for one in evaluated)
+    better = evaluated[0]._replace(ii_us=0)
+    assert prune([evaluated[0], better]) == prune([better, evaluated[0]]) == [better]
+
+
+def test_the_history_has_each_round_until_patience_ends_it() -> None:
+    """What was tried and kept, the best of the round, and the best so far."""
+    found = joint_search(STEP, COSTS, patience=1)
+    assert [one.number for one in found.history] == [0, 1, 2]
+    # The first round finds something better, and so does not count; the second does not.
+    assert [one.so_far_us for one in found.history] == [120, 60, 60]
+    assert all(one.best_us >= one.so_far_us for one in found.history)
+    assert all(one.tried >= one.kept > 0 for one in found.history)
+    assert "until patience ran out" in found.why
+    assert len(joint_search(STEP, COSTS, patience=3).history) == 5
+    assert joint_search(STEP, COSTS, patience=1) == found
+    assert len(joint_search(STEP, COSTS, rounds=0).history) == 1
+    assert "until all rounds were used" in joint_search(STEP, COSTS, rounds=1).why
+    single = joint_search(PipelinePlan({"train": TaskSchedule()}), blocking(train=5))
+    assert (single.ii_us, len(single.history)) == (5, 1)
+    assert "until nothing was left to try" in single.why
+
+
+def test_a_wider_beam_tries_more() -> None:
+    """In the second round."""
+    narrow, wide = (joint_search(STEP, COSTS, beam_width=width, rounds=2) for width in (1, 4))
+    assert narrow.history[2].tried < wide.history[2].tried
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
+    """They verify, have the reported interval, keep limits and communicator order.
+
+    And none is worse than lookaheads alone, where the search begins.
+    """
+    better = 0
+    for seed in range(16):
+        given = paper(seed)
+        said = {"limits": given.limits, "streams": streams}
+        found = joint_search(given.plan, given.costs, beam_width=2, rounds=2, **said)  # type: ignore[arg-type]
+        verify_tasks(found.plan, effects=given.effects, streams=streams)
+        assert found.ii_us == simulate(found.plan, given.costs, streams=streams).ii_us
+        assert found.given_ii_us == simulate(given.plan, given.costs, streams=streams).ii_us
+        assert found.ii_us <= found.given_ii_us
+        assert found.ii_us <= assign_lookaheads(given.plan, given.costs, **said).ii_us  # type: ignore[arg-type]
+        assert found.plan.depth <= given.limits.in_flight
+        assert len(threads_of(found)) <= given.limits.threads
+        queues = communicator_queues(resolve_plan(given.plan), given.costs)
+        assert communicator_queues(resolve_plan(found.plan), given.costs) == queues
+        for name in caller_tasks(given.plan):
+            stays = replace(given.plan.schedule[name], stage=0)
+            assert replace(found.plan.schedule[name], stage=0) == stays
+        better += found.ii_us < found.given_ii_us
+    assert better > 4
+
+
+def test_the_published_step_reaches_its_bound() -> None:
+    """What the caller's stream takes, with the order that lookaheads alone do not have.
+
+    Where the host runs ahead, the plan given does not take longer. A thread per task is rejected:
+    six tasks are not the caller's.
+    """
+    plan, costs = recsys14.plan(), recsys14.costs()
+    assert simulate(plan, costs).ii_us == lower_bounds(plan, costs).ii_us == 108_380
+    found = joint_search(replace(plan, run_ahead=0), costs, limits=recsys14.limits())
+    assert (found.given_ii_us, found.ii_us) == (125_450, 108_380)
+    assert (found.plan.depth, len(threads_of(found))) == (2, 1)
+    assert found.rejected == {"per_task": 7}
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
+    """One thread, where the plan and every preset have more; fewer iterations than stages."""
+    groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
+    spread = replace(STEP, schedule=groups)
+    with pytest.raises(PlanError, match=r"at least 2 thread groups \(as given: 5"):
+        joint_search(spread, COSTS, limits=Limits(threads=1))
+    assert len(threads_of(joint_search(spread, COSTS, limits=Limits(threads=2)))) == 2
+    stages = {n: replace(e, stage=k) for k, (n, e) in enumerate(STEP.schedule.items())}
+    with pytest.raises(PlanError, match="limit is 3 iterations in flight: allow 4"):
+        joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))
+
+
+def test_invalid_inputs_are_refused() -> None:
+    """A task without a cost, a frozen one that is unknown, numbers out of range."""
+    with pytest.raises(PlanError, match="task 'train' has no cost"):
+        joint_search(STEP, blocking(copy=1, dist=1, cache=1))
+    with pytest.raises(PlanError, match="freeze 'fwd', which the plan does not have"):
+        joint_search(STEP, COSTS, limits=Limits(frozen=["fwd"]))
+    for name, least in (("beam_width", 1), ("rounds", 0), ("patience", 1)):
+        with pytest.raises(ValueError, match=f"{name} is {least - 1}: give an integer of {least}"):
+            joint_search(STEP, COSTS, **{name: least - 1})  # type: ignore[arg-type]

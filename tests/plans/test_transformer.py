@@ -1,0 +1,99 @@
+"""The order in which one microbatch's forward runs over another's backward."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swpipe.analysis.validation import validate
+from swpipe.plans.transformer import (
+    LayerKind,
+    chunk_order,
+    layer_overlap_plan,
+    layer_steps,
+    pair_order,
+    paired_plan,
+)
+
+ALL = LayerKind(True, True, True)
+MOE = LayerKind(moe=True, delayed=True)
+KINDS = st.lists(st.builds(LayerKind, st.booleans(), st.booleans(), st.booleans()), max_size=6)
+
+
+def test_a_pair_has_the_order_of_the_seed() -> None:
+    """On each stream; work lies between the start of an exchange and its wait."""
+    order = pair_order(layer_steps("f", 0, ALL), layer_steps("b", 1, ALL))
+    assert [step.name for step in order if step.exchanges and step.part == "start"] == [
+        "b1.moe_combine.start",
+        "f0.moe_dispatch.start",
+        "b1.moe_dispatch.start",
+        "f0.moe_combine.start",
+    ]
+    assert [step.name for step in order if not step.exchanges] == [
+        "b1.mtp_post_process",
+        "f0.attn", "f0.post_attn",
+        "b1.mlp", "b1.mlp.dw", "f0.mlp",
+        "b1.post_attn", "b1.attn", "b1.attn.dw",
+        "f0.mtp_post_process",
+    ]  # fmt: skip
+    names = [step.name for step in order]
+    assert names.index("b1.mlp.dw") < names.index("b1.moe_dispatch.start")
+    for exchange in ("b1.moe_combine", "f0.moe_dispatch", "b1.moe_dispatch"):
+        between = names[names.index(f"{exchange}.start") + 1 : names.index(f"{exchange}.wait")]
+        assert [name for name in between if "moe" not in name]
+
+
+def test_the_common_layers_are_paired_and_the_rest_follows() -> None:
+    """Layer i of the one with layer last - i of the other; then backward's rest, then forward's."""
+    for counts, wanted in {
+        (2, 2): ["f0", "b1", "f1", "b0"],
+        (1, 3): ["f0", "b2", "b1", "b0"],
+        (3, 1): ["f0", "b0", "f1", "f2"],
+    }.items():
+        order = chunk_order(*([LayerKind()] * count for count in counts))
+        assert [f"{s.side}{s.layer}" for s in order if s.node == "attn"] == wanted
+
+
+def test_the_first_layers_attention_weights_come_after_gradients_were_sent_on() -> None:
+    """And what is around the layers is where the seed has it."""
+    order = chunk_order([MOE], [MOE])
+    around = [s.name for s in order if s.layer is None or s.name == "b0.attn.dw"]
+    assert around == [
+        "f.begin", "f.pre_process", "b.begin", "b.post_process",
+        "f.post_layers", "b.post_layers", "b0.attn.dw",
+        "f.post_process", "f.end", "b.pre_process", "b.end",
+    ]  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(KINDS, KINDS, st.booleans())
+def test_every_step_is_there_once_after_what_it_needs(
+    forward: list[LayerKind], backward: list[LayerKind], hooks: bool
+) -> None:
+    """For layers of any kinds and any two depths; and the plans can run."""
+    order = chunk_order(forward, backward, hooks=hooks)
+    at = {step: place for place, step in enumerate(order)}
+    chains = [
+        [step for i, kind in enumerate(forward) for step in layer_steps("f", i, kind)],
+        [
+            step
+            for i, kind in reversed([*enumerate(backward)])
+            for step in layer_steps("b", i, kind)
+        ],
+    ]
+    assert len(at) == len(order) == sum(map(len, chains)) + 2 * (5 if hooks else 4)
+    for chain in chains:
+        main = [at[step] for step in chain if not step.is_weight_gradient]
+        assert main == sorted(main)
+        for step in chain:
+            if step.is_weight_gradient:
+                assert at[step] > at[step._replace(part="")]
+    validate(paired_plan(order))
+    validate(layer_overlap_plan(forward, shared=hooks))
+
+
+def test_shared_parameters_are_added_to_one_microbatch_after_the_other() -> None:
+    """Whichever order a planner finds: a backward begins after the one before has ended."""
+    for shared in (False, True):
+        carried = layer_overlap_plan([MOE], shared=shared).cross_iter_deps
+        assert (("b.begin", "b.end", 1) in carried) == shared

@@ -1,0 +1,113 @@
+"""The verdict names what half of a step is spent on; the ceiling is below every plan's step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from swpipe import PipelinePlan, ProfileResult, TaskSchedule
+from swpipe.planning import simulate
+from swpipe.profiler import Advice
+from swpipe.profiler.spread import Estimate
+from swpipe.reporting import PromisedChange, StepVerdict
+from swpipe.reporting.account import StepAccount, account_of
+from tests.reporting.test_report import profile_of
+
+NAMES = ("read", "exchange", "train")
+PLAN = PipelinePlan(
+    {
+        "read": TaskSchedule(),
+        "exchange": TaskSchedule(globally_ordered=True),
+        "train": TaskSchedule(),
+    },
+    deps=[("exchange", "read"), ("train", "exchange")],
+    cross_iter_deps=[("train", "train", 1)],
+)
+
+
+def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0) -> StepAccount:
+    """Of a plain loop that takes what the profile says."""
+    run = simulate(PLAN, profile.costs, streams=bool(profile.device_s), iterations=12)
+    path = run.trace().critical_path()
+    return account_of(profile, path, PLAN, streams=streams, cpu_s=cpu_s)
+
+
+def verdict(
+    *, read: float, exchange: float, train: float, blocked_s: dict[str, float] | None = None
+) -> StepVerdict:
+    """On tasks that take so many seconds."""
+    profile = profile_of({"read": read, "exchange": exchange, "train": train})
+    profile = replace(profile, blocked_s={**profile.blocked_s, **(blocked_s or {})})
+    return account(profile).verdict
+
+
+def test_waiting_for_ranks_is_not_input() -> None:
+    """A collective that is off the CPU is one thing, preparing what it sends another."""
+    bound = verdict(read=0.1, exchange=0.6, train=0.3, blocked_s={"exchange": 0.55}).bound
+    assert bound == "collective-bound"
+    assert verdict(read=0.1, exchange=0.6, train=0.3).bound == "input-bound"
+
+
+def test_where_no_one_thing_takes_half_the_step_is_balanced() -> None:
+    """The sentence says what it does instead."""
+    found = verdict(read=0.4, exchange=0.2, train=0.4, blocked_s={"exchange": 0.2})
+    assert found.bound == "balanced"
+    assert found.why == (
+        "No one thing takes half of the step: input 40%, compute 40%, collective 20%."
+    )
+
+
+def test_a_device_that_waits_for_its_host_makes_a_loop_host_bound() -> None:
+    """Time on a thread computes where there are no streams, and holds up the device elsewhere."""
+    profile = profile_of({"read": 0.1, "exchange": 0.1, "train": 0.8})
+    on_device = replace(profile, device_s={"train": 0.1})
+    assert account(profile).verdict.bound == "compute-bound"
+    assert account(on_device).verdict.bound == "host-bound"
+
+
+def test_the_ceiling_is_what_the_longest_chain_or_the_cores_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work that waits needs no core; a floor above the step, by noise, is no loss."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
+
+    def ceiling(profile: ProfileResult) -> tuple[float, str]:
+        found = account(profile).ceiling
+        return round(found.saved_s, 9), found.limit
+
+    assert ceiling(profile) == (0.5, "2 cores for all tasks")
+    with monkeypatch.context() as on_two_ranks:
+        on_two_ranks.setenv("LOCAL_WORLD_SIZE", "2")
+        assert ceiling(profile) == (0.0, "1 core for all tasks")
+    waits = replace(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
+    assert ceiling(waits) == (0.6, "one thread: train alone")
+    assert ceiling(replace(waits, baseline_s=0.3))[0] == 0.0
+
+
+def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that waits for them is off the CPU, and two ranks were told of 35% to gain."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
+    waits = replace(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
+    found = account(waits, cpu_s=0.9).ceiling
+    assert (round(found.saved_s, 9), found.limit) == (0.1, "1 core for all tasks")
+    assert found.needs == "To reach it, all cores have to be busy all the time."
+
+
+def test_a_ceiling_says_what_it_takes() -> None:
+    """The tasks that have to run beside those that limit it, the longest first."""
+    profile = profile_of({"read": 0.2, "exchange": 0.3, "train": 0.5})
+    waits = replace(profile, blocked_s=profile.host_s)
+    needs = account(waits).ceiling.needs
+    assert needs == "To reach it, exchange, read must run beside that, on other threads."
+
+
+def test_a_promise_is_kept_where_the_intervals_meet() -> None:
+    """And nothing is said where it was not tried."""
+    advice = Advice("move", "read", 0.010, 0.002, "thread 'io'", "", "{}")
+    assert PromisedChange(advice).kept is None
+    assert PromisedChange(advice, Estimate(0.007, 0.001)).kept
+    assert PromisedChange(advice, Estimate(0.006, 0.001)).kept is False

@@ -1,0 +1,190 @@
+"""Runs of a job under its plans: turns, what is compared, and how it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import IterContext, PipelinePlan, PipelineTask
+from swpipe.plans import prefetch_plan
+from swpipe.tasks.job_run import (
+    Comparison,
+    JobRun,
+    TrainingDivergedError,
+    alternate,
+    compare,
+    report,
+)
+from swpipe.tasks.workload import InputError, Job
+
+PLANS: dict[str, Any] = {
+    "serial": lambda: PipelinePlan.serial(["load", "train"]),
+    "pipelined": lambda: prefetch_plan(["load"], ["train"]),
+}
+
+
+class SumJob(Job):
+    """Learns the sum of its rows; says what it has trained on."""
+
+    epoch_steps = 5
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(3, 1)
+        self.modules = [self.model]
+        self.closed = False
+        self.checked = 0
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        return PipelineTask("load", self.load, pure=True), PipelineTask("train", self.train)
+
+    def load(self, ctx: IterContext) -> None:
+        draws = torch.Generator().manual_seed(ctx.batch)
+        ctx.x = torch.randn(4, 3, generator=draws)
+
+    def train(self, ctx: IterContext) -> None:
+        ctx.loss = (self.model(ctx.x) - ctx.x.sum(1, keepdim=True)).square().mean()
+        self.model.zero_grad()
+        ctx.loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+
+    def batches(self, steps: int | None = None, /) -> Iterator[int]:
+        return islice(count(), self.epoch_steps if steps is None else steps)
+
+    def check(self) -> None:
+        self.checked += 1
+
+    def results(self) -> dict[str, str]:
+        return {"norm": f"{float(self.model.weight.norm().detach()):.3f}"}
+
+    def notes(self) -> list[str]:
+        return ["rows of three"]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def runs() -> Iterator[list[JobRun]]:
+    """Under the serial and under the pipelined plan."""
+    with (
+        JobRun("serial", SumJob(), PLANS["serial"](), 30) as one,
+        JobRun("pipelined", SumJob(), PLANS["pipelined"](), 30) as two,
+    ):
+        yield [one, two]
+    assert one.job.closed
+    assert two.job.closed
+
+
+def test_a_run_goes_on_where_it_stopped(runs: list[JobRun]) -> None:
+    """Advancing in pieces gives the losses of advancing at once; it ends with its steps."""
+    pieces, whole = runs
+    seen: list[int] = []
+    for steps in (1, 4, 2, 100, 100):
+        pieces.advance(steps, lambda: seen.append(1))
+    whole.advance(30)
+    assert compare(pieces, whole) == Comparison(None, [], 30, 2)
+    assert len(seen) == 30
+    assert len(pieces.turns_s) == 4
+    assert all(seconds > 0 for seconds in pieces.turns_s)
+    assert pieces.job.checked == 5
+    with JobRun("epoch", SumJob(), PLANS["serial"]()) as epoch:
+        epoch.advance(100)
+        assert epoch.steps == len(epoch.losses) == 5
+
+
+def test_a_run_without_a_batch_is_refused() -> None:
+    """Where some were asked for."""
+    with JobRun("serial", SumJob(), PLANS["serial"](), 0) as run:
+        run.advance(0)
+        with pytest.raises(InputError, match="plan serial: the workload gives no batch"):
+            run.advance(1)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(runs: list[JobRun]) -> None:
+    """At the end of the turn; the first such step is named."""
+    runs[1].advance(3)
+    with torch.no_grad():
+        runs[1].job.model.bias.fill_(math.inf)
+    with pytest.raises(TrainingDivergedError, match="at step 3 ") as caught:
+        runs[1].advance(5)
+    assert caught.value.step == 3
+
+
+def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order changes from turn to turn; warming up is not timed; every step is taken."""
+    turns: list[tuple[str, int]] = []
+    advance = JobRun.advance
+
+    def noting(run: JobRun, steps: int, *given: Any, **named: Any) -> None:
+        turns.append((run.name, steps))
+        advance(run, steps, *given, **named)
+
+    monkeypatch.setattr(JobRun, "advance", noting)
+    alternate(runs, 22, chunk=10, warm_up=5)
+    assert turns == [
+        ("serial", 5), ("pipelined", 5), ("serial", 10), ("pipelined", 10),
+        ("pipelined", 7), ("serial", 7),
+    ]  # fmt: skip
+    assert [(len(run.losses), len(run.turns_s)) for run in runs] == [(22, 2), (22, 2)]
+    few = JobRun("few", SumJob(), PLANS["serial"](), 4)
+    alternate([few], 4)
+    assert few.steps_per_s > 0  # with no more steps than warming up takes, those are what there is
+
+
+def test_one_bit_is_a_difference(runs: list[JobRun]) -> None:
+    """In a loss or in a parameter; the first step and the parameter are named."""
+    one, two = runs
+    one.advance(10)
+    with pytest.raises(ValueError, match="serial ran 10 steps and pipelined 0"):
+        compare(one, two)
+    two.advance(10)
+    assert "serial and pipelined: bit-equal: 10 losses and 2 parameters" in report(runs)
+    kept = two.losses[4]
+    two.losses[4] = torch.nextafter(torch.as_tensor(kept), torch.tensor(math.inf))
+    assert compare(one, two) == Comparison(4, [], 10, 2)
+    assert "NOT EQUAL: losses differ from step 4 on; 0 parameters differ" in report(runs)
+    two.losses[4] = kept
+    with torch.no_grad():
+        two.job.model.bias.copy_(torch.nextafter(two.job.model.bias, torch.tensor(math.inf)))
+    assert compare(one, two) == Comparison(None, ["bias"], 10, 2)
+    assert "NOT EQUAL: all 10 losses are equal; 1 parameters differ" in report(runs)
+
+
+def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
+    """The table's rows and the line on the speed, of turns of these speeds; others as they are."""
+    for run, speeds in zip(runs, turns, strict=True):
+        run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
+    head, _, *rest = report(runs).splitlines()
+    assert head.split() == ["plan", "steps", "steps/s", "range", "loss", "norm"]
+    assert rest[-1] == "rows of three"
+    return [line.split() for line in rest[:2]] + [rest[2:3]]
+
+
+def test_the_speed_is_that_of_the_table(runs: list[JobRun]) -> None:
+    """The ratio of the medians, and the least and the most that the turns leave open."""
+    serial, pipelined, (told,) = _told(runs, [10, 8, 16], [20, 32, 24])
+    assert serial[2:9] == ["10", "8", "to", "16", "1.0000", "to", "0.5000"]
+    assert pipelined[2:9] == ["24", "20", "to", "32", "1.0000", "to", "0.5000"]
+    assert told == "pipelined over serial: 2.40 (1.25 to 4.00) times as many steps per second"
+    told = _told(runs, [10, 11, 12], [5, 6, 7])[2][0]
+    assert told == "pipelined over serial: 0.55 (0.42 to 0.70) times as many steps per second"
+
+
+def test_no_plan_is_called_faster_within_the_noise(runs: list[JobRun]) -> None:
+    """Where any turn of the slower run was as fast as one of the other, there is no figure."""
+    for serial, pipelined, why in [
+        ([5], [50], "one turn has no range; train for more steps"),
+        ([5, 6], [6, 7], "the ranges of steps per second overlap"),
+        ([5, 6, 4], [9, 5.5, 9], "the ranges of steps per second overlap"),
+        ([5, 6, 4], [4.5, 3, 2], "the ranges of steps per second overlap"),
+    ]:
+        told = _told(runs, serial, pipelined)[2][0]
+        assert told == f"pipelined over serial: no difference was measured: {why}"

@@ -1,0 +1,100 @@
+"""HSTU's pipeline trains and reports what a synchronous loop does, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swpipe.plans.torchrec import hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS
+from swpipe.tasks.job_run import JobRun
+from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.hstu.training import Case, by_hand, by_pipeline
+
+VALUES = (HSTU_THREAD_MAPS, (False, True), (1, 2, 3), (False, True))
+PAIRS = [Case(*values) for values in pairwise_cases(*VALUES)]
+
+
+def _differences(cases: list[Case], steps: int) -> dict[Case, list[str]]:
+    """For each case that differs from the synchronous loop, where it does."""
+    wanted: dict[Any, Any] = {}
+    found = {}
+    for case in cases:
+        loop = (case.balanced, case.wrapper)
+        if loop not in wanted:
+            wanted[loop] = by_hand(steps, *loop)
+        if where := by_pipeline(case, steps).differences(wanted[loop]):
+            found[case] = where
+    return found
+
+
+def test_each_pair_of_options_trains_the_loops_numbers(two_ranks: Ranks) -> None:
+    """(loss, tokens, output) and parameters, however late each task is on each rank."""
+    assert two_ranks.run(_differences, PAIRS, 8, deadline_s=200) == [{}, {}]
+
+
+def _one_rank_exchanges_late() -> list[str]:
+    """A thread for each task; on rank 0 the exchange of ids begins long after all else."""
+    rank = dist.get_rank()
+    outcome = by_pipeline(
+        Case("per_task"), 6, lambda name: 0.1 * (name == "start_input_dist" and rank == 0)
+    )
+    return outcome.differences(by_hand(6))
+
+
+def test_a_forwards_exchange_keeps_its_place_among_the_collectives(two_ranks: Ranks) -> None:
+    """Also where each task has a thread, and on one rank another exchange could come after it."""
+    assert two_ranks.run(_one_rank_exchanges_late) == [[], []]
+
+
+WRAPPERS = [
+    Case("io_data_dist_prefetch_compute", wrapper="megatron"),
+    Case("by_stream", False, 2, True, wrapper="plain"),
+]
+
+
+def test_plain_modules_and_megatrons_wrapper_train_the_loops_numbers(two_ranks: Ranks) -> None:
+    """A model without sharded modules within DDP, and a sharded one within Megatron's."""
+    assert two_ranks.run(_differences, WRAPPERS, 8) == [{}, {}]
+
+
+def test_no_process_group_is_needed_for_a_plain_model() -> None:
+    """Fifty batches, in this process."""
+    assert _differences([Case(wrapper="plain")], 50) == {}
+
+
+# ------------------------------------------------------------------------------------ workload
+
+STEPS = 40
+
+
+def _trained(plan: str) -> tuple[float, list[Any]]:
+    """The AUC, and losses and this rank's parameters under one of the workload's plans."""
+    made = hstu_schedule.PLANS[plan]()
+    with JobRun(plan, HSTUJob(HSTUConfig()), made, STEPS, "cpu") as run:
+        run.advance(STEPS)
+        trained = [p.detach() for p in run.job.model.parameters()]
+        return run.job.auc_of_all(), [*run.losses, *trained]
+
+
+def _workload() -> tuple[float, bool]:
+    """The AUC of the serial plan, and whether two pipelined ones agree with it in everything."""
+    auc, numbers = _trained("serial")
+    for plan in ("default", "io_data_dist_prefetch_compute"):
+        other, others = _trained(plan)
+        if other != auc or not all(map(torch.equal, numbers, others)):
+            return auc, False
+    return auc, True
+
+
+def test_the_workload_learns_and_pipelined_it_learns_the_same(two_ranks: Ranks) -> None:
+    """Its AUC rises above chance, the same under all plans, as are losses and parameters."""
+    (auc, equal), (other, alike) = two_ranks.run(_workload)
+    assert auc == other
+    assert equal
+    assert alike
+    assert 0.65 < auc < 1

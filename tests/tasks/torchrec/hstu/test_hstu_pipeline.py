@@ -1,0 +1,167 @@
+"""HSTU's pipeline as its users call it; and its factory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe.errors import PlanError
+from swpipe.tasks.torchrec import PipelineFactory
+from swpipe.tasks.torchrec.hstu import (
+    HSTU_DEFAULT_THREAD_MAP,
+    HSTU_THREAD_MAPS,
+    HSTUPipeline,
+    HSTUPipelineFactory,
+    SequenceBatch,
+)
+from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
+from tests.tasks.torchrec.hstu.training import BATCH, batches, by_hand, flat, made, results
+from tests.tasks.torchrec.models import CPU
+
+NAMES = ["hstu_prefetch_sparse_dist", "hstu_sparse_dist"]
+
+
+def _pipeline(**options: Any) -> HSTUPipeline[Any, Any]:
+    model, optimizer = made("plain")
+    return HSTUPipeline(model, optimizer, CPU, **options)
+
+
+def test_progress_returns_loss_tokens_and_output() -> None:
+    """The sum of the losses, the number of events, and what the model returns."""
+    (batch,) = batches(1)
+    with _pipeline() as pipe:
+        loss, tokens, (logits, labels) = pipe.progress(iter([batch]))
+        with pytest.raises(StopIteration):
+            pipe.progress(iter([]))
+    events = len(batch.times.values())
+    assert float(tokens) == events
+    assert loss.ndim == 0
+    assert logits.shape == labels.shape == (events, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
+    """With or without the prefetch; its own registry, not that of the eleven tasks' pipelines."""
+    assert HSTUPipelineFactory.list() == NAMES
+    assert not {*NAMES} & {*PipelineFactory.list()}
+    model, optimizer = made("plain")
+    with HSTUPipelineFactory.create(
+        name, model=model, optimizer=optimizer, device=CPU, thread_map="by_stream"
+    ) as pipe:
+        assert isinstance(pipe, JaggedPipeline)
+        assert len(pipe.schedule.all_tasks()) == (14 if "prefetch" in name else 13)
+        assert len(results(pipe, batches(3))) == 3
+
+
+@pytest.fixture
+def registry() -> Iterator[type[HSTUPipelineFactory]]:
+    """The factory; what a test registers is removed after it."""
+    before = dict(HSTUPipelineFactory._builders)
+    yield HSTUPipelineFactory
+    HSTUPipelineFactory._builders = before
+
+
+def test_pipelines_of_the_users_are_registered(registry: type[HSTUPipelineFactory]) -> None:
+    """Once under each name; unknown names are refused with those that there are."""
+    registry.register("mine", dict)
+    assert registry.create("mine", depth=2) == {"depth": 2}
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        registry.register("mine", dict)
+    with pytest.raises(ValueError, match="no pipeline is named 'hstu'; there are hstu_prefetch"):
+        registry.create("hstu")
+
+
+def test_after_shutdown_nothing_runs() -> None:
+    """Twice is as good as once; a call of progress is an error."""
+    pipe = _pipeline(prefetch=True)
+    results(pipe, batches(2))
+    pipe.shutdown()
+    pipe.shutdown()
+    with pytest.raises(RuntimeError, match="clos"):
+        pipe.progress(batches(2))
+
+
+def test_the_model_is_detached_evaluated_and_attached_in_mid_training() -> None:
+    """The batches in flight are kept, and the numbers are those of a loop that does not stop."""
+    wanted = by_hand(6, wrapper="plain").outputs
+    data, held_out = batches(6), next(iter(batches(1, seed=9)))
+    with _pipeline(thread_map="io_data_dist_prefetch_compute", prefetch=True) as pipe:
+        found = [pipe.progress(data) for _ in range(2)]
+        model = pipe.detach()
+        with torch.no_grad():
+            model(held_out)
+        pipe.attach()
+        found += results(pipe, data)
+    assert all(map(torch.equal, flat(found), wanted))
+    assert len(flat(found)) == len(wanted)
+
+
+def test_a_state_that_is_saved_in_mid_flight_leads_to_the_same_numbers() -> None:
+    """The batches in flight are pulled again."""
+    wanted = by_hand(6, wrapper="plain").outputs
+    with _pipeline(prefetch=True) as pipe:
+        data = batches(6)
+        found = [pipe.progress(data) for _ in range(3)]
+        state, saved = pipe.state_dict(), copy.deepcopy(pipe._model.state_dict())
+    assert (state["next_iteration"], state["in_flight"]) == (3, 2)
+    with _pipeline(thread_map="by_stream", prefetch=True) as pipe:
+        pipe._model.load_state_dict(saved)
+        pipe.load_state_dict(state)
+        found += results(pipe, islice(batches(6), 3, None))
+    assert all(map(torch.equal, flat(found), wanted))
+    assert len(flat(found)) == len(wanted)
+
+
+def test_evaluation_counts_no_tokens_and_changes_nothing() -> None:
+    """In eval mode the output comes with None for the tokens."""
+    with _pipeline() as pipe:
+        pipe._model.eval()
+        before = [p.detach().clone() for p in pipe._model.parameters()]
+        with torch.no_grad():
+            found = results(pipe, batches(3))
+        assert [tokens for _, tokens, _ in found] == [None] * 3
+        assert all(map(torch.equal, before, pipe._model.parameters()))
+
+
+def test_the_watchdog_is_called_for_each_batch() -> None:
+    """After everything else, on the caller's thread."""
+    called: list[int] = []
+    with _pipeline(watchdog=lambda: called.append(1)) as pipe:
+        results(pipe, batches(4))
+    assert called == [1] * 4
+
+
+def test_thread_maps_are_given_by_name_or_as_dicts() -> None:
+    """All fourteen names are known, prefetch or not; others are refused."""
+    for given in (None, *HSTU_THREAD_MAPS, HSTU_DEFAULT_THREAD_MAP, "per_task"):
+        for prefetch in (False, True):
+            with _pipeline(thread_map=given, prefetch=prefetch) as pipe:
+                assert len(results(pipe, batches(2))) == 2
+    with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
+        _pipeline(thread_map={"prefetch": "io"})
+
+
+def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
+    """A depth, a shuffler, and an option that there is not."""
+    with pytest.raises(ValueError, match="prefetch_depth is 0"):
+        _pipeline(prefetch_depth=0)
+    with pytest.raises(TypeError, match="batch_shuffler is a int"):
+        _pipeline(batch_shuffler=3)
+    with pytest.raises(TypeError, match="lookahead"):
+        _pipeline(lookahead=3)
+
+
+def test_a_batch_lies_row_by_row() -> None:
+    """Histories become features of items and actions, times and a number of losses."""
+    (batch,) = batches(1)
+    assert batch.ids.stride() == BATCH
+    assert batch.ids.keys() == ["item", "action"]
+    assert float(batch.num_loss_tokens()) == len(batch.times.values())
+    lengths = batch.times.lengths()
+    assert torch.equal(batch.work(), lengths.float() ** 2)
+    assert SequenceBatch.of([(), ()]).ids.lengths().tolist() == [0] * 4

@@ -1,0 +1,267 @@
+"""When HSTU's tasks run, on which threads, and that a prefetch comes after the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.analysis import verify
+from swpipe.analysis.verification import verify_for_run
+from swpipe.errors import PlanError
+from swpipe.plans.torchrec.hstu_schedule import (
+    HSTU_DEFAULT_THREAD_MAP,
+    HSTU_THREAD_MAPS,
+    PLANS,
+    TASKS,
+    StepTask,
+    hstu_plan,
+    hstu_schedule,
+)
+from swpipe.schedulable import Schedule, ScheduleValidationError, Stage, Task
+from swpipe.tasks.torchrec import TrainStep
+from swpipe.tasks.torchrec.hstu import HSTUTasks
+from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.cached import CacheOverflow, replace_tables
+from tests.tasks.torchrec.hstu.training import batches, made
+from tests.tasks.torchrec.models import CPU
+
+PREFETCH = "prefetch_embeddings"
+STEPS = 8
+
+# ------------------------------------------------------------------------------- declarations
+
+
+def _schedule(prefetch: bool = True, depth: int = 1, shuffled: bool = False) -> Schedule:
+    return hstu_schedule(prefetch=prefetch, prefetch_depth=depth, shuffled=shuffled)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
+    """Copy and shuffles at K + 1, exchange of ids at K, prefetch at 1, all others at 0."""
+    schedule = _schedule(prefetch, depth)
+    found = {task.name: task.lookahead for task in schedule.all_tasks()}
+    wanted = dict.fromkeys(TASKS, 0) | dict.fromkeys(TASKS[:3], depth + 1)
+    wanted |= {"start_input_dist": depth, "wait_input_dist": depth, PREFETCH: 1}
+    if not prefetch:
+        del wanted[PREFETCH]
+    assert found == wanted
+    assert schedule.in_flight_batches == depth + 2
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_who_takes_turns_among_the_collectives(shuffled: bool) -> None:
+    """Five always, both shuffles with a shuffler that exchanges rows."""
+    always = {
+        "start_input_dist",
+        "wait_input_dist",
+        "global_tokens_allreduce",
+        "backward",
+        "finalize_model_grads",
+    }
+    found = {task.name for task in _schedule(shuffled=shuffled).all_tasks() if task.nccl}
+    assert found == always | ({"start_shuffle", "finish_shuffle"} if shuffled else set())
+
+
+def test_the_presets_are_those_of_the_seed() -> None:
+    """Five, by name; what is not ahead is on the caller's thread."""
+    threads = {name: hstu_plan(_schedule(), name).thread_groups for name in HSTU_THREAD_MAPS}
+    assert threads == {
+        "default": ("default", "io"),
+        "by_stream": ("default", "memcpy", "data_dist", "prefetch"),
+        "io_prefetch_compute": ("default", "io", "prefetch"),
+        "io_data_dist_compute": ("default", "io", "data_dist"),
+        "io_data_dist_prefetch_compute": ("default", "io", "data_dist", "prefetch"),
+    }
+    assert hstu_plan(_schedule(), None) == hstu_plan(_schedule(), "default")
+    assert {*HSTU_DEFAULT_THREAD_MAP} == {*TASKS}
+    assert HSTU_DEFAULT_THREAD_MAP["forward"] == "compute"
+    assert hstu_plan(_schedule(), None).within_calls
+    assert hstu_plan(_schedule(), "by_stream", threaded=False).thread_groups == ("default",)
+
+
+def test_other_maps_of_threads() -> None:
+    """A dict, a function, and a thread for each task; a dict may name a task that is left out."""
+    plain = _schedule(prefetch=False)
+    own = {**dict.fromkeys(TASKS, "default"), PREFETCH: "cache", "h2d": "copies"}
+    assert hstu_plan(plain, own).thread_groups == ("default", "copies")
+    assert hstu_plan(_schedule(), own).thread_groups == ("default", "copies", "cache")
+    per_stream: Callable[[Task], str] = lambda task: task.stream  # noqa: E731
+    assert hstu_plan(_schedule(), per_stream) == hstu_plan(_schedule(), "by_stream")
+    assert len(hstu_plan(plain, "per_task").thread_groups) == 14  # and the caller's, without tasks
+
+
+def test_wrong_maps_and_depths_are_refused() -> None:
+    """With the value and what to give instead."""
+    with pytest.raises(ScheduleValidationError, match="thread_map names task 'fwd'"):
+        hstu_plan(_schedule(), {"fwd": "io"})
+    with pytest.raises(ValueError, match="thread_map is 'fast': give one of default, by_stream"):
+        hstu_plan(_schedule(), "fast")
+    with pytest.raises(TypeError, match="thread_map is 3"):
+        hstu_plan(_schedule(), 3)  # type: ignore[arg-type]
+    for depth in (0, 1.5, True):
+        with pytest.raises(ValueError, match="give batches, 1 or more"):
+            _schedule(depth=depth)  # type: ignore[arg-type]
+
+
+def test_a_declaration_alone_does_not_run() -> None:
+    """It says who has the function."""
+    with pytest.raises(RuntimeError, match="HSTUPipeline has its function"):
+        StepTask("forward").run(None)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------- verification
+
+
+def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
+    """The kinds of devices on which a plan is not right by the tasks' declarations alone."""
+    return [
+        f"with streams={streams}"
+        for streams in (False, True)
+        if not verify_for_run(
+            plan, tasks, None, device="cpu", streams=streams
+        ).proved_by_declarations()
+    ]
+
+
+def _step_tasks(prefetch: bool, model: Any = None, optimizer: Any = None) -> HSTUTasks:
+    if model is None:
+        model, optimizer = made()
+    return HSTUTasks(
+        model, TrainStep([optimizer]), prefetch=prefetch, returns="tokens", group=None, device=CPU,
+        forward="prefetch" if prefetch else "pipelined", find="direct",
+    )  # fmt: skip
+
+
+def _all_plans() -> list[str]:
+    found = []
+    for prefetch in (False, True):
+        tasks = _step_tasks(prefetch).tasks()
+        for depth, preset in pairwise_cases((1, 2, 3), (*HSTU_THREAD_MAPS, "per_task")):
+            if prefetch or depth == 1:
+                plan = hstu_plan(_schedule(prefetch, depth), preset)
+                found += [f"{prefetch}, {depth}, {preset}: {w}" for w in _unproved(tasks, plan)]
+    job = HSTUJob(HSTUConfig()).tasks()
+    return found + [f"{name}: {w}" for name, make in PLANS.items() for w in _unproved(job, make())]
+
+
+def test_every_plan_is_proved_by_what_the_tasks_declare(one_rank: Ranks) -> None:
+    """With and without streams, at every depth and under every preset; the workload's too."""
+    assert one_rank.run(_all_plans) == [[]]
+
+
+# ------------------------------------------------------------------- prefetch after forward
+
+
+def _changed(schedule: Schedule, **fields: dict[str, Any]) -> Schedule:
+    """The schedule with other fields of some tasks, by name."""
+    tasks = []
+    for task in schedule.all_tasks():
+        values = {name: getattr(task, name) for name in Task.__annotations__}
+        tasks.append(StepTask(**{**values, **fields.get(task.name, {})}))
+    return Schedule((Stage(tuple(tasks)),), schedule.stream_slots)
+
+
+def _without_the_added_wait(**options: Any) -> Schedule:
+    """As in the seed: only the backward waits for the prefetch."""
+    return _changed(hstu_schedule(**options), **{PREFETCH: {"same_progress_sync": ()}})
+
+
+def _prefetch_first(**options: Any) -> Schedule:
+    """The wrong way round."""
+    none = {"same_progress_sync": ()}
+    first = {"same_progress_sync": (PREFETCH,), "depends_on": ("zero_grad",)}
+    changes = {PREFETCH: none, "backward": none, "forward": first}
+    return _changed(hstu_schedule(**options), **changes)
+
+
+def _refused(schedule: Callable[..., Schedule], preset: str, streams: bool) -> str:
+    """What verification says of a changed schedule."""
+    plan = hstu_plan(schedule(prefetch=True, prefetch_depth=1, shuffled=False), preset)
+    try:
+        verify(plan, _step_tasks(True).tasks(), streams=streams, pull_ahead=True)
+    except PlanError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("preset", "streams"),
+    [("default", True), ("io_prefetch_compute", True), ("io_prefetch_compute", False)],
+)
+def test_without_the_added_wait_the_schedule_is_refused(
+    one_rank: Ranks, preset: str, streams: bool
+) -> None:
+    """The seed's wait of the backward orders forward and prefetch neither way."""
+    (told,) = one_rank.run(_refused, _without_the_added_wait, preset, streams)
+    assert "state 'table cache'" in told
+    assert PREFETCH in told
+    assert one_rank.run(_refused, hstu_schedule, preset, streams) == ["accepted"]
+
+
+def test_the_wrong_way_round_is_refused(one_rank: Ranks) -> None:
+    """Also where one thread runs everything."""
+    (told,) = one_rank.run(_refused, _prefetch_first, "default", False)
+    assert "state 'table cache'" in told
+
+
+def test_a_prefetch_runs_between_forward_and_backward() -> None:
+    """It waits for the one, and the other for it, whatever their batches are."""
+    pairs = {(PREFETCH, "forward"), ("backward", PREFETCH)}
+    assert pairs <= {*hstu_plan(_schedule(), None).same_period_deps}
+
+
+def _keys_of_a_batch() -> int:
+    """The most keys that a batch has on any rank, in the plain loop."""
+    model, _ = made()
+    groups = replace_tables(model, 10_000, pooled=False, rate=0.1)
+    for batch in batches(STEPS):
+        model(batch)[0].sum().backward()
+    most: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(most, max(group.most for group in groups))
+    return max(most)
+
+
+def _outstanding(
+    schedule: Callable[..., Schedule], declared: bool = True, lines: int | None = None
+) -> tuple[int, int, list[str]]:
+    """The most keys of a batch, the most that were outstanding, and the calls of the tables."""
+    batch = _keys_of_a_batch()
+    model, optimizer = made()
+    groups = replace_tables(model, lines or batch, pooled=False, rate=0.1)
+    owner = _step_tasks(True, model, optimizer)
+    tasks = owner.tasks()
+    if not declared:  # then the plan is not checked against it
+        tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
+    preset = "io_prefetch_compute" if declared else "default"
+    made_schedule = schedule(prefetch=True, prefetch_depth=1, shuffled=False)
+    plan = hstu_plan(made_schedule, preset, threaded=declared)
+    with SWPipeline(plan, tasks, device="cpu", check_effects=declared) as pipe:
+        try:
+            pipe.run(batches(STEPS))
+        except CacheOverflow:
+            return batch, max(group.most for group in groups), ["overflow"]
+    owner.rewrite.detach()
+    calls = [call for group in groups for call in group.calls]
+    return batch, max(group.most for group in groups), calls
+
+
+def test_with_the_forward_first_the_keys_of_one_batch_are_outstanding(two_ranks: Ranks) -> None:
+    """A cache with as many lines as the largest batch has keys is enough."""
+    for batch, most, calls in two_ranks.run(_outstanding, hstu_schedule):
+        assert 0 < most <= batch
+        assert calls.count("prefetch") == calls.count("forward") == STEPS
+
+
+def test_with_the_prefetch_first_the_keys_of_two_are(one_rank: Ranks) -> None:
+    """The same cache overflows; with room, more than one batch is outstanding, two at most."""
+    ((_, _, calls),) = one_rank.run(_outstanding, _prefetch_first, False)
+    assert calls == ["overflow"]
+    ((batch, most, _),) = one_rank.run(_outstanding, _prefetch_first, False, 10_000)
+    assert batch < most <= 2 * batch

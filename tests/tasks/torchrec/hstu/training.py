@@ -1,0 +1,175 @@
+"""HSTU in small: a model, batches, the synchronous loop, and pipelines whose tasks are late."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe import PipelineTask
+from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
+from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
+from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
+from swpipe.tasks.torchrec.hstu import (
+    Event,
+    HSTUPipeline,
+    HSTURanking,
+    HSTUTasks,
+    RankingConfig,
+    SequenceBatch,
+)
+from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
+from tests.tasks.torchrec.models import CPU, everything
+from tests.tasks.torchrec.trial import Outcome
+
+SMALL = RankingConfig(items=40, width=8, heads=2, layers=1, longest=6)
+BATCH = 4
+
+
+class Case(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        preset: The thread map's name.
+        prefetch: With the task of that name.
+        depth: The prefetch depth.
+        balanced: The shuffler balances; otherwise there is none.
+        wrapper: "ddp" or "megatron"; "plain" is not sharded, within DDP where there are ranks.
+    """
+
+    preset: str = "default"
+    prefetch: bool = True
+    depth: int = 1
+    balanced: bool = False
+    wrapper: str = "ddp"
+
+
+def batches(count: int, seed: int = 0) -> Iterator[SequenceBatch]:
+    """This rank's batches; some histories are empty, and on one rank a whole batch."""
+    draws = random.Random(1000 * seed + _rank())
+    for step in range(count):
+        histories = [_history(draws) for _ in range(BATCH)]
+        empty = step % 5 == 2 and _rank() == 1
+        yield SequenceBatch.of([()] * BATCH if empty else histories)
+
+
+def _history(draws: random.Random) -> list[Event]:
+    count = draws.choice([0, 1, 2, 6])
+    times = sorted(draws.randrange(10**6) for _ in range(count))
+    return [Event(draws.randrange(SMALL.items), draws.randint(1, 10), time) for time in times]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
+    """A model, the same on all ranks at first, and the optimizer of its dense parameters."""
+    plain = HSTURanking(SMALL, seed=3)
+    if wrapper == "plain":
+        alone = not dist.is_initialized()
+        model = plain if alone else nn.parallel.DistributedDataParallel(plain)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = shard_tables(plain, "tables", EmbeddingCollectionSharder(), CPU, 0.1)
+    dense = [value for _, value in in_backward_optimizer_filter(model.named_parameters())]
+    if wrapper == "ddp":
+        return model, torch.optim.SGD(dense, lr=0.1)
+    inner = Float16Module(model._dmp_wrapped_module.module)
+    model._dmp_wrapped_module = DistributedDataParallel(inner, dense)
+    return model, Optimizer(dense, 0.1)
+
+
+def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
+    """The synchronous loop: nothing overlaps, and the model's own forward runs."""
+    model, optimizer = made(wrapper)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shuffler = KarmarkarKarpShuffler(SequenceBatch.work) if balanced else IdentityShuffler()
+    outputs: list[Tensor] = []
+    for given in batches(steps):
+        batch = shuffler.finish(given, shuffler.start(given))
+        optimizer.zero_grad()
+        if wrapper == "megatron":
+            model._dmp_wrapped_module.zero_grad_buffer()  # type: ignore[operator, union-attr]
+        tokens = batch.num_loss_tokens()
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        losses, output = model(batch)
+        total = torch.sum(losses)
+        (total * ranks / tokens).backward()
+        if wrapper == "megatron":
+            model._dmp_wrapped_module.finish_grad_sync()  # type: ignore[operator, union-attr]
+        optimizer.step()
+        outputs += [total.detach(), tokens, *output]
+    shuffler.close()
+    return Outcome(outputs, everything(model))
+
+
+def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
+    """What the pipeline makes of it, each task up to 3 ms late, other than on other ranks.
+
+    ``late`` is for other delays.
+    """
+    draws = random.Random(_rank())
+    model, optimizer = made(case.wrapper)
+    shuffler = KarmarkarKarpShuffler(SequenceBatch.work) if case.balanced else None
+    with (
+        late_tasks(late or (lambda name: draws.random() * 3e-3)),
+        HSTUPipeline(
+            model, optimizer, CPU,
+            prefetch=case.prefetch, prefetch_depth=case.depth, batch_shuffler=shuffler,
+            thread_map=case.preset,
+        ) as pipe,
+    ):  # fmt: skip
+        outputs = flat(results(pipe, batches(steps)))
+    if shuffler is not None:
+        shuffler.close()
+    return Outcome(outputs, everything(model))
+
+
+def results(pipe: Any, data: Iterator[Any]) -> list[Any]:
+    """What ``progress`` returns, until StopIteration."""
+    found = []
+    while True:
+        try:
+            found.append(pipe.progress(data))
+        except StopIteration:
+            return found
+
+
+def flat(found: list[Any]) -> list[Tensor]:
+    """Loss, tokens, logits and labels of each step."""
+    return [part for loss, tokens, output in found for part in (loss, tokens, *output)]
+
+
+Late: TypeAlias = Callable[[str], float]
+"""From a task's name to the seconds that it begins late, once for each run."""
+
+
+@contextmanager
+def late_tasks(late: Late) -> Iterator[None]:
+    """Within the block tasks begin late."""
+    own = HSTUTasks.tasks
+
+    def delayed(task: PipelineTask) -> PipelineTask:
+        def fn(ctx: Any) -> None:
+            time.sleep(late(task.name))
+            task.fn(ctx)
+
+        return replace(task, fn=fn)
+
+    def tasks(self: HSTUTasks) -> tuple[PipelineTask, ...]:
+        return tuple(delayed(task) for task in own(self))
+
+    with mock.patch.object(HSTUTasks, "tasks", tasks):
+        yield

@@ -1,0 +1,107 @@
+"""Stand-ins for Megatron-LM's wrappers and optimizer, written from its documentation.
+
+What matters here: gradients lie in one buffer, of which each ``parameter.main_grad`` is a part; a
+backward adds to it, and sets ``parameter.grad`` to None; nothing but ``zero_grad_buffer`` clears it
+and nothing but ``finish_grad_sync`` reduces it. Like Megatron's, the wrapper is strict: it counts a
+step's last backward, and refuses to reduce twice or before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.tasks.torchrec.models import Job, dense_optimizer, sharded
+
+
+class Float16Module(nn.Module):
+    """Passes everything on; the real one converts tensors of 32 bits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class DistributedDataParallel(nn.Module):
+    """Keeps the gradients of ``parameters`` in a buffer, and reduces them when it is told."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.module = module
+        self._last = True
+        self._ready = False
+        self._buffer = torch.zeros(sum(p.numel() for p in parameters))
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            parameter.main_grad = self._buffer[start:end].view_as(parameter)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(partial(self._add))
+            start = end
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _add(self, parameter: Any) -> None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        self._ready |= self._last
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step."""
+        self._buffer.zero_()
+        self._ready = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block backwards are not the last of their step."""
+        self._last = False
+        try:
+            yield
+        finally:
+            self._last = True
+
+    def finish_grad_sync(self) -> None:
+        """Average over the ranks."""
+        if not self._ready:
+            raise RuntimeError("the gradients were reduced already, or no last backward has run")
+        self._ready = False
+        self._buffer.div_(dist.get_world_size())
+        dist.all_reduce(self._buffer)
+
+
+class Optimizer:
+    """SGD on ``main_grad``; like Megatron's, it is no ``torch.optim.Optimizer``."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        self.param_groups = [{"params": parameters, "lr": lr}]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of ``parameter.grad`` only."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, None]:
+        """Update the parameters."""
+        (group,) = self.param_groups
+        for parameter in group["params"]:
+            parameter.sub_(parameter.main_grad, alpha=group["lr"])
+        return True, 0.0, None
+
+
+def megatrons() -> tuple[Any, Any]:
+    """A sharded model within both wrappers, and the optimizer of its dense part."""
+    model = sharded(Job(), ddp=False)
+    parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
+    inner = Float16Module(model._dmp_wrapped_module)
+    model._dmp_wrapped_module = DistributedDataParallel(inner, parameters)
+    return model, Optimizer(parameters, 0.1)

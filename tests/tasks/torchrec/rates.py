@@ -1,0 +1,239 @@
+"""Trainings whose learning rates change in the loop, by TorchRec's classes and by ours.
+
+A run is told by hashes: of each loss and each output, and of what is left: parameters, states of
+the optimizers, and the rates that the tables of fbgemm hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import tensors_in
+from swpipe.tasks import torchrec as ours
+from tests.tasks.torchrec.loops import streams_on_a_cpu, theirs
+from tests.tasks.torchrec.models import CPU, Job, batches, everything, put_back, sharded
+
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
+from torchrec.optim.optimizers import in_backward_optimizer_filter  # isort: skip
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # isort: skip
+
+CALLS = 20
+"""Batches of a training that is taken over, more than it trains on."""
+
+JOB = Job(optimizer=torch.optim.Adagrad)
+STAGED = "StagedTrainPipeline"
+
+SCHEDULES = ("none", "lambda", "step", "one cycle", "warm-up", "by hand")
+WHERE = ("dense", "fused", "both", "dense alone")
+"""Whose rates change; in the last, the pipeline's optimizer is the dense one alone."""
+
+LESS_MEMORY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("TrainPipelineBase", {}),
+    "sparse-dist": ("TrainPipelineSparseDist", {}),
+    "lite": ("TrainPipelineSparseDistLite", {}),
+    "prefetch": ("PrefetchTrainPipelineSparseDist", {}),
+    "fused": ("TrainPipelineFusedSparseDist", {}),
+    "fused, late": ("TrainPipelineFusedSparseDist", {"embedding_lookup_after_data_dist": True}),
+    "semi-sync from 0": ("TrainPipelineSemiSync", {"start_batch": 0}),
+    "semi-sync from 4": ("TrainPipelineSemiSync", {"start_batch": 4}),
+    "semi-sync from 900": ("TrainPipelineSemiSync", {"start_batch": 900}),
+    "semi-sync, stashed": ("TrainPipelineSemiSync", {"start_batch": 4, "stash_gradients": True}),
+    "fused, less memory": ("TrainPipelineFusedSparseDist", LESS_MEMORY),
+    "semi-sync, less memory": ("TrainPipelineSemiSync", {"start_batch": 4, **LESS_MEMORY}),
+    "hybrid": ("TrainEvalHybridPipelineBase", {}),
+    "staged": (STAGED, {}),
+}
+"""The classes, with arguments."""
+
+_TWIN = {STAGED: "TrainPipelineBase"}
+"""Of TorchRec's, for those of TorchRec's that a CPU cannot run."""
+
+
+@dataclass
+class Run:
+    """Hashes of losses and outputs, in order, and of what is left, by name."""
+
+    batches: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def differences(self, other: Run) -> list[str]:
+        """Where two runs differ, the first batches first."""
+        pairs = enumerate(zip(self.batches, other.batches, strict=True))
+        found = [f"batch {k}" for k, (mine, its) in pairs if mine != its]
+        names = sorted(self.left.keys() | other.left.keys())
+        return found + [n for n in names if self.left.get(n) != other.left.get(n)]
+
+
+def differences(kind: str, schedule: str, where: str, steps: int) -> list[str]:
+    """Where a class of ours differs from TorchRec's."""
+    return train(kind, schedule, where, steps, on_ours=True).differences(
+        train(kind, schedule, where, steps, on_ours=False)
+    )
+
+
+def looked_up_with(kind: str, calls: int, *, on_ours: bool) -> list[float]:
+    """The rates of the look-ups, in order; that set before call i of ``progress`` is 1 + i."""
+    model = sharded(JOB)
+    optimizer, _ = _rates(model, "none", "both")
+    seen: list[float] = []
+    for table in _tables(model):
+        table.register_forward_pre_hook(lambda m, _args: seen.append(m.get_learning_rate()))
+    with nullcontext() if on_ours else streams_on_a_cpu():
+        outputs = _outputs(kind, model, optimizer, calls, on_ours)
+        for call in range(calls):
+            _set_rate(optimizer, 1.0 + call)
+            next(outputs)
+    return [round(rate, 3) for rate in seen]
+
+
+class Training:
+    """One by a class of ours whose rate is set before each call, and that can be taken over."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = sharded(JOB)
+        self.optimizer, _ = _rates(self.model, "none", "both")
+        name, options = KINDS[kind]
+        self.pipeline = getattr(ours, name)(self.model, self.optimizer, CPU, **options)
+        self._data = batches(CALLS)
+
+    def run(self, first: int, last: int) -> list[str]:
+        """Hashes of the outputs of so many calls."""
+        found = []
+        for call in range(first, last):
+            _set_rate(self.optimizer, 0.3 / (1 + call))
+            found.append(_hash([self.pipeline.progress(self._data)]))
+        return found
+
+    def take_over(self, other: Training, done: int) -> None:
+        """Go on from the state of another, which has trained on so many batches."""
+        self.run(0, 1)  # the momenta of SGD are in its state from the first step on
+        self.pipeline.drain()
+        put_back(self.model, everything(other.model))
+        self.optimizer.load_state_dict(other.optimizer.state_dict())
+        self.pipeline.load_state_dict(other.pipeline.state_dict())
+        self._data = islice(batches(CALLS), done, None)
+
+
+def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Run:
+    """One training; the rates change after each call of ``progress``."""
+    model = sharded(JOB)
+    optimizer, change = _rates(model, schedule, where)
+    run, losses = Run(), []
+    model.register_forward_hook(lambda _module, _args, result: losses.append(result[0].detach()))
+    with nullcontext() if on_ours else streams_on_a_cpu():
+        for step, output in enumerate(_outputs(kind, model, optimizer, steps, on_ours)):
+            run.batches.append(_hash([losses[-1], output]))
+            change(step)
+    state = optimizer.state_dict()
+    tensors = {**everything(model), **_named(state["state"], "state")}
+    run.left = {name: _hash([tensor]) for name, tensor in tensors.items()}
+    run.left["rates"] = str([m.get_learning_rate() for m in _tables(model)])
+    return run
+
+
+def _outputs(
+    kind: str, model: nn.Module, optimizer: Any, steps: int, on_ours: bool
+) -> Iterator[Tensor]:
+    name, options = KINDS[kind]
+    if name == STAGED and on_ours:
+        yield from _staged(model, optimizer, steps)
+        return
+    made = getattr(ours, name) if on_ours else theirs(_TWIN.get(name, name))
+    pipeline, data = made(model, optimizer, CPU, **options), batches(steps)
+    if name.startswith("Prefetch") and not on_ours:  # it prefetches nothing where streams are None
+        pipeline._data_dist_stream = mock.Mock()
+        pipeline._stream_context = lambda _stream: nullcontext()
+    for _ in range(steps):
+        yield pipeline.progress(data)
+
+
+def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
+    """The user runs the model; TorchRec's own classes for this need streams of a device."""
+    exchange = ours.SparseDataDistUtil[Any](model, None)
+    pipeline = ours.StagedTrainPipeline([exchange.start_sparse_data_dist_stage()])
+    data = batches(steps)
+    for _ in range(steps):
+        batch = pipeline.progress(data)
+        optimizer.zero_grad()
+        losses, output = model(batch)
+        torch.sum(losses, dim=0).backward()
+        optimizer.step()
+        yield output
+
+
+def _rates(model: nn.Module, schedule: str, where: str) -> tuple[Any, Callable[[int], Any]]:
+    """The pipeline's optimizer, and what changes its rates after a step."""
+    named = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense: Any = KeyedOptimizerWrapper(named, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    fused: Any = model.fused_optimizer
+    warm = schedule == "warm-up"
+    if warm and where in ("dense", "dense alone"):
+        dense = _warmed(dense)
+    if warm and where == "fused":
+        fused = _warmed(fused)
+    both: Any = CombinedOptimizer([("fused", fused), ("dense", dense)])
+    if warm and where == "both":
+        both = _warmed(both)
+    changed = {"fused": fused, "both": both}.get(where, dense)
+    used = dense if where == "dense alone" else both
+    return used, _change(changed, schedule)
+
+
+def _warmed(optimizer: Any) -> Any:
+    stages = [
+        WarmupStage(WarmupPolicy.LINEAR, max_iters=7, value=0.1),
+        WarmupStage(WarmupPolicy.POLY, max_iters=100, value=2.0, decay_iters=50),
+    ]
+    return WarmupOptimizer(optimizer, stages, lr=0.3)
+
+
+def _change(optimizer: Any, schedule: str) -> Callable[[int], Any]:
+    if schedule == "by hand":
+        return lambda step: _set_rate(optimizer, 0.3 / (1 + step)) if step % 3 == 1 else None
+    makers: dict[str, Callable[[], Any]] = {
+        "lambda": lambda: LambdaLR(optimizer, lambda step: 0.9**step),
+        "step": lambda: StepLR(optimizer, step_size=4, gamma=0.5),
+        "one cycle": lambda: OneCycleLR(
+            optimizer, max_lr=0.4, total_steps=51, cycle_momentum=False
+        ),
+    }
+    if schedule not in makers:
+        return lambda step: None
+    made = makers[schedule]()
+    return lambda step: made.step()
+
+
+def _set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _named(state: Any, name: str) -> dict[str, Tensor]:
+    if hasattr(state, "local_shards"):
+        return {f"{name}[{k}]": s.tensor for k, s in enumerate(state.local_shards())}
+    if isinstance(state, dict):
+        parts = [_named(value, f"{name}.{key}") for key, value in state.items()]
+        return {key: value for part in parts for key, value in part.items()}
+    return {f"{name}[{k}]": tensor for k, tensor in enumerate(tensors_in(state))}
+
+
+def _tables(model: nn.Module) -> Iterator[Any]:
+    return (m for m in modules_in(model) if hasattr(m, "get_learning_rate"))
+
+
+def _hash(tensors: list[Tensor]) -> str:
+    raw = b"".join(t.detach().contiguous().cpu().numpy().tobytes() for t in tensors)
+    return hashlib.sha256(raw).hexdigest()[:16]

@@ -1,0 +1,426 @@
+"""The pipelines of recsys-examples: results, numbers and arguments are those of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swpipe.profiler import pipeline_breakdown
+from swpipe.tasks.torchrec import KarmarkarKarpShuffler
+from swpipe.tasks.torchrec import recsys_examples as ours
+from swpipe.tasks.torchrec.recsys_examples import collective_assert
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.models import CPU
+from tests.tasks.torchrec.recsys_examples.trainer import (
+    EXACT,
+    SequenceModel,
+    Sequences,
+    by_hand,
+    created,
+    flat,
+    made,
+    ran,
+    results,
+    sequences,
+    trained,
+)
+
+PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dist", "Pipeline"))]
+
+
+# ------------------------------------------------------------------------- numbers and results
+
+
+def _broken_down() -> list[Any]:
+    pipeline = created("jagged_sw_serial")
+    assert pipeline._sw_pipeline is pipeline.drop_in.pipe
+    data = list(sequences(3))
+    pipeline.progress(iter(data[:1]))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = pipeline_breakdown(pipeline, data[1:], num_rounds=2, tasks=["EmbForward"])
+    return [len(found), "EmbForward" in printed.getvalue()]
+
+
+def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
+    """``pipeline_breakdown`` of its trainer: one result for each batch."""
+    assert two_ranks.run(_broken_down) == [[2, True], [2, False]]
+
+
+def _differences(returns: str, megatron: bool, **options: Any) -> dict[str, list[str]]:
+    wanted = by_hand(6, megatron, returns)
+    found = {}
+    for name in EXACT:
+        outcome = trained(name, 6, megatron, returns=returns, **options)
+        if where := outcome.differences(wanted):
+            found[name] = where
+    return found
+
+
+@pytest.mark.parametrize("megatron", [False, True], ids=["ddp", "megatron"])
+@pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
+def test_every_pipeline_trains_and_reports_as_recsys_examples_does(
+    two_ranks: Ranks, returns: str, megatron: bool
+) -> None:
+    """(loss, tokens, output), or (reporting_loss, output), and parameters, bit for bit."""
+    assert two_ranks.run(_differences, returns, megatron) == [{}, {}]
+
+
+def _slices(source: Iterator[Any], count: int) -> Iterator[Iterator[Any]]:
+    """A loader's iterator in parts, as its trainer cuts it for evaluations in between."""
+    for first in source:
+        yield chain((first,), islice(source, count - 1))
+
+
+def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
+    """As its trainer: a part of the data, an evaluation, the next part."""
+    found: list[Tensor] = []
+    with closing(created(name, returns=returns)) as pipeline:
+        for part in _slices(sequences(7), 3):
+            pipeline._model.train()
+            found += flat(results(pipeline, part))
+            pipeline._model.eval()
+            with torch.no_grad():
+                evaluated = results(pipeline, islice(sequences(9, seed=1), 4))
+            if returns == "tokens":
+                assert all(tokens is None for _, tokens, _ in evaluated)
+                evaluated = [(loss, output) for loss, _, output in evaluated]
+            found += flat(evaluated)
+    return found
+
+
+@pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
+def test_training_with_evaluations_in_between(two_ranks: Ranks, returns: str) -> None:
+    """Evaluations report their losses, and no tokens; all pipelines agree."""
+    wanted = two_ranks.run(_trained_and_evaluated, "jagged_none", returns)
+    for name in EXACT[1:]:
+        for found, right in zip(
+            two_ranks.run(_trained_and_evaluated, name, returns), wanted, strict=True
+        ):
+            assert len(found) == len(right) == (7 * 3 if returns == "tokens" else 7 * 2) + 12 * 2
+            assert all(map(torch.equal, found, right))
+
+
+def _own_evaluation(name: str) -> int:
+    """Batches that a trainer evaluates by itself, as that of semantic ids does."""
+    data = sequences(3)
+    count = 0
+    with closing(created(name, batch_shuffler=_Rotate())) as pipeline:
+        results(pipeline, sequences(2, seed=2))
+        model = pipeline._model if name == "jagged_none" else pipeline.detach()
+        model.eval()
+        while (batch := pipeline._copy_batch_to_gpu_and_shuffle(data)) is not None:
+            model(batch)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("name", ["jagged_none", "jagged_prefetch_sparse_dist"])
+def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> None:
+    """Copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
+    assert two_ranks.run(_own_evaluation, name) == [3, 3]
+
+
+def _left(name: str, count: int) -> int:
+    with closing(created(name, execute_all_batches=False)) as pipeline:
+        return count - len(results(pipeline, sequences(count)))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "left"),
+    [
+        ("jagged_sparse_dist", 5, 1),
+        ("jagged_sparse_dist", 1, 1),
+        ("jagged_prefetch_sparse_dist", 5, 2),
+        ("jagged_prefetch_sparse_dist", 1, 1),
+        ("jagged_sw_serial", 5, 0),
+    ],
+)
+def test_execute_all_batches_false_leaves_as_many_as_there(
+    two_ranks: Ranks, name: str, count: int, left: int
+) -> None:
+    """One, or two with a prefetch: these its pipelines have pulled when the data ends."""
+    assert two_ranks.run(_left, name, count) == [left, left]
+
+
+# -------------------------------------------------------------------------------- shufflers
+
+
+class _Rotate:
+    """A shuffler with the method of recsys-examples': each rank gets the rows of the next."""
+
+    def shuffle(self, batch: Any, pg_group: Any = None) -> Any:
+        assert pg_group is dist.group.WORLD
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, batch)
+        return everyone[(dist.get_rank() + 1) % len(everyone)]
+
+
+def _rotated() -> dict[str, list[str]]:
+    """Where pipelines with the shuffler differ from one that gets the shuffled batches."""
+    found = {}
+    shuffled = [_Rotate().shuffle(batch, dist.group.WORLD) for batch in sequences(5)]
+    plain = ran("jagged_none", iter(shuffled))
+    for name in EXACT:
+        mine = ran(name, sequences(5), batch_shuffler=_Rotate())
+        if not all(map(torch.equal, mine, plain)):
+            found[name] = ["outputs"]
+    return found
+
+
+def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
+    """It is called with the data-parallel group, once per batch."""
+    assert two_ranks.run(_rotated) == [{}, {}]
+
+
+def _balanced() -> bool:
+    shuffler = KarmarkarKarpShuffler(Sequences.work)
+    outputs = [ran(name, sequences(4), batch_shuffler=shuffler) for name in EXACT]
+    shuffler.close()
+    plain = ran("jagged_none", sequences(4))
+    alike = all(all(map(torch.equal, one, outputs[0])) for one in outputs[1:])
+    return alike and not all(map(torch.equal, outputs[0], plain))
+
+
+def test_a_shuffler_of_swpipe_does_too(two_ranks: Ranks) -> None:
+    """All pipelines get the same rows, others than without it."""
+    assert two_ranks.run(_balanced) == [True, True]
+
+
+# ------------------------------------------------------------------------ what may go wrong
+
+
+def _said(fn: Callable[[], Any]) -> str:
+    try:
+        fn()
+    except Exception as error:  # noqa: BLE001 - the test's to see
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def _asserted(false_on: int) -> str:
+    return _said(lambda: collective_assert(dist.get_rank() != false_on, "a rank is wrong"))
+
+
+def test_an_assertion_that_fails_on_one_rank_is_raised_on_all(two_ranks: Ranks) -> None:
+    """And names it; where it holds on all, nothing is raised."""
+    assert two_ranks.run(_asserted, 1) == ["AssertionError: a rank is wrong (on ranks 1)"] * 2
+    assert two_ranks.run(_asserted, 2) == ["nothing raised"] * 2
+
+
+def _not_a_number(returns: str, checked: bool) -> str:
+    """What a loss that is NaN on rank 1 leads to."""
+    data = list(sequences(3))
+    if dist.get_rank() == 1:
+        data[1].dense[:, 1:].fill_(float("nan"))
+    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN="1" if checked else "0"):
+        pipeline = created("jagged_sparse_dist", returns=returns)
+    with closing(pipeline):
+        return _said(lambda: results(pipeline, iter(data)))
+
+
+@pytest.mark.parametrize(
+    ("returns", "checked", "raised"),
+    [("tokens", True, True), ("tokens", False, False), ("reporting_loss", False, True)],
+)
+def test_a_loss_that_is_nan_is_an_error_on_all_ranks(
+    two_ranks: Ranks, returns: str, checked: bool, raised: bool
+) -> None:
+    """Where recsys-examples checks it."""
+    wanted = (
+        "AssertionError: losses of batch 1 are NaN (on ranks 1)" if raised else "nothing raised"
+    )
+    assert two_ranks.run(_not_a_number, returns, checked) == [wanted] * 2
+
+
+def _without_tokens() -> str:
+    labelled = (super(Sequences, batch).to(CPU) for batch in sequences(2))
+    return _said(lambda: ran("jagged_none", labelled))
+
+
+def test_a_batch_that_does_not_count_its_tokens_is_refused(one_rank: Ranks) -> None:
+    """The error names the method, and what to do without it."""
+    (said,) = one_rank.run(_without_tokens)
+    assert said.startswith("TypeError: a Batch has no num_loss_tokens()")
+    assert "returns='reporting_loss'" in said
+
+
+def test_wrong_arguments_are_refused_by_name(one_rank: Ranks) -> None:
+    """With what to give instead."""
+    for options, wanted in (
+        ({"returns": "loss"}, "ValueError: returns is 'loss'; give 'tokens'"),
+        ({"batch_shuffler": 3}, "TypeError: batch_shuffler is a int: give one of"),
+        ({"apply_jit": True}, "NotImplementedError: JaggedMegatronTrainPipelineSparseDist(apply"),
+    ):
+        assert one_rank.run(_refusal, options)[0].startswith(wanted)
+
+
+class _Mean(SequenceModel):
+    """Averages its losses, as the models of other libraries do."""
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        losses, output = super().forward(batch)
+        return losses.mean(), output
+
+
+def _averaged(returns: str) -> str:
+    model, optimizer = made()
+    model._dmp_wrapped_module.module.__class__ = _Mean
+    pipeline = ours.JaggedMegatronTrainNonePipeline(model, optimizer, CPU, returns=returns)
+    with closing(pipeline):
+        return _said(lambda: pipeline.progress(sequences(1)))
+
+
+@pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
+def test_a_loss_that_is_averaged_already_is_refused(one_rank: Ranks, returns: str) -> None:
+    """It would be divided by the tokens once more."""
+    (said,) = one_rank.run(_averaged, returns)
+    assert said.startswith("TypeError: the model returned tensor(")
+    assert "return a tensor with one loss per token" in said
+
+
+class _Counted(Sequences):
+    """Has counted its tokens before."""
+
+    tokens: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        return self
+
+    def num_loss_tokens(self) -> Tensor:
+        return self.tokens
+
+
+def _counts() -> list[bool]:
+    """Whether a batch keeps the number that it has counted."""
+    (batch,) = sequences(1)
+    counted = _Counted(**vars(batch))
+    counted.tokens = batch.num_loss_tokens()
+    with closing(created("jagged_none")) as pipeline:
+        tokens = [pipeline.progress(iter([counted]))[1] for _ in range(2)]
+    return [torch.equal(*tokens), torch.equal(counted.tokens, batch.num_loss_tokens())]
+
+
+def test_a_batch_may_be_trained_on_twice(two_ranks: Ranks) -> None:
+    """The sum over the ranks does not replace the batch's own number."""
+    assert two_ranks.run(_counts) == [[True, True]] * 2
+
+
+def _refusal(options: dict[str, Any]) -> str:
+    return _said(lambda: created("jagged_sparse_dist", **options))
+
+
+# ------------------------------------------------------------------------ Megatron's groups
+
+
+def _state(tensor_parallel: int) -> Any:
+    """Megatron's module of groups, of which each rank is alone in its data-parallel one."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_data_parallel_group=lambda: groups[dist.get_rank()],
+        get_tensor_model_parallel_world_size=lambda: tensor_parallel,
+    )
+
+
+def _own_report() -> list[bool]:
+    """Whether the report is that of the rank alone, step by step."""
+    with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(1)}):
+        pipeline = created("jagged_sparse_dist", returns="reporting_loss")
+    with closing(pipeline):
+        reported = [report for report, _ in results(pipeline, sequences(3))]
+    return [
+        report[1].item() == batch.num_loss_tokens().item()
+        for report, batch in zip(reported, sequences(3), strict=True)
+    ]
+
+
+def test_reports_are_those_of_megatrons_data_parallel_ranks(two_ranks: Ranks) -> None:
+    """Where the script has initialised its groups."""
+    assert two_ranks.run(_own_report) == [[True] * 3] * 2
+
+
+def _tensor_parallel(megatron: bool, finalized: bool) -> str:
+    options = {"finalize": lambda model: None} if finalized else {}
+    with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(2)}):
+        return _said(lambda: created("jagged_none", megatron, **options))
+
+
+def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> None:
+    """finish_grad_sync alone would leave some gradients unreduced, without a word."""
+    said, _ = two_ranks.run(_tensor_parallel, True, False)
+    assert said.startswith("ValueError: Megatron splits layers over ranks here")
+    assert "finalize=lambda model: finalize_model_grads([model.module], None)" in said
+    assert two_ranks.run(_tensor_parallel, True, True) == ["nothing raised"] * 2
+    assert two_ranks.run(_tensor_parallel, False, False) == ["nothing raised"] * 2
+
+
+def _finalized() -> list[int]:
+    """How many steps had been finalized after each of them."""
+    calls: list[Any] = []
+
+    def finalize(model: Any) -> None:
+        calls.append(model.module.finish_grad_sync())
+
+    counts = []
+    with closing(created("jagged_none", megatron=True, finalize=finalize)) as pipeline:
+        for batch in sequences(3):
+            pipeline.progress(iter([batch]))
+            counts.append(len(calls))
+    return counts
+
+
+def test_the_users_finalize_is_called_once_per_step(two_ranks: Ranks) -> None:
+    """With the model, in place of Megatron's finish_grad_sync, which may not run twice."""
+    assert two_ranks.run(_finalized) == [[1, 2, 3]] * 2
+
+
+# --------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> None:
+    """With their defaults; what is ours is by keyword."""
+    given = inspect.signature(pipeline).parameters.values()
+    positional = {p.name: p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD}
+    several = {"execute_all_batches": True, "apply_jit": False, "pipeline_postproc": True}
+    none = pipeline is ours.JaggedMegatronTrainNonePipeline
+    extra = {} if none else {**several, "custom_model_fwd": None}
+    empty = inspect.Parameter.empty
+    first = dict.fromkeys(("model", "optimizer", "device"), empty)
+    wanted = {**first, **extra, "batch_shuffler": None}
+    assert list(positional.items()) == list(wanted.items())
+
+
+def _custom_forward() -> bool:
+    model, optimizer = made()
+    calls = []
+
+    def forward(batch: Any) -> Any:
+        calls.append(batch)
+        return model(batch)
+
+    pipeline = ours.JaggedMegatronTrainPipelineSparseDist(
+        model, optimizer, CPU, True, False, False, forward
+    )
+    with closing(pipeline):
+        found = flat(results(pipeline, sequences(3)))
+    plain = ran("jagged_sparse_dist", sequences(3))
+    return len(calls) == 3 and all(map(torch.equal, found, plain))
+
+
+def test_a_custom_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
+    """By position, as there."""
+    assert two_ranks.run(_custom_forward) == [True, True]

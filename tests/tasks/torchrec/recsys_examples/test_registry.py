@@ -1,0 +1,103 @@
+"""The factory of recsys-examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swpipe.tasks.torchrec.recsys_examples import TrainPipelineFactory, register_train_pipeline
+
+NAMES = (
+    "jagged_none",
+    "jagged_sw_serial",
+    "jagged_sparse_dist",
+    "jagged_prefetch_sparse_dist",
+    "jagged_split_sparse_dist",
+    "jagged_semi_sync_sparse_dist",
+)
+MODEL, DEVICE = nn.Linear(1, 1), torch.device("cpu")
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+class _Mine:
+    """A pipeline of the user's, which keeps its arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+
+@pytest.fixture
+def registry() -> Iterator[type[TrainPipelineFactory]]:
+    """The factory; what a test registers is removed after it."""
+    before = TrainPipelineFactory.list_available()
+    yield TrainPipelineFactory
+    TrainPipelineFactory.clear_registry()
+    for name, made in before.items():
+        TrainPipelineFactory.register(name, made)
+
+
+def test_the_names_are_those_of_recsys_examples() -> None:
+    """Its three, the serial one of its successor, and two of ours."""
+    assert tuple(TrainPipelineFactory.list_available()) == NAMES
+
+
+def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
+    """By position or by keyword; other arguments are handed on."""
+    registry.register("mine", _Mine)
+    wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": DEVICE, "depth": 2}
+    assert registry.create("mine", MODEL, OPTIMIZER, DEVICE, depth=2).given == wanted
+    by_keyword = registry.create("mine", model=MODEL, optimizer=OPTIMIZER, device=DEVICE, depth=2)
+    assert by_keyword.given == wanted
+
+
+def test_a_pipeline_is_created_from_a_configuration(registry: type[TrainPipelineFactory]) -> None:
+    """Its type is the name; the configuration is not changed."""
+    registry.register("mine", _Mine)
+    config = {"type": "mine", "depth": 2}
+    made = registry.create_from_config(config, MODEL, OPTIMIZER, DEVICE)
+    assert made.given == {"model": MODEL, "optimizer": OPTIMIZER, "device": DEVICE, "depth": 2}
+    assert config == {"type": "mine", "depth": 2}
+
+
+def test_a_class_registers_itself(registry: type[TrainPipelineFactory]) -> None:
+    """The decorator returns the class; a name can be removed again."""
+    assert register_train_pipeline("mine")(_Mine) is _Mine
+    assert registry.is_registered("mine")
+    registry.unregister("mine")
+    assert not registry.is_registered("mine")
+    assert tuple(registry.list_available()) == NAMES
+
+
+def test_the_list_of_names_is_a_copy(registry: type[TrainPipelineFactory]) -> None:
+    """To change it changes nothing."""
+    registry.list_available().clear()
+    assert registry.is_registered("jagged_none")
+    registry.clear_registry()
+    assert registry.list_available() == {}
+
+
+def test_wrong_names_are_refused_with_those_that_exist(
+    registry: type[TrainPipelineFactory],
+) -> None:
+    """A KeyError as in recsys-examples, and a ValueError for a name that is taken."""
+    for call in (
+        lambda: registry.create("none", MODEL, OPTIMIZER, DEVICE),
+        lambda: registry.unregister("none"),
+        lambda: registry.create_from_config({"type": "none"}, MODEL, OPTIMIZER, DEVICE),
+    ):
+        with pytest.raises(KeyError, match=r"no pipeline is named 'none'; there are 'jagged_none'"):
+            call()
+    with pytest.raises(KeyError, match=r'needs the entry "type", one of .*; it has .*depth'):
+        registry.create_from_config({"depth": 2}, MODEL, OPTIMIZER, DEVICE)
+    with pytest.raises(ValueError, match=r"'jagged_none' is registered already"):
+        registry.register("jagged_none", _Mine)
+
+
+def test_the_factory_has_no_instances() -> None:
+    """It is called on the class."""
+    with pytest.raises(TypeError, match=r"call TrainPipelineFactory.create\(\)"):
+        TrainPipelineFactory()

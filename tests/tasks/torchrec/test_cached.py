@@ -1,0 +1,422 @@
+"""Tables with a queue of prefetches: trained, shortcut, failing, profiled, recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe.errors import PlanError
+from swpipe.inference import record
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.plans.torchrec.sparse_dist import EMBED, PREFETCH, TASKS
+from swpipe.tasks.torchrec import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.cached import (
+    CacheOverflow,
+    DynamicTables,
+    dynamic,
+    left_behind,
+    rows_of,
+    saving,
+)
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    batches,
+    dense_optimizer,
+    everything,
+)
+from tests.tasks.torchrec.trial import EXACT, Outcome, by_torchrec, to_the_end
+
+STEPS = 12
+JOB = Job("row_wise", pooled=False)
+BAGS = Job("row_wise", modules=2)
+
+KINDS = ((JOB, 200), (JOB, None), (BAGS, 200))
+"""With a cache and without, of tables that TorchRec prefetches and others.
+
+Tests that go through two other things besides take them in turn: each pair of values comes at
+least once, and not each triple.
+"""
+
+
+class Trained(NamedTuple):
+    """What one rank saw.
+
+    Attributes:
+        differs: Where the numbers differ from those of TorchRec's plain loop.
+        left: What prefetches left behind at the end.
+        most: The most keys that were outstanding.
+        batch: The most keys that any batch had on any rank.
+        overflowed: Whether the cache did.
+    """
+
+    differs: list[str]
+    left: list[str]
+    most: int
+    batch: int
+    overflowed: bool
+
+
+def prefetch_first() -> PipelinePlan:
+    """The prefetch plan, but within a period the next batch is prefetched before the lookup."""
+    plan = plans.prefetch()
+    order = [name for name in plan.order if name != PREFETCH]
+    order.insert(order.index(EMBED), PREFETCH)
+    return PipelinePlan(
+        plan.schedule,
+        deps=plan.deps,
+        cross_iter_deps=[pair for pair in plan.cross_iter_deps if pair[0] != PREFETCH],
+        order=order,
+        streams=plan.streams,
+    )
+
+
+PLANS = {**plans.PLANS, "prefetch first": prefetch_first}
+
+
+def _by_torchrec(job: Job, steps: int) -> tuple[Outcome, list[DynamicTables]]:
+    """TorchRec's plain loop, on tables of their own with room for everything."""
+    model, groups = dynamic(job, 10_000)
+    outcome = by_torchrec(job, batches(steps), model)
+    return Outcome(outcome.outputs, outcome.state | rows_of(groups)), groups
+
+
+def _train(
+    model: Any, groups: list[DynamicTables], job: Job, plan: str, forward: Kind, declared: bool
+) -> Outcome:
+    owner = _tasks(model, job, forward)
+    tasks = owner.tasks()
+    if not declared:  # what they touch: then the plan is not checked against it
+        tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
+    with SWPipeline(PLANS[plan](), tasks, device="cpu", stall_timeout_s=60.0) as pipe:
+        outputs = [ctx.output for ctx in pipe.iterate(batches(STEPS))]
+    owner.rewrite.detach()
+    return Outcome(outputs, everything(model) | rows_of(groups))
+
+
+def _tasks(model: Any, job: Job, forward: Kind, **options: Any) -> SparseDistTasks:
+    step = TrainStep([dense_optimizer(job, model)])
+    return SparseDistTasks(model, step, device="cpu", forward=forward, **options)
+
+
+def _behind_cache(plan: str, forward: Kind, declared: bool = True) -> Trained:
+    """Train with as many lines as the largest batch has keys."""
+    wanted, roomy = _by_torchrec(JOB, STEPS)
+    batch = _most(max(group.most for group in roomy))
+    model, groups = dynamic(JOB, batch)
+    try:
+        outcome = _train(model, groups, JOB, plan, forward, declared)
+    except CacheOverflow:
+        return Trained([], [], max(group.most for group in groups), batch, True)
+    differs = outcome.differences(wanted)
+    most = max(group.most for group in groups)
+    return Trained(differs, left_behind(groups), most, batch, False)
+
+
+def _most(mine: int) -> int:
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward"), [("serial", "prefetch"), ("prefetch", "prefetch"), ("split", "split")]
+)
+def test_a_cache_of_one_batch_is_enough(two_ranks: Ranks, plan: str, forward: Kind) -> None:
+    """Each batch is looked up before the next is prefetched; numbers are the plain loop's."""
+    for trained in two_ranks.run(_behind_cache, plan, forward):
+        assert not trained.overflowed
+        assert trained.differs == []
+        assert trained.left == []
+        assert 0 < trained.most <= trained.batch
+
+
+def test_a_plan_that_prefetches_before_the_forward_is_refused(two_ranks: Ranks) -> None:
+    """The tasks declare the cache as a state, so the plan that breaks its order cannot start."""
+    with pytest.raises(PlanError, match="state 'table cache'"):
+        two_ranks.run(_behind_cache, "prefetch first", "prefetch")
+
+
+def test_prefetch_before_forward_overflows(two_ranks: Ranks) -> None:
+    """Undeclared, two batches are outstanding at once, in the very first full period."""
+    for trained in two_ranks.run(_behind_cache, "prefetch first", "prefetch", False):
+        assert trained.overflowed
+        assert trained.most > trained.batch
+
+
+# --------------------------------------------------------------------------- shortcuts
+
+
+def _made(name: str, job: Job, lines: int | None, **options: Any) -> Any:
+    model, groups = dynamic(job, lines)
+    pipeline = PipelineFactory.create(
+        name, model=model, optimizer=dense_optimizer(job, model), device=CPU, **options
+    )
+    return pipeline, model, groups
+
+
+def _after_shortcut(
+    name: str, job: Job, tasks: tuple[str, ...], lines: int | None
+) -> tuple[list[str], list[str]]:
+    """What is left after some tasks were shortcut, and where later batches differ from TorchRec's.
+
+    Shortcuts are enabled and disabled with batches in flight.
+    """
+    pipeline, model, groups = _made(name, job, lines)
+    capture, restore = saving(groups)
+    with pipeline:
+        data = batches(12)
+        for _ in range(2):
+            pipeline.progress(data)
+        pipeline.pipe.enable_shortcut(*tasks)
+        for _ in range(6):
+            pipeline.progress(data)
+        pipeline.pipe.disable_shortcut()
+        to_the_end(pipeline, data)
+        left = left_behind(groups)
+        dense, rows = _copied(model), capture()
+        outputs = to_the_end(pipeline, batches(3, seed=1))
+        got = Outcome(outputs, everything(model) | rows_of(groups))
+    with torch.no_grad():
+        for parameter, value in dense:
+            parameter.copy_(value)
+    restore(rows)
+    wanted = by_torchrec(job, batches(3, seed=1), model)
+    return left, got.differences(Outcome(wanted.outputs, wanted.state | rows_of(groups)))
+
+
+def _copied(model: Any) -> list[Any]:
+    return [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("task", [EMBED, "EmbBackward"])
+def test_a_shortcut_leaves_no_prefetch_behind(two_ranks: Ranks, task: str) -> None:
+    """Later batches look up their own ids, and find room."""
+    found = two_ranks.run(_after_shortcut, "jagged_split_sparse_dist", JOB, (task,), 200)
+    assert found == [([], []), ([], [])]
+
+
+def _dropped_and_replayed() -> list[str]:
+    """A batch is dropped between its dense backward and that of its tables; its cut is replayed."""
+    pipeline, _, groups = _made("jagged_split_sparse_dist", JOB, 200)
+    without_ids = next(batches(1))
+    without_ids.ids = without_ids.dense  # which can be copied, and not exchanged
+    data = [*batches(4), without_ids, *batches(3)]
+    with pipeline:
+        trained = iter(data)
+        for _ in range(2):
+            pipeline.progress(trained)
+        pipeline.pipe.enable_shortcut("DenseForward")
+        with pytest.raises(AttributeError, match="'Tensor' object"):
+            pipeline.progress(trained)
+        rows = rows_of(groups)
+        to_the_end(pipeline, batches(4))
+        pipeline.pipe.disable_shortcut()
+        changed = Outcome([], rows_of(groups)).differences(Outcome([], rows))
+        left = left_behind(groups)
+        to_the_end(pipeline, batches(3))
+        return [*left, *changed]
+
+
+def test_a_replayed_cut_trains_no_dropped_batch(two_ranks: Ranks) -> None:
+    """Its rows are unpinned already, and may be another batch's."""
+    assert two_ranks.run(_dropped_and_replayed) == [[], []]
+
+
+# --------------------------------------------------------------------------- failures
+
+
+PLACES = ("dense part", "look-up", "iterator")
+RECOVERING = (*EXACT, "jagged_semi_sync_sparse_dist")
+
+
+def _fails_at(place: str, count: int, at: int, groups: list[DynamicTables]) -> Iterator[Batch]:
+    for number, batch in enumerate(batches(count)):
+        if number == at and place == "dense part":
+            yield Batch(batch.dense[:, :2], batch.ids, batch.labels)
+        elif number == at and place == "iterator":
+            raise RuntimeError("the reader failed")
+        else:
+            for group in groups:
+                group.fails |= number == at and place == "look-up"
+            yield batch
+
+
+def _left_by_failure(name: str, job: Job, place: str, lines: int | None) -> list[str]:
+    pipeline, _, groups = _made(name, job, lines)
+    left = []
+    with pipeline:
+        for at in (2, 4):
+            with pytest.raises(RuntimeError, match="shapes|reader failed|look-up failed"):
+                to_the_end(pipeline, _fails_at(place, 6, at, groups))
+            left += left_behind(groups)
+            for group in groups:
+                group.fails = False
+        outputs = to_the_end(pipeline, batches(3))
+        left += [] if len(outputs) == 3 else ["batches"]
+        left += left_behind(groups)
+    return left
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", RECOVERING)
+def test_a_failure_leaves_no_prefetch_behind(two_ranks: Ranks, name: str, place: str) -> None:
+    """What was in flight is dropped with its pins, and the next batches find room."""
+    job, lines = KINDS[(RECOVERING.index(name) + PLACES.index(place)) % 3]
+    assert two_ranks.run(_left_by_failure, name, job, place, lines) == [[], []]
+
+
+def _left_by_overflow(serially: bool) -> list[str]:
+    pipeline, _, groups = _made("jagged_prefetch_sparse_dist", JOB, 2)
+    run = pipeline.pipe.run_serial if serially else pipeline.pipe.run
+    with pipeline, pytest.raises(CacheOverflow, match="keys are outstanding"):
+        run(batches(4))
+    return left_behind(groups)
+
+
+@pytest.mark.parametrize("serially", [True, False], ids=["serial", "pipelined"])
+def test_a_prefetch_that_fails_leaves_no_count_behind(two_ranks: Ranks, serially: bool) -> None:
+    """It has counted its keys, and made no state that a look-up could count off."""
+    assert two_ranks.run(_left_by_overflow, serially) == [[], []]
+
+
+def _left_by_end(how: str) -> list[str]:
+    pipeline, _, groups = _made("jagged_split_sparse_dist", JOB, 200)
+    data = batches(8)
+    pipeline.progress(data)
+    assert left_behind(groups)
+    if how == "close":
+        pipeline.close()
+    else:
+        tasks = pipeline.tasks
+        with pytest.warns(ResourceWarning, match="dropped without close"):
+            del pipeline
+        tasks.rewrite.detach()
+    return left_behind(groups)
+
+
+@pytest.mark.parametrize("how", ["close", "dropped"])
+def test_a_pipeline_that_ends_leaves_no_prefetch_behind(two_ranks: Ranks, how: str) -> None:
+    """Closed, or dropped without."""
+    assert two_ranks.run(_left_by_end, how) == [[], []]
+
+
+def _with_foreign_states() -> None:
+    pipeline, _, groups = _made("jagged_prefetch_sparse_dist", JOB, 200)
+    groups[0].prefetch(torch.tensor([1]), torch.tensor([0, 1, 1, 1, 1]))
+    with pipeline:
+        pipeline.progress(batches(4))
+
+
+def test_another_pipelines_prefetches_are_refused(two_ranks: Ranks) -> None:
+    """They would be looked up in place of this one's batches."""
+    with pytest.raises(RuntimeError, match=r"tables\.0'.* holds 1 prefetched batches of another"):
+        two_ranks.run(_with_foreign_states)
+
+
+def _alone() -> tuple[DynamicTables, PrefetchedBatches]:
+    group = _group(8)
+    return group, PrefetchedBatches.of({"tables": nn.ModuleList([group])})
+
+
+def test_a_prefetch_that_outlives_its_run_is_released() -> None:
+    """A thread may still be inside when the others are dropped; the next batch is not misled."""
+    group, prefetched = _alone()
+    with prefetched.prefetching():
+        prefetched.drop()
+        group.prefetch(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    assert left_behind([group]) == []
+
+
+def test_a_look_up_that_outlives_its_run_is_released() -> None:
+    """Likewise, with what it prefetched by itself."""
+    group, prefetched = _alone()
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+    with prefetched.prefetching():
+        pass
+    with prefetched.looking_up():
+        prefetched.drop()
+        group(ids, offsets)
+    assert left_behind([group]) == []
+
+
+def test_an_unknown_dynamicemb_is_refused() -> None:
+    """One whose queue is called otherwise could not be balanced."""
+    group, _ = _alone()
+    unknown = type("TablesV9", (nn.Module,), {"prefetch": None, "__module__": "dynamicemb.tables"})
+    unknown.prefetch = DynamicTables.prefetch
+    with pytest.raises(RewriteError, match="'tables' has a TablesV9 of dynamicemb without"):
+        PrefetchedBatches.of({"tables": nn.ModuleList([group, unknown()])})
+
+
+# --------------------------------------------------------------------------- profiles
+
+
+def _profiled(
+    name: str, pipelined: bool, lines: int | None, tasks: tuple[str, ...] = TASKS
+) -> tuple[set[str], list[str]]:
+    """The tasks measured, and in what the state differs from before."""
+    model, groups = dynamic(JOB, lines)
+    with PipelineFactory.create(
+        name,
+        model=model,
+        optimizer=dense_optimizer(JOB, model),
+        device=CPU,
+        tables_state=saving(groups),
+    ) as pipeline:
+        to_the_end(pipeline, batches(3))
+        before = Outcome([], everything(model) | rows_of(groups))
+        (batch,) = batches(1, seed=1)
+        result = TaskProfiler(pipeline.pipe).profile(batch, 1, 1, 2, pipelined, tasks)
+        after = Outcome([], everything(model) | rows_of(groups))
+        to_the_end(pipeline, batches(3))
+    return set(result.exposed_s), after.differences(before) + left_behind(groups)
+
+
+def test_the_profiler_measures_all_eleven(two_ranks: Ranks) -> None:
+    """No task that is left out fills the cache; afterwards every row is as before."""
+    found = two_ranks.run(_profiled, "jagged_split_sparse_dist", False, 100)
+    assert found == [(set(TASKS), []), (set(TASKS), [])]
+
+
+def _state_is_needed(how: str, given: bool) -> list[str]:
+    model, groups = dynamic(JOB, 200)
+    options = {"tables_state": saving(groups)} if given else {}
+    owner = _tasks(model, JOB, "split", **options)
+    before = Outcome([], everything(model) | rows_of(groups))
+    (batch,) = batches(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be restored")
+        if how == "record":
+            record(owner.tasks(), batch, device=CPU)
+        else:
+            with SWPipeline(plans.split(), owner.tasks(), device=CPU) as pipe:
+                TaskProfiler(pipe).profile(batch, 1, 1, 2)
+    return Outcome([], everything(model) | rows_of(groups)).differences(before)
+
+
+@pytest.mark.parametrize("how", ["record", "profile"])
+def test_rows_that_cannot_be_restored_are_refused(two_ranks: Ranks, how: str) -> None:
+    """By the module's name, with the argument that restores them; with it, they are restored."""
+    refused = r"tables\.0 \(ShardedEmbeddingCollection\).*tables_state=\(capture, restore\)"
+    with pytest.raises(RuntimeError, match=refused):
+        two_ranks.run(_state_is_needed, how, False)
+    assert two_ranks.run(_state_is_needed, how, True) == [[], []]
+
+
+# --------------------------------------------------------------------------- the stand-in itself
+
+
+def _group(lines: int | None) -> DynamicTables:
+    return DynamicTables(1, lines, pooled=False, rate=0.1)

@@ -1,0 +1,350 @@
+"""A pipeline by name and its step: what is refused, by which words; what each plan promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swpipe.analysis import verify
+from swpipe.errors import PlanError
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec import (
+    PipelineFactory,
+    SparseDistPipeline,
+    SparseDistTasks,
+    TrainStep,
+)
+from swpipe.tasks.torchrec.drop_in import build
+from swpipe.tasks.torchrec.gradients import Accumulation
+from swpipe.tasks.torchrec.inputs import unwrapped
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec import zoo
+from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, megatrons
+from tests.tasks.torchrec.models import (
+    CPU,
+    Job,
+    batches,
+    combined,
+    dense_optimizer,
+    everything,
+    sharded,
+)
+from tests.tasks.torchrec.trial import (
+    EXACT,
+    Outcome,
+    TrainPipelineBase,
+    create,
+    outcome,
+    refusal,
+    to_the_end,
+)
+
+from torchrec.distributed import train_pipeline  # isort: skip
+
+SERIAL, SPARSE = EXACT[:2]
+DENSE_ADAM = Job(fused=False, optimizer=torch.optim.Adam, options={"lr": 0.01})
+LAYER = nn.Linear(2, 1)
+SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
+
+
+# ----------------------------------------------------------------------------- names and plans
+
+
+def _functions(name: str) -> list[str]:
+    with create(name) as pipeline:
+        parts = pipeline.tasks.parts()
+        assert list(parts) == [task.name for task in pipeline.pipe.tasks]
+        return [f"{n}: {[f.__qualname__ for f in fns]}" for n, fns in parts.items()]
+
+
+def test_only_the_plans_differ(one_rank: Ranks) -> None:
+    """All exact pipelines run the same eleven functions."""
+    functions = [one_rank.run(_functions, name)[0] for name in EXACT]
+    assert len(functions[0]) == 11
+    assert all(other == functions[0] for other in functions)
+
+
+def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
+    """What is said of the plan that looks up before the optimizers' step."""
+    model, plan = sharded(job), plans.split(after_step=False)
+    made = optimizer(job, model) if optimizer is dense_optimizer else optimizer(model)
+    try:
+        build(plan, model=model, optimizer=made, device=CPU, forward=forward).close()
+    except PlanError as error:
+        return str(error)
+    return "it runs"
+
+
+def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
+    """The early look-up is for the split forward, tables that update themselves, known rates."""
+    assert one_rank.run(_misfit, Job(), "split") == ["it runs"]
+    assert "'dense'" in one_rank.run(_misfit, Job(), "prefetch")[0]
+    assert "'tables'" in one_rank.run(_misfit, Job("data_parallel"), "split")[0]
+    (said,) = one_rank.run(_misfit, Job(), "split", combined)
+    assert "'optimizer'" in said
+    assert "'EmbForward'" in said
+    assert plans.semi_sync().stale == {"tables": 1, "optimizer": 1}
+
+
+def _on_streams(job: Job, forward: str) -> list[str]:
+    """The ready-made plans that would be refused on a device with streams."""
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)])
+    tasks = SparseDistTasks(model, step, device="cpu", forward=forward)
+    made = {name: plan() for name, plan in plans.PLANS.items() if name != "semi_sync"}
+    if forward != "split":
+        del made["split"]
+    elif not tasks.tables_in_step:
+        made["early"] = plans.split(after_step=False)
+        made["semi_sync"] = plans.semi_sync()
+    refused = []
+    for name, plan in made.items():
+        try:
+            verify(plan, tasks.tasks(), streams=True, pull_ahead=True)
+        except PlanError as error:
+            refused.append(f"{name}: {error}")
+    return refused
+
+
+@pytest.mark.parametrize("forward", ["pipelined", "prefetch", "split"])
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_the_plans_hold_on_a_device_with_streams(
+    one_rank: Ranks, sharding: str, forward: str
+) -> None:
+    """Their dependences order every state, also across streams."""
+    assert one_rank.run(_on_streams, Job(sharding), forward) == [[]]
+
+
+def test_the_factory_knows_its_names() -> None:
+    """Listed, sorted; another can be registered once."""
+    assert set(EXACT) <= set(PipelineFactory.list())
+    assert PipelineFactory.list() == sorted(PipelineFactory.list())
+    PipelineFactory.register("mine", lambda **arguments: arguments["model"])
+    try:
+        assert PipelineFactory.create("mine", model=3) == 3
+    finally:
+        del PipelineFactory._builders["mine"]
+
+
+# --------------------------------------------------------------------------------------- words
+
+WORDS = {
+    "no such name": (
+        lambda: PipelineFactory.create("jagged_sw_seriell"),
+        "ValueError: no pipeline is named 'jagged_sw_seriell'; there are jagged_",
+    ),
+    "a name twice": (
+        lambda: PipelineFactory.register(SERIAL, SparseDistPipeline),
+        "ValueError: pipeline 'jagged_sw_serial' is registered already",
+    ),
+    "neither optimizer nor step": (
+        lambda: PipelineFactory.create(SERIAL, model=LAYER),
+        "ValueError: give either optimizer= or step=TrainStep(...)",
+    ),
+    "both": (
+        lambda: PipelineFactory.create(SERIAL, model=LAYER, optimizer=SGD, step=TrainStep([SGD])),
+        "ValueError: give either optimizer= or step=TrainStep(...)",
+    ),
+    "a step without optimizers": (lambda: TrainStep([]), "ValueError: a TrainStep without an opt"),
+    "no batches per step": (lambda: TrainStep([SGD], accumulate=0), "ValueError: accumulate is 0"),
+    "no interval": (lambda: TrainStep([SGD], sync_interval=0), "ValueError: sync_interval is 0"),
+    "half an interval": (
+        lambda: TrainStep([SGD], sync_interval=1.5),  # type: ignore[arg-type]
+        "ValueError: sync_interval is 1.5",
+    ),
+    "a float as loss": (
+        lambda: TrainStep([SGD]).total(3.0),
+        "TypeError: the losses are a float; give a tensor or a dict of tensors (TrainStep.on",
+    ),
+    "no losses": (
+        lambda: TrainStep([SGD]).total({}),
+        "TypeError: the losses are a dict of nothing",
+    ),
+    "an int in a dict": (
+        lambda: TrainStep([SGD]).total({"a": 1}),
+        "TypeError: the losses are a dict of int",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_is_wrong_is_said_when_it_is_made(what: str) -> None:
+    """With the value and the mend."""
+    call, said = WORDS[what]
+    assert refusal(call).startswith(said)
+
+
+def _told() -> dict[str, str]:
+    """What needs a process group to be wrong."""
+
+    def scaled(model: nn.Module, optimizer: Any, **options: Any) -> str:
+        step = TrainStep([optimizer], **options)
+        return refusal(lambda: create(SERIAL, model, step=step))
+
+    model, scaler = sharded(Job()), torch.amp.GradScaler("cpu")
+    found = {"fused tables": scaled(model, dense_optimizer(Job(), model), scaler=scaler)}
+    found["megatron, a norm"] = scaled(*megatrons(), clip=1.0)
+    found["megatron, a scaler"] = scaled(*megatrons(), scaler=scaler)
+    alone = TrainStep([dense_optimizer(Job(), model)], forward=lambda batch: model(batch)[0])
+    with create(SERIAL, model, step=alone) as pipeline:
+        found["no pair"] = refusal(lambda: pipeline.progress(batches(1)))
+    model = sharded(Job())
+    with create(SPARSE, model) as pipeline:
+        pipeline.progress(batches(5))
+        model.module.top.eval()
+        found["one module"] = refusal(pipeline.drain)
+    step = TrainStep([dense_optimizer(Job(), model.train())], accumulate=4)
+    with create(SPARSE, model, step=step) as pipeline:
+        pipeline.progress(batches(5))
+        found["flush in flight"] = refusal(pipeline.flush)
+        if hasattr(train_pipeline, "GradientAccumulationWrapper"):
+            found["torchrec's wrapper"] = refusal(lambda: _wrapped(pipeline, model, SGD))
+    return found
+
+
+def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
+    """Scaled gradients in tables, ``parameter.grad`` with Megatron, modes of the moment."""
+    expected = {
+        "fused tables": ("with the scaled gradients: use bfloat16",),
+        "megatron, a norm": ("parameter.main_grad",),
+        "megatron, a scaler": ("parameter.main_grad",),
+        "no pair": ("returned a Tensor, not (losses, output)",),
+        "one module": ("gradients on, the model in training mode", "modules in training mode ("),
+        "flush in flight": ("drain()",),
+        "torchrec's wrapper": ("TrainStep(accumulate=n)",),  # it replaces what ours does not read
+    }
+    (said,) = one_rank.run(_told)
+    assert said
+    for what, text in said.items():
+        assert all(part in text for part in expected[what]), text
+
+
+# ------------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize(
+    ("losses", "total"),
+    [
+        (torch.tensor(2.0), 2.0),
+        (torch.tensor([2.0, 3.0]), 5.0),
+        ({"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}, 9.0),
+    ],
+)
+def test_losses_become_one_number(losses: Any, total: float) -> None:
+    """A number, one per row, or a dict of these."""
+    assert TrainStep([SGD]).total(losses).item() == total
+
+
+def test_clipping_may_be_a_function_of_the_parameters() -> None:
+    """It gets all that the optimizers step, each once."""
+    seen: list[Any] = []
+    TrainStep([SGD, torch.optim.SGD([LAYER.bias])], clip=seen.extend).update()
+    assert [id(p) for p in seen] == [id(LAYER.weight), id(LAYER.bias)]
+
+
+def _scaled() -> list[str]:
+    outcomes = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        model = sharded(DENSE_ADAM)
+        step = TrainStep([dense_optimizer(DENSE_ADAM, model)], scaler=scaler)
+        outcomes.append(outcome(create(EXACT[2], model, step=step), batches(5)))
+    return outcomes[0].differences(outcomes[1])
+
+
+def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
+    """By a power of two it changes no bit."""
+    assert two_ranks.run(_scaled) == [[], []]
+
+
+def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
+    config = train_pipeline.GradientAccumulationConfig(is_enabled=True, num_steps=4)
+    return train_pipeline.GradientAccumulationWrapper(pipeline, optimizer, model, config)
+
+
+def _accumulated(steps: int) -> dict[str, list[str]]:
+    model = sharded(Job())
+    optimizer = dense_optimizer(Job(), model)
+    theirs = _wrapped(TrainPipelineBase(model, optimizer, CPU), model, optimizer)
+    wanted = Outcome(to_the_end(theirs, batches(steps)), everything(model))
+    found = {}
+    for name in EXACT:
+        model = sharded(Job())
+        step = TrainStep([dense_optimizer(Job(), model)], accumulate=4)
+        if where := outcome(create(name, model, step=step), batches(steps)).differences(wanted):
+            found[name] = where
+    return found
+
+
+@pytest.mark.skipif(
+    not hasattr(train_pipeline, "GradientAccumulationWrapper"), reason="newer than this TorchRec"
+)
+def test_accumulation_is_torchrecs(two_ranks: Ranks, one_rank: Ranks) -> None:
+    """On one rank with the rest at the end; on two, TorchRec does not reduce that rest."""
+    assert one_rank.run(_accumulated, 7) == [{}]
+    assert two_ranks.run(_accumulated, 8) == [{}, {}]
+
+
+def test_steps_begin_and_end_by_trained_batches() -> None:
+    """Every third ends one, batches of an evaluation do not count, and a flush begins anew."""
+    three = Accumulation(nn.Linear(1, 1), 3)
+    assert [k for k in range(7) if three.begins(k)] == [0, 3, 6]
+    assert [k for k in range(7) if three.ends(k)] == [2, 5]
+    three.skip()  # iteration 7, after one more batch than two steps have
+    assert [k for k in range(8, 14) if three.ends(k)] == [9, 12]
+    assert three.take_rest(11)
+    assert [k for k in range(11, 17) if three.begins(k)] == [11, 14]
+    assert not three.take_rest(11)
+
+
+# --------------------------------------------------------------------------------- other models
+
+
+def _shortcut() -> bool:
+    """Whether a replayed backward leaves Megatron's buffer as the backward left it."""
+    model, optimizer = megatrons()
+    with create(SERIAL, model, step=TrainStep([optimizer])) as pipeline:
+        wrapper = model._dmp_wrapped_module
+        one, other = batches(2)
+        pipeline.pipe.enable_shortcut("DenseBackward")
+        pipeline.pipe.run_one_serial_iter(one)
+        cached = wrapper._buffer.clone()
+        wrapper._buffer.fill_(7.0)
+        wrapper._ready = True
+        pipeline.pipe.run_one_serial_iter(other)
+        return bool(cached.any()) and torch.equal(wrapper._buffer, cached)
+
+
+def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
+    """``parameter.grad`` is None with Megatron: that alone would be nothing."""
+    assert one_rank.run(_shortcut) == [True]
+
+
+def test_wrappers_are_taken_off_in_any_nesting() -> None:
+    """And a model that merely has a module of that name is not one."""
+    inner = nn.Sequential(nn.Linear(1, 1))
+    inner.module = nn.Linear(1, 1)
+    for wrapped in (
+        inner,
+        Float16Module(inner),
+        DistributedDataParallel(inner, []),
+        Float16Module(DistributedDataParallel(Float16Module(inner), [])),
+    ):
+        assert unwrapped(wrapped) is inner
+
+
+def _report(kind: str) -> str:
+    model = zoo.sharded(kind)
+    with create(EXACT[3], model, optimizer=zoo.optimizer(model)) as pipeline:
+        to_the_end(pipeline, zoo.data(kind, 1))
+        return str(pipeline.report)
+
+
+def test_a_module_with_parameters_of_ddp_is_looked_up_with_the_dense_part(
+    one_rank: Ranks,
+) -> None:
+    """The gradients of feature processors came after DDP's backward, and were lost."""
+    assert "DDP reduces parameters of it" in one_rank.run(_report, "feature processors")[0]
+    assert "DDP reduces" not in one_rank.run(_report, "weighted bags")[0]

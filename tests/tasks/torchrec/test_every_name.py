@@ -1,0 +1,539 @@
+"""What holds of every pipeline by name, on two ranks: one table of properties and names.
+
+Each property is a function that returns what is wrong with one name; all numbers are compared bit
+for bit. Quick: two names for each property, in turn; the others are slow.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache, partial
+from itertools import islice
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.utils.data import DataLoader
+
+from swpipe.tasks.torchrec import EvenData, TrainStep, UnevenDataError
+from swpipe.tasks.torchrec._torchrec import DMPCollection
+from swpipe.tasks.torchrec.gradients import ddp_modules
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec import zoo
+from tests.tasks.torchrec.megatron import megatrons
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    batches,
+    combined,
+    dense_optimizer,
+    everything,
+    keyed_dense,
+    sharded,
+    warmed_up,
+)
+from tests.tasks.torchrec.trial import (
+    EXACT,
+    STALE,
+    Outcome,
+    TrainPipelineBase,
+    by_torchrec,
+    create,
+    outcome,
+    refusal,
+    to_the_end,
+)
+
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # isort: skip
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer  # isort: skip
+from torchrec.optim.keyed import CombinedOptimizer  # isort: skip
+
+PROPERTIES: dict[str, tuple[Callable[[str], list[str]], tuple[str, ...]]] = {}
+
+
+def of(*names: str) -> Callable[[Callable[[str], list[str]]], Callable[[str], list[str]]]:
+    """A property of these names; of the exact ones where there are none."""
+
+    def add(fn: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+        PROPERTIES[fn.__name__] = fn, names or EXACT
+        return fn
+
+    return add
+
+
+# ------------------------------------------------------------------------------------- the step
+
+
+def _losses(model: nn.Module) -> Callable[[Batch], Any]:
+    """Calls the model, and makes a dict of two losses of it."""
+
+    def forward(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        loss, logits = model(batch)
+        return {"clicks": loss, "twice": 2 * loss.unsqueeze(0)}, logits
+
+    return forward
+
+
+def _weigh(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Normalise by a count over all ranks: a collective of the step's own."""
+    ranks = torch.ones(())
+    dist.all_reduce(ranks)
+    return {name: loss / ranks for name, loss in losses.items()}
+
+
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 2
+
+
+def _parts(job: Job, model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """One optimizer for the bottom network, one for the rest; a schedule for each."""
+    (group,) = dense_optimizer(job, model).param_groups
+    bottom, rest = group["params"][:2], group["params"][2:]
+    optimizers = [torch.optim.SGD(bottom, lr=0.2), torch.optim.Adam(rest, lr=0.01)]
+    return optimizers, [StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
+
+
+STEPS = {1: 4, 3: 13}
+"""Batches per optimizer step to batches of a training, with some left over."""
+
+
+@cache
+def _by_hand(sharding: str, accumulate: int) -> Outcome:
+    job = Job(sharding)
+    model = sharded(job)
+    optimizers, schedules = _parts(job, model)
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    outputs, steps = [], STEPS[accumulate]
+    for k, batch in enumerate(batches(steps)):
+        last = (k + 1) % accumulate == 0 or k + 1 == steps
+        if k % accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        with ExitStack() as stack:
+            for module in ddp_modules(model) if k > 0 and not last else ():
+                stack.enter_context(module.no_sync())
+            losses, logits = _losses(model)(batch)
+            weighed = _weigh(losses)
+            (weighed["clicks"] + weighed["twice"].sum(0)).backward()
+        outputs.append(logits)
+        if last:
+            _halve(model)
+            nn.utils.clip_grad_norm_(parameters, 0.02)
+            for thing in (*optimizers, *schedules):
+                thing.step()
+    return Outcome(outputs, everything(model))
+
+
+@of()
+def runs_the_users_step_as_a_loop_would(name: str) -> list[str]:
+    """A dict of losses, a collective over them, a gradient hook, clipping, two schedules."""
+    found = []
+    for sharding, accumulate in (("table_wise", 3), ("data_parallel", 1)):
+        model = sharded(Job(sharding))
+        optimizers, schedules = _parts(Job(sharding), model)
+        step = TrainStep(
+            optimizers, forward=_losses(model), on_losses=_weigh, clip=0.02, schedules=schedules,
+            accumulate=accumulate, finalize=_halve,
+        )  # fmt: skip
+        got = outcome(create(name, model, step=step), batches(STEPS[accumulate]))
+        found += got.differences(_by_hand(sharding, accumulate))
+    return found
+
+
+def clipped(model: Any) -> Any:
+    """The dense gradients are clipped; the tables' wrapper hands the rate on."""
+    inner = GradientClippingOptimizer(keyed_dense(model), GradientClipping.VALUE, max_gradient=0.01)
+    return CombinedOptimizer([model.fused_optimizer, ("clipped", inner)])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "combined": combined,
+    "dense alone": keyed_dense,
+    "warm-up": warmed_up,
+    "clipped": clipped,
+}
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "none": lambda _: None,
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.7**step),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=8),
+}
+RATES = pairwise_cases(EXACT, OPTIMIZERS, SCHEDULES)
+
+
+@cache
+def _rates_by_torchrec(optimizer: str, schedule: str) -> Outcome:
+    """TorchRec's base pipeline; the schedule is stepped after each batch."""
+    model = sharded(Job())
+    made = OPTIMIZERS[optimizer](model)
+    stepped = SCHEDULES[schedule](made)
+    pipeline, outputs, data = TrainPipelineBase(model, made, CPU), [], batches(8)
+    for _ in range(8):
+        outputs.append(pipeline.progress(data))
+        if stepped is not None:
+            stepped.step()
+    return Outcome(outputs, everything(model))
+
+
+@of()
+def takes_torchrecs_optimizers_and_schedules(name: str) -> list[str]:
+    """On dense and on fused parameters, within the step.
+
+    The fused kernel takes the rate at the look-up; once ours handed it over in the backward.
+    """
+    found = []
+    for which, optimizer, schedule in RATES:
+        if which == name:
+            model = sharded(Job())
+            made = OPTIMIZERS[optimizer](model)
+            stepped = SCHEDULES[schedule](made)
+            step = TrainStep([made], schedules=[] if stepped is None else [stepped])
+            got = outcome(create(name, model, step=step), batches(8))
+            wanted = _rates_by_torchrec(optimizer, schedule)
+            found += [f"{optimizer}, {schedule}: {one}" for one in got.differences(wanted)]
+    return found
+
+
+@of()
+def takes_a_schedule_that_the_loop_steps(name: str) -> list[str]:
+    """Between two calls of ``progress`` no batch in flight has been looked up."""
+    model = sharded(Job())
+    made = combined(model)
+    schedule = SCHEDULES["lambda"](made)
+    data, outputs = batches(8), []
+    with create(name, model, optimizer=made) as pipeline:
+        for _ in range(8):
+            outputs.append(pipeline.progress(data))
+            schedule.step()
+    wanted = _rates_by_torchrec("combined", "lambda")
+    return Outcome(outputs, everything(model)).differences(wanted)
+
+
+@of()
+def an_evaluation_within_an_accumulation_changes_nothing(name: str) -> list[str]:
+    """Only batches that are trained on count, and ``drain`` does not step."""
+    outcomes = []
+    for parts in ((8,), (3, 5)):
+        model, data = sharded(Job()), batches(8)
+        step = TrainStep([dense_optimizer(Job(), model)], accumulate=4)
+        with create(name, model, step=step) as pipeline:
+            for part in parts:
+                some = islice(data, part)
+                for _ in range(part):  # not to StopIteration, which would step with the rest
+                    pipeline.progress(some)
+                model.eval()
+                with torch.no_grad():
+                    to_the_end(pipeline, batches(3, seed=4))
+                model.train()
+        outcomes.append(Outcome([], everything(model)))
+    return outcomes[1].differences(outcomes[0])
+
+
+class Replicas(DMPCollection):  # type: ignore[misc]
+    """Stands in for a ``DMPCollection`` whose tables have replicas on other ranks.
+
+    That class asks for a GPU. Each rank takes the other's table sums into its own, so that a sync
+    too many, too few, or at another moment changes bits.
+    """
+
+    def sync(self, include_optimizer_state: bool = True) -> None:
+        """Move the tables a little towards something that depends on both ranks' tables."""
+        with torch.no_grad():
+            for parameter in self.module.tables.parameters():
+                local = parameter.detach()
+                total = local.sum().reshape(1) if local.numel() else torch.zeros(1)
+                dist.all_reduce(total)
+                local.add_(1e-3 * total)
+
+
+REPLICATED = (
+    (Job(), 1),
+    (Job(optimizer=torch.optim.Adam, options={"lr": 0.01}, fused=False), 3),
+    (Job(), None),
+)
+
+
+def _replicated(job: Job) -> nn.Module:
+    model = sharded(job)
+    model.__class__ = Replicas
+    return model
+
+
+@cache
+def _replicas_by_torchrec(place: int) -> Outcome:
+    job, interval = REPLICATED[place]
+    model = _replicated(job)
+    theirs: Any = TrainPipelineSparseDist(
+        model, dense_optimizer(job, model), CPU, execute_all_batches=True,
+        dmp_collection_sync_interval_batches=interval,
+    )  # fmt: skip
+    return Outcome(to_the_end(theirs, batches(8)), everything(model))
+
+
+@of()
+def averages_replicas_as_torchrec(name: str) -> list[str]:
+    """After the update within the backward, of every n-th batch."""
+    found = []
+    for place, (job, interval) in enumerate(REPLICATED):
+        model = _replicated(job)
+        step = TrainStep([dense_optimizer(job, model)], sync_interval=interval)
+        got = outcome(create(name, model, step=step), batches(8))
+        found += got.differences(_replicas_by_torchrec(place))
+    return found
+
+
+@cache
+def _by_hand_over_megatron(accumulate: int) -> Outcome:
+    model, optimizer = megatrons()
+    wrapper, outputs, steps = model._dmp_wrapped_module, [], 3 * accumulate
+    for k, batch in enumerate(batches(steps)):
+        if k % accumulate == 0:
+            wrapper.zero_grad_buffer()
+            optimizer.zero_grad()
+        loss, logits = model(batch)
+        outputs.append(logits)
+        if (k + 1) % accumulate:
+            with wrapper.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+            wrapper.finish_grad_sync()
+            optimizer.step()
+    return Outcome(outputs, everything(model))
+
+
+def _finalize(model: Any) -> None:
+    """As ``finalize_model_grads``."""
+    model._dmp_wrapped_module.finish_grad_sync()
+
+
+@of()
+def trains_within_megatrons_wrappers(name: str) -> list[str]:
+    """Zeroed before each step, reduced after it.
+
+    Its DDP with a Float16Module inside was refused as untraceable; with ``find="direct"`` it
+    trained on the sum of all gradients since the beginning.
+    """
+    found = []
+    for finalize, find, accumulate in ((None, "direct", 3), (_finalize, "trace", 1)):
+        model, optimizer = megatrons()
+        step = TrainStep([optimizer], accumulate=accumulate, finalize=finalize)
+        got = outcome(create(name, model, step=step, find=find), batches(3 * accumulate))
+        found += got.differences(_by_hand_over_megatron(accumulate))
+    return found
+
+
+@cache
+def _of_the_zoo_by_torchrec(kind: str) -> Outcome:
+    model = zoo.sharded(kind)
+    theirs = TrainPipelineBase(model, zoo.optimizer(model), CPU)
+    return Outcome(to_the_end(theirs, zoo.data(kind, 6)), everything(model))
+
+
+@of()
+def trains_models_of_many_kinds(name: str) -> list[str]:
+    """Those that TorchRec's users build; every other one with each name."""
+    found = []
+    for kind in [*zoo.ZOO][EXACT.index(name) % 2 :: 2]:
+        model = zoo.sharded(kind)
+        got = outcome(create(name, model, optimizer=zoo.optimizer(model)), zoo.data(kind, 6))
+        found += [f"{kind}: {one}" for one in got.differences(_of_the_zoo_by_torchrec(kind))]
+    return found
+
+
+# ------------------------------------------------------------- modes, iterators, models in between
+
+
+@cache
+def _ten_by_torchrec() -> Outcome:
+    return by_torchrec(Job(), batches(10))
+
+
+@of(*EXACT, STALE)
+def an_evaluation_in_mid_epoch_needs_a_drain_and_changes_nothing(name: str) -> list[str]:
+    """Without it, every switch is refused: batches in flight would take the mode of the moment."""
+    model, found = sharded(Job()), []
+    with create(name, model) as pipeline:
+        data, other = batches(10), batches(3, seed=3)
+        outputs = [pipeline.progress(data) for _ in range(4)]
+        if pipeline.pipe.in_flight:
+            for switch, grad, given in (
+                ("iterator", True, other),
+                ("eval", True, data),
+                ("", False, data),
+            ):
+                model.train(switch != "eval")
+                with torch.set_grad_enabled(grad):
+                    said = refusal(lambda given=given: pipeline.progress(given))
+                model.train()
+                found += [] if "drain()" in said else [f"{switch}: {said}"]
+        outputs += pipeline.drain()
+        before = Outcome([], everything(model))
+        model.eval()
+        with torch.no_grad():
+            evaluated = to_the_end(pipeline, other)
+        model.train()
+        found += Outcome([], everything(model)).differences(before)
+        found += [] if len(evaluated) == 3 else [f"{len(evaluated)} of 3 batches were evaluated"]
+        outputs += to_the_end(pipeline, data)
+    if name == STALE:
+        return [*found, *([] if len(outputs) == 10 else [f"{len(outputs)} outputs"])]
+    return found + Outcome(outputs, everything(model)).differences(_ten_by_torchrec())
+
+
+def _marks(model: nn.Module) -> set[str]:
+    """What a rewrite sets on modules."""
+    marks = {name for name, m in model.named_modules() if getattr(m, "is_pipelined", False)}
+    for name, module in model.named_modules():
+        marks |= {f"{name}.forward" for _ in range("forward" in vars(module))}
+        for k, input_dist in enumerate(getattr(module, "_input_dists", ())):
+            if "forward" in vars(getattr(input_dist, "_dist", module)):
+                marks.add(f"{name}._input_dists[{k}]._dist.forward")
+    return marks
+
+
+@of()
+def detaching_changes_nothing(name: str) -> list[str]:
+    """Evaluations with batches in flight: the model is as before, and the training goes on."""
+    job, found, outputs = Job(modules=2), [], []
+    plain = outcome(create(name, job=job), batches(6))
+    model = sharded(job)
+    before, (probe,) = _marks(model), batches(1, seed=5)
+    with create(name, model) as pipeline:
+        data = batches(6)
+        for _ in range(6):
+            outputs.append(pipeline.progress(data))
+            found += ["no mark"] if _marks(model) == before else []
+            whole = pipeline.detach()
+            found += [str(_marks(whole) ^ before)] if _marks(whole) != before else []
+            whole.eval()
+            with torch.no_grad():
+                whole(probe)
+            whole.train()
+            if len(outputs) % 2:  # progress attaches by itself
+                pipeline.attach()
+    return found + Outcome(outputs, everything(model)).differences(plain)
+
+
+@of(*EXACT, STALE)
+def loading_is_exact_after_a_drain_and_in_flight_exact_or_refused(name: str) -> list[str]:
+    """Rows that were looked up before would be trained as if they were the loaded ones."""
+    job, found = Job(modules=2), []
+    for drains in (True, False):
+        other, model = sharded(job), sharded(job)
+        with create(name, model) as pipeline:
+            data = batches(7)
+            for _ in range(3):
+                pipeline.progress(data)
+            seen = 3 + (len(pipeline.drain()) if drains else 0)
+            state = other.state_dict()
+            said = refusal(partial(model.load_state_dict, state))
+            to_the_end(pipeline, data)
+        if not drains and name not in EXACT[:2]:
+            found += [] if "have read rows" in said and "drain()" in said else [said]
+        elif name in EXACT:
+            wanted = by_torchrec(job, islice(batches(7), seen, None), sharded(job))
+            found += Outcome([], everything(model)).differences(Outcome([], wanted.state))
+    return found
+
+
+class _Data(torch.utils.data.Dataset[Batch]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Batch:
+        return next(batches(1, seed=index, rank=0))
+
+
+@of(EXACT[0], EXACT[-1])
+def persistent_workers_give_every_epoch(name: str) -> list[str]:
+    """They return the same iterator object each epoch; from the second on, no batch came."""
+    # A rank is a daemonic process, which may not have a loader's workers as children.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    loader = DataLoader(
+        _Data(), batch_size=None, num_workers=1, persistent_workers=True,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    with create(name) as pipeline:
+        counts = [len(to_the_end(pipeline, iter(loader))) for _ in range(3)]
+    return [] if counts == [6, 6, 6] else [str(counts)]
+
+
+@of(*EXACT, STALE)
+def uneven_data_is_an_error_on_all_ranks(name: str) -> list[str]:
+    """It was an abort in C++ on one rank, and "connection reset" on the other."""
+    found = []
+    for counts in ((3, 6), (1, 0), (6, 5)):
+        outputs, fewest = [], min(counts)
+        with create(name, stall_timeout_s=60.0) as pipeline:
+            data = batches(counts[dist.get_rank()])
+            with pytest.raises(UnevenDataError) as caught:  # noqa: PT012 - after some steps
+                while True:
+                    outputs.append(pipeline.progress(data))
+            again = to_the_end(pipeline, batches(2))
+        told = f"the data of ranks [{counts.index(fewest)}] ended after {fewest} batches"
+        right = told in str(caught.value) and "EvenData('stop')" in str(caught.value)
+        if not right or (len(outputs), len(again)) != (fewest, 2):
+            found.append(f"{counts}: {len(outputs)}, {len(again)}, {caught.value}")
+    return found
+
+
+@of(*EXACT[1:], STALE)
+def no_step_waits_for_the_round_trip_that_it_began(name: str) -> list[str]:
+    """Whether data has ended is asked a step ahead; the batch pulled early counts as in flight."""
+    begun, at_once = [0], [0]
+    real = EvenData.exchange_status
+
+    def exchange(even: EvenData, status: int) -> Any:
+        statuses, work = real(even, status)
+        begun[0] += 1
+        mine = begun[0]
+        watched = Mock(wraps=work)
+
+        def is_completed() -> bool:
+            at_once[0] += begun[0] == mine
+            return work is None or bool(work.is_completed())
+
+        watched.is_completed.side_effect = is_completed
+        return statuses, watched
+
+    with patch.object(EvenData, "exchange_status", exchange), create(name) as pipeline:
+        data = batches(12)
+        for _ in range(6):
+            pipeline.progress(data)
+        waits, flying = at_once[0], pipeline.pipe.in_flight
+        outputs, left = len(pipeline.drain()), len(list(data))
+    right = waits == 0 and outputs == flying + 1 and left == 6 - outputs
+    return [] if right else [str((waits, flying, outputs, left))]
+
+
+# ------------------------------------------------------------------------------------ the table
+
+
+def _cases() -> Iterator[Any]:
+    for place, (prop, (_, names)) in enumerate(PROPERTIES.items()):
+        first = place % len(names)
+        quick = {names[first], names[(first + 2) % len(names)]}
+        yield pytest.param(prop, tuple(n for n in names if n in quick), id=prop)
+        if others := tuple(n for n in names if n not in quick):
+            yield pytest.param(prop, others, id=f"{prop}-others", marks=pytest.mark.slow)
+
+
+def _wrong(prop: str, names: tuple[str, ...]) -> dict[str, list[str]]:
+    holds, _ = PROPERTIES[prop]
+    return {name: wrong for name in names if (wrong := holds(name))}
+
+
+@pytest.mark.parametrize(("prop", "names"), [*_cases()])
+def test_every_name_has_every_property(two_ranks: Ranks, prop: str, names: tuple[str, ...]) -> None:
+    """As the property's docstring says."""
+    assert two_ranks.run(_wrong, prop, names, deadline_s=200) == [{}, {}]

@@ -1,0 +1,46 @@
+"""Groups on the host are there for all ranks at once."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from swpipe.tasks.torchrec.uneven import host_group
+from tests.support.ranks import Ranks
+
+RETURNED = "test_host_group/returned"
+
+
+def _late_on_rank_1() -> bool:
+    """Rank 1 is held up within the making; whether rank 0 was through meanwhile."""
+    store = _get_default_store().clone()  # type: ignore[attr-defined]
+    make = dist.new_group
+    through = []
+
+    def late(*given: Any, **options: Any) -> Any:
+        made = make(*given, **options)
+        try:
+            store.wait([RETURNED], dt.timedelta(seconds=0.5))
+        except RuntimeError:
+            through.append(False)
+        else:
+            through.append(True)
+        return made
+
+    if dist.get_rank() == 0:
+        made = host_group(None, 30.0)
+        store.set(RETURNED, "yes")
+    else:
+        with mock.patch.object(dist, "new_group", late):
+            made = host_group(None, 30.0)
+    dist.destroy_process_group(made)
+    return any(through)
+
+
+def test_no_rank_continues_while_another_connects(two_ranks: Ranks) -> None:
+    """One that failed at once and closed the group broke the others' connecting to it."""
+    assert two_ranks.run(_late_on_rank_1) == [False, False]

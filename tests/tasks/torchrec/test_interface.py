@@ -1,0 +1,417 @@
+"""Names, arguments and methods are TorchRec's; what has no counterpart is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pydoc
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec.arguments import REASONS
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.loops import (
+    PIPELINES,
+    arguments,
+    experimental_pipelines,
+    made,
+    theirs,
+    train_pipelines,
+    trained,
+)
+from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything, sharded
+from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
+
+SPARSE = "TrainPipelineSparseDist"
+UNUSED = nn.Linear(1, 1)
+
+
+# -------------------------------------------------------------------------- names and arguments
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_arguments_and_defaults_are_torchrecs(name: str) -> None:
+    """In the same order."""
+    assert arguments(getattr(ours, name)) == arguments(theirs(name))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_methods_of_ours_take_torchrecs_arguments(name: str) -> None:
+    """progress, attach, detach and reset, by position and by name."""
+    for method in ("progress", "attach", "detach", "reset"):
+        if original := getattr(theirs(name), method, None):
+            mine = inspect.signature(getattr(getattr(ours, name), method)).parameters
+            assert list(mine) == list(inspect.signature(original).parameters)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_is_a_train_pipeline_of_torchrecs(name: str) -> None:
+    """And a TrainPipelineSparseDist where TorchRec's is one."""
+    assert issubclass(getattr(ours, name), train_pipelines.TrainPipeline)
+    theirs_is = issubclass(theirs(name), train_pipelines.TrainPipelineSparseDist)
+    assert issubclass(getattr(ours, name), ours.TrainPipelineSparseDist) == theirs_is
+    assert issubclass(getattr(ours, name), theirs(name))
+
+
+NAMES = [
+    "EvalPipelineCPUSparse",
+    "EvalPipelineFusedSparseDist",
+    "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "StagedTrainPipeline",
+    "TrainEvalHybridPipelineBase",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelinePEC",
+    "TrainPipelinePT2",
+    "TrainPipelinePrefetchEMS",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistBwdOpt",
+    "TrainPipelineSparseDistCompAutograd",
+    "TrainPipelineSparseDistEmbStash",
+    "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistOptStash",
+    "TrainPipelineSparseDistT",
+]
+"""The pipelines of TorchRec 1.5 to its main branch of August 2026."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_of_torchrecs_can_be_imported(name: str) -> None:
+    """One without a counterpart says at its construction what to use instead, whatever it gets."""
+    kind = getattr(ours, name)
+    assert issubclass(kind, train_pipelines.TrainPipeline)
+    if name not in ours.__all__:
+        said = refusal(lambda: kind(UNUSED, None, CPU, anything="at all"))
+        assert said.startswith(f"NotImplementedError: {name} has no counterpart in swpipe: it ")
+        assert re.search("use|PipelineSparseDist|PipelineFusedSparseDist", said.split(": it ")[1])
+
+
+def test_no_class_of_the_installed_torchrec_is_missing() -> None:
+    """Those of its two modules that extend TrainPipeline."""
+    base = train_pipelines.TrainPipeline
+    found = {
+        name
+        for module in (train_pipelines, experimental_pipelines)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    assert found <= set(NAMES)
+
+
+def test_other_names_of_torchrecs_package_are_its_own() -> None:
+    """What is imported beside a pipeline needs no second import."""
+    package = importlib.import_module("torchrec.distributed.train_pipeline")
+    for name in ("GradientAccumulationWrapper", "TorchCompileConfig", "TrainPipelineContext"):
+        assert getattr(ours, name) is getattr(package, name)
+    with pytest.raises(AttributeError, match="'Nothing', nor has TorchRec's"):
+        getattr(ours, "Nothing")  # noqa: B009
+
+
+def _by_doors() -> list[str]:
+    """Filled by hand; and a subclass that copies batches itself."""
+
+    class Doubled(ours.TrainPipelineSparseDist[Any, Any]):
+        def copy_batch_to_gpu(self, dataloader_iter: Any) -> tuple[Any, None]:
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            batch.dense = 2 * batch.dense
+            return batch, context
+
+    def filled(pipeline: Any) -> list[Tensor]:
+        data = batches(5)
+        pipeline.fill_pipeline(data)
+        assert pipeline.drop_in.pipe.in_flight == 2
+        return to_the_end(pipeline, data)
+
+    def doubled(count: int) -> Any:
+        for batch in batches(count):
+            batch.dense = 2 * batch.dense
+            yield batch
+
+    wanted = trained(theirs(SPARSE), 5)
+    found = trained(ours.TrainPipelineSparseDist, filled).differences(wanted)
+    wanted = trained(theirs(SPARSE), lambda one: to_the_end(one, doubled(5)))
+    found += trained(Doubled, 5).differences(wanted)
+    door = made(ours.TrainPipelineSparseDist).copy_batch_to_gpu
+    one = batches(1)
+    return [*found, str(door(one)[0] is None), str(door(one))]
+
+
+def test_fill_pipeline_and_copy_batch_to_gpu_are_doors(two_ranks: Ranks) -> None:
+    """The first may be called; the second may be called, and overridden, as in TorchRec's."""
+    assert two_ranks.run(_by_doors) == [["False", "(None, None)"]] * 2
+
+
+def _one_import(module: str) -> list[Tensor]:
+    """The loop of TorchRec's documentation."""
+    pipelines = importlib.import_module(module)
+    model = sharded(Job())
+    pipeline = pipelines.TrainPipelineSparseDist(
+        model=model,
+        optimizer=dense_optimizer(Job(), model),
+        device=CPU,
+        execute_all_batches=True,
+    )
+    outputs = []
+    for epoch in range(2):
+        iterator = iter(list(batches(3, seed=epoch)))
+        while True:
+            try:
+                outputs.append(pipeline.progress(iterator))
+            except StopIteration:
+                break
+    return outputs
+
+
+def test_migration_is_one_changed_import(two_ranks: Ranks) -> None:
+    """The same loop, bit for bit."""
+    wanted = two_ranks.run(_one_import, "torchrec.distributed.train_pipeline")
+    found = two_ranks.run(_one_import, "swpipe.tasks.torchrec")
+    assert all(map(torch.equal, found[0] + found[1], wanted[0] + wanted[1]))
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("argument", sorted(REASONS))
+def test_what_has_no_counterpart_is_refused_by_name(name: str, argument: str) -> None:
+    """Where TorchRec's class has the argument; its default raises in no class."""
+    kind = getattr(ours, name)
+    if argument in arguments(kind):
+        value = REASONS[argument].default is False or dict
+        said = refusal(lambda: kind(UNUSED, None, CPU, **{argument: value}))
+        assert said.startswith(f"NotImplementedError: {name}({argument}=")
+        assert ": " in said.split("=", 1)[1]
+
+
+def test_an_argument_that_only_a_newer_torchrec_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless it is at its default; what no TorchRec has is a TypeError, as for any constructor."""
+
+    class Newer:
+        def __init__(self, model: Any, optimizer: Any, device: Any, fancy: int = 3) -> None:
+            """Take one argument more."""
+
+    base = ours.TrainPipelineBase
+    monkeypatch.setattr(base, "_original", Newer)
+    said = refusal(lambda: base(UNUSED, None, CPU, fancy=4))
+    assert said.startswith("NotImplementedError: TrainPipelineBase(fancy=4): ")
+    base(UNUSED, torch.optim.SGD(UNUSED.parameters()), CPU, fancy=3).close()
+    said = refusal(lambda: base(UNUSED, None, CPU, plain=4))
+    assert said == "TypeError: TrainPipelineBase(): got an unexpected keyword argument 'plain'"
+
+
+def test_a_subclass_has_its_own_arguments() -> None:
+    """Those of its constructor where it has one, and else those of the class it extends."""
+
+    class Mine(ours.TrainPipelineBase[Any, Any]):
+        def __init__(self, rate: float) -> None:
+            super().__init__(UNUSED, None, CPU)
+
+    class Plain(ours.TrainPipelineBase[Any, Any]):
+        """Nothing else."""
+
+    assert list(arguments(Mine)) == ["rate"]
+    assert arguments(Plain) == arguments(theirs("TrainPipelineBase"))
+    assert "rate" in pydoc.render_doc(Mine)
+    assert "custom_model_fwd" in pydoc.render_doc(ours.TrainPipelineBase)
+
+
+def test_a_subclass_that_would_be_ignored_is_refused() -> None:
+    """It overrides a private method of TorchRec's; progress may be overridden."""
+    said = refusal(lambda: type("Mine", (ours.TrainPipelineSparseDist,), {"_backward": print}))
+    assert "Mine overrides _backward of TorchRec's TrainPipelineSparseDist" in said
+    progress = {"progress": lambda *_: None}
+    assert refusal(lambda: type("Mine", (ours.TrainPipelineBase,), progress)) == "nothing raised"
+    said = refusal(lambda: type("Mine", (ours.TrainPipelineBase,), {"fill_pipeline": print}))
+    assert "Mine overrides fill_pipeline" in said
+
+
+def _private() -> list[str]:
+    pipeline = made(ours.TrainPipelineSparseDist)
+    found = []
+    for name in ("batches", "enqueue_batch"):
+        try:
+            getattr(pipeline, name)
+        except AttributeError as error:
+            found.append(str(error))
+    found.append(refusal(lambda: pipeline.register_backward_hook("site", print)))
+    stream = {"emb_lookup_stream": "fast"}
+    found.append(refusal(lambda: made(ours.TrainPipelineFusedSparseDist, **stream)))
+    return found
+
+
+def test_torchrecs_internals_are_named_when_they_are_asked_for(two_ranks: Ranks) -> None:
+    """With the pipeline underneath as the way out."""
+    (batches_, fill, hook, stream), _ = two_ranks.run(_private)
+    assert batches_.startswith("TrainPipelineSparseDist has no 'batches'")
+    assert ".pipe" in fill
+    assert hook.startswith("NotImplementedError: register_backward_hook('site')")
+    assert stream == (
+        "ValueError: emb_lookup_stream is 'fast': give 'new', 'current' or 'data_dist'"
+    )
+
+
+# --------------------------------------------------------------------------------------- modes
+
+
+def _mode_in_flight(name: str) -> list[str]:
+    pipeline = made(getattr(ours, name))
+    train, test = batches(5), batches(2, seed=3)
+    pipeline.progress(train)
+    pipeline._model.eval()
+    found = [refusal(lambda: pipeline.progress(test))]
+    pipeline._model.train()
+    outputs = pipeline.drain()
+    pipeline._model.eval()
+    with torch.no_grad():
+        evaluated = to_the_end(pipeline, test)
+    pipeline._model.train()
+    trained_ = to_the_end(pipeline, train)
+    return [*found, f"{1 + len(outputs) + len(trained_)} trained, {len(evaluated)} evaluated"]
+
+
+@pytest.mark.parametrize("name", [SPARSE, "TrainEvalHybridPipelineBase", "TrainPipelineSemiSync"])
+def test_batches_in_flight_keep_their_mode(two_ranks: Ranks, name: str) -> None:
+    """TorchRec's would evaluate training batches; drain() finishes them first."""
+    for refused, counted in two_ranks.run(_mode_in_flight, name):
+        assert "drain()" in refused
+        assert counted == "5 trained, 2 evaluated"
+
+
+def _evaluated(name: str, training: bool) -> list[str]:
+    """What an evaluation with gradients switched on left behind."""
+    pipeline = made(getattr(ours, name))
+    model = pipeline._model.train(training)
+    before = everything(model)
+    outputs = to_the_end(pipeline, batches(4))
+    changed = Outcome([], everything(model)).differences(Outcome([], before))
+    return changed + [f"output {k}" for k, one in enumerate(outputs) if one.requires_grad]
+
+
+def test_an_evaluation_never_trains(two_ranks: Ranks) -> None:
+    """EvalPipelineSparseDist in any mode of the model, the hybrid one under eval()."""
+    assert two_ranks.run(_evaluated, "EvalPipelineSparseDist", True) == [[], []]
+    assert two_ranks.run(_evaluated, "EvalPipelineSparseDist", False) == [[], []]
+    assert two_ranks.run(_evaluated, "EvalPipelineFusedSparseDist", True) == [[], []]
+    assert two_ranks.run(_evaluated, "TrainEvalHybridPipelineBase", False) == [[], []]
+
+
+# ------------------------------------------------------------------- attach, detach, reset, _model
+
+
+def _attached() -> list[str]:
+    pipeline = made(ours.TrainPipelineSparseDist)
+    first, other = pipeline._model, sharded(Job())
+    data = batches(6)
+    outputs = [pipeline.progress(data)]
+    found = [refusal(lambda: pipeline.attach(other))]
+    if pipeline.detach() is not first:
+        found.append("detach() returns another model")
+    pipeline.attach(first, sparse_dist=False)
+    outputs += pipeline.drain()
+    pipeline.attach(other)
+    if pipeline._model is not other:
+        found.append("_model is the old one")
+    outputs += to_the_end(pipeline, data)
+    return [*found, f"{len(outputs)} outputs, {len(pipeline._pipelined_modules)} pipelined"]
+
+
+def test_another_model_is_attached_when_none_is_in_flight(two_ranks: Ranks) -> None:
+    """With batches in flight it is refused, and they stay."""
+    for said in two_ranks.run(_attached):
+        assert said[0].startswith("RuntimeError: batches are in flight (2)")
+        assert said[1:] == ["6 outputs, 1 pipelined"]
+
+
+def _reset() -> int:
+    pipeline = made(ours.PrefetchTrainPipelineSparseDist)
+    pipeline.progress(batches(6))
+    pipeline.reset()
+    return len(to_the_end(pipeline, batches(4, seed=1)))
+
+
+def test_reset_drops_what_is_in_flight(two_ranks: Ranks) -> None:
+    """And the pipeline can be used again."""
+    assert two_ranks.run(_reset) == [4, 4]
+
+
+# -------------------------------------------------------------------------- the user's own parts
+
+
+def _accumulated(module: Any) -> Outcome:
+    """A training under TorchRec's own GradientAccumulationWrapper."""
+    wrapper = importlib.import_module("torchrec.distributed.train_pipeline")
+    model = sharded(Job())
+    optimizer = dense_optimizer(Job(), model)
+    pipeline = module.TrainPipelineSparseDist(model, optimizer, CPU)
+    config = wrapper.GradientAccumulationConfig(is_enabled=True, num_steps=3)
+    wrapped = wrapper.GradientAccumulationWrapper(pipeline, optimizer, model, config)
+    return Outcome(to_the_end(wrapped, batches(7)), everything(model))
+
+
+def _wrapped() -> list[str]:
+    return _accumulated(ours).differences(_accumulated(train_pipelines))
+
+
+def test_torchrecs_gradient_accumulation_wraps_ours(two_ranks: Ranks) -> None:
+    """Three batches for each step, and one step with the batch that is left."""
+    assert two_ranks.run(_wrapped) == [[], []]
+
+
+def _own_forward() -> list[str]:
+    def halved(pipeline: Any) -> list[Tensor]:
+        pipeline._model_fwd.model = pipeline._model
+        return to_the_end(pipeline, batches(4))
+
+    class Halved:
+        model: Any = None
+
+        def __call__(self, batch: Any) -> tuple[Tensor, Tensor]:
+            losses, output = self.model(batch)
+            return losses / 2, output
+
+    wanted = trained(theirs(SPARSE), halved, custom_model_fwd=Halved())
+    found = []
+    for name in (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist"):
+        got = trained(getattr(ours, name), halved, custom_model_fwd=Halved())
+        found += got.differences(wanted)
+    return found
+
+
+def test_the_users_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
+    """As ``custom_model_fwd``."""
+    assert two_ranks.run(_own_forward) == [[], []]
+
+
+class _Rows(nn.Module):
+    """A model without tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.linear(rows).squeeze(1)
+        return output.square(), output.detach()
+
+
+@pytest.mark.parametrize("name", ["TrainPipelineBase", SPARSE])
+def test_a_model_without_tables_needs_no_process_group(name: str) -> None:
+    """TorchRec's numbers, on this process alone."""
+    results = []
+    for kind in (getattr(ours, name), theirs("TrainPipelineBase")):
+        model = _Rows()
+        pipeline = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+        data = iter(torch.arange(24.0).view(3, 2, 4).unbind())
+        results.append([*to_the_end(pipeline, data), model.linear.weight.detach()])
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,247 @@
+"""What TorchRec's arguments that save memory do here: no more bytes than there, the same bits."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from swpipe._values.walk import tensors_in
+from swpipe.profiler import TaskProfiler
+from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec.inputs import RewriteError
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.alive import run
+from tests.tasks.torchrec.loops import (
+    PIPELINES,
+    arguments,
+    made,
+    streams_on_a_cpu,
+    theirs,
+    train_pipelines,
+    trained,
+)
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    Model,
+    batches,
+    dense_optimizer,
+    everything,
+    plain_model,
+    sharded,
+)
+from tests.tasks.torchrec.trial import Outcome, to_the_end
+
+ARGUMENTS = ("free_features_storage_early", "clear_data_dist_inputs", "enable_inplace_copy_batch")
+SPARSE = "TrainPipelineSparseDist"
+EARLY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
+WITH_STATE: dict[str, Any] = {"optimizer": torch.optim.Adagrad, "options": {"lr": 0.01}}
+ANSWERS = 8
+"""Bytes of the ranks' answers whether their data has ended, which stay on the host."""
+
+WATCH = 4096
+"""Bytes, at most, that the watch of pure tasks holds while one of the first iterations runs."""
+
+FAILS_THERE = {
+    "EvalPipelineSparseDist": ["free_features_storage_early"],  # it exchanges batch 0 twice
+}
+
+
+class _Inline:
+    """An executor without a thread, so that a copy comes when it is asked for."""
+
+    def submit(self, fn: Any, *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args))
+        return done
+
+
+class _Loader:
+    """TorchRec's thread that copies for evaluations, where it is quick: one batch is ahead."""
+
+    def __init__(self, *, dataloader_iter: Any, **_: Any) -> None:
+        self._data = dataloader_iter
+
+    def start(self) -> None:
+        self._next = self._copied()
+
+    def stop(self) -> None:
+        self._next = None
+
+    def get_next_batch(self) -> Any:
+        taken, self._next = self._next, None
+        self._next = self._copied()
+        return taken
+
+    def _copied(self) -> Any:
+        batch = next(self._data, None)
+        return None if batch is None else batch.to(CPU)
+
+
+def _given(name: str) -> dict[str, Any]:
+    """The arguments of one class that it takes to save memory."""
+    return {key: True for key in ARGUMENTS if key in arguments(theirs(name))}
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {"start_batch": 0} if name == "TrainPipelineSemiSync" else {}
+
+
+def _by_torchrec(name: str, job: Job, given: dict[str, Any]) -> tuple[int, Outcome]:
+    given = {key: value for key, value in given.items() if key not in FAILS_THERE.get(name, ())}
+    on_a_cpu = nullcontext() if name.endswith("T") else streams_on_a_cpu()
+    with on_a_cpu, mock.patch.object(train_pipelines, "DataLoadingThread", _Loader):
+        pipeline = made(theirs(name), job, **given, **_options(name))
+        if name.startswith("Prefetch"):  # it prefetches nothing where streams are None
+            pipeline._data_dist_stream = mock.Mock()
+            pipeline._stream_context = lambda _stream: nullcontext()
+        if name.endswith("T"):
+            pipeline._copy_executor = _Inline()
+        return _ran(pipeline)
+
+
+def _ran(pipeline: Any) -> tuple[int, Outcome]:
+    peak, outputs = run(pipeline)
+    state = {f"state {k}": t for k, t in enumerate(tensors_in(pipeline._optimizer.state_dict()))}
+    fused = getattr(pipeline._model, "fused_optimizer", None)
+    if fused is not None:
+        held = [value for one in fused.state_dict()["state"].values() for value in one.values()]
+        shards = [s.tensor for v in held if hasattr(v, "local_shards") for s in v.local_shards()]
+        state |= {f"fused {k}": tensor for k, tensor in enumerate(shards)}
+    return peak, Outcome(outputs, everything(pipeline._model) | state)
+
+
+def _compared(job: Job, names: tuple[str, ...]) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+    """Class to the peaks of TorchRec's and ours, without and with, and what differs."""
+    found = {}
+    for name in names:
+        given = _given(name)
+        there, wanted = _by_torchrec(name, job, given)
+        peak, got = _ran(made(getattr(ours, name), job, **given, **_options(name)))
+        plain, without = _ran(made(getattr(ours, name), job, **_options(name)))
+        where = [*got.differences(wanted), *got.differences(without)]
+        found[name] = ((_by_torchrec(name, job, {})[0], there, plain, peak), where)
+    return found
+
+
+def _judge(found: dict[str, Any], ranks: int) -> None:
+    print(f"\n{'class':34}{'TorchRec':>10}{'with':>10}{'ours':>10}{'with':>10}   bytes")
+    for name, (peaks, _) in found.items():
+        print(f"{name:34}" + "".join(f"{peak:10}" for peak in peaks))
+    assert {name: where for name, (_, where) in found.items() if where} == {}
+    answers = ANSWERS * ranks + WATCH
+    more = {
+        name: p for name, (p, _) in found.items() if p[3] > p[1] + (answers if ranks > 1 else WATCH)
+    }
+    assert more == {}
+
+
+SHARDINGS: dict[str, Job] = {
+    "table_wise": Job(**WITH_STATE),
+    "row_wise": Job("row_wise", **WITH_STATE),
+    "in_order": Job("in_order", **WITH_STATE),
+    "two modules": Job(modules=2, **WITH_STATE),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "sharding",
+    ["table_wise", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SHARDINGS][1:])],
+)
+def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
+    request: pytest.FixtureRequest, sharding: str, ranks: int
+) -> None:
+    """In every class, with all its arguments that save memory; numbers are unchanged.
+
+    Each class is tried with each sharding, every other one on two ranks. On one rank nothing is
+    sent, and ids that the module permutes go.
+    """
+    group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
+    names = PIPELINES[([*SHARDINGS].index(sharding) + ranks) % 2 :: 2]
+    for found in group.run(_compared, SHARDINGS[sharding], names, deadline_s=300):
+        _judge(found, ranks)
+
+
+# ------------------------------------------------------------------------------------- numbers
+
+JOBS = (
+    Job(pooled=False),  # its modules' contexts keep what was sent; TorchRec's classes fail there
+    Job("row_wise", modules=2),
+    Job("column_wise"),
+    Job("data_parallel"),
+)
+
+
+SOME = (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
+
+
+# ------------------------------------------------------------------------ what reads them, after
+
+
+class Reading(Model):
+    """Reads the ids in its forward."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        losses, output = super().forward(batch)
+        return losses + batch.ids.values().float().mean(), output
+
+
+def _pipeline(model: type[Model], job: Job, **given: Any) -> Any:
+    plain = model(job)
+    plain.load_state_dict(plain_model(job).state_dict())
+    whole = sharded(job, plain)
+    return ours.TrainPipelineSparseDist(whole, dense_optimizer(job, whole), CPU, **given)
+
+
+def _read(argument: str, job: Job) -> str:
+    pipeline = _pipeline(Reading, job, **{argument: True})
+    try:
+        to_the_end(pipeline, batches(4))
+    except RewriteError as error:
+        return str(error)
+    return "it trains"
+
+
+def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
+    """Instead of reading memory that is not there. What is not sent itself stays."""
+    early = two_ranks.run(_read, "free_features_storage_early", Job())
+    assert all("reads ids of the batch whose memory went" in said for said in early)
+    sent = two_ranks.run(_read, "clear_data_dist_inputs", Job())
+    assert sent == ["it trains"] * 2  # a permuted copy was sent
+    as_they_are = two_ranks.run(_read, "clear_data_dist_inputs", Job("in_order"))
+    assert all("reads ids of the batch whose memory went" in said for said in as_they_are)
+    stays = two_ranks.run(_read, "clear_data_dist_inputs", Job("in_order", pooled=False))
+    assert stays == ["it trains"] * 2  # the module's context has them
+
+
+# ---------------------------------------------------------------------------- tools of ours
+
+
+def _watched(name: str) -> list[str]:
+    """Profiled, shortcut and measured in the middle of a training."""
+    kind: Any = getattr(ours, name)
+    wanted = trained(kind, 6, **_given(name))
+
+    def loop(pipeline: Any) -> list[Tensor]:
+        pipe = pipeline.drop_in.pipe
+        for pipelined in (False, True):
+            TaskProfiler(pipe).profile(next(batches(1, seed=5)), 1, 1, 2, pipelined)
+        return to_the_end(pipeline, batches(6))
+
+    return trained(kind, loop, **_given(name)).differences(wanted)
+
+
+@pytest.mark.parametrize(
+    "name", [SPARSE, *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])]
+)
+def test_profiles_replay_what_went(two_ranks: Ranks, name: str) -> None:
+    """A replayed batch has its ids, whatever later tasks let go of."""
+    assert two_ranks.run(_watched, name, deadline_s=200) == [[], []]

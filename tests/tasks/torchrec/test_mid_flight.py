@@ -1,0 +1,324 @@
+"""A state with batches in flight is saved only where it leads back to the same numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch import nn
+
+from swpipe._values.stateful import modules_in
+from swpipe.errors import PlanError
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec import (
+    EvenData,
+    IdentityShuffler,
+    PipelineFactory,
+    SparseDistPipeline,
+    SparseDistTasks,
+    TrainStep,
+)
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.computing import Chain, computing
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    batches,
+    dense_optimizer,
+    everything,
+    put_back,
+    sharded,
+)
+from tests.tasks.torchrec.trial import EXACT, Outcome, to_the_end
+
+STALE = "jagged_semi_sync_sparse_dist"
+STEPS = 8
+
+
+def _made(name: str, model: nn.Module | None = None, **options: Any) -> Any:
+    model = sharded(Job()) if model is None else model
+    step = TrainStep([dense_optimizer(Job(), model)], accumulate=options.pop("accumulate", 1))
+    return PipelineFactory.create(name, model=model, step=step, device=CPU, **options)
+
+
+def _said(pipeline: Any, data: Iterator[Batch] | None = None) -> str:
+    """What saving with batches in flight says."""
+    try:
+        pipeline.progress(batches(STEPS) if data is None else data)
+        pipeline.state_dict()
+    except (RuntimeError, PlanError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _drained(pipeline: Any) -> Iterator[Any]:
+    """After the block, a drain has made saving possible."""
+    with pipeline:
+        yield pipeline
+        pipeline.drain()
+        assert pipeline.state_dict()["in_flight"] == 0
+
+
+# ------------------------------------------------------------------------------------ the numbers
+
+
+def _resumed(name: str, drains: bool, accumulate: int) -> list[str]:
+    """Stopped after each of some batches; SGD has no state."""
+    found = []
+    for place in (2, 4, 7, STEPS):
+        with _made(name, seed=3, accumulate=accumulate) as pipeline:
+            data = batches(STEPS)
+            outputs = [pipeline.progress(data) for _ in range(place)]
+            outputs += pipeline.drain() if drains else []
+            if drains and accumulate > 1:
+                pipeline.flush()
+            state, parameters = pipeline.state_dict(), everything(pipeline.tasks.model)
+            whole = outputs + to_the_end(pipeline, data)
+            wanted = Outcome(whole, everything(pipeline.tasks.model))
+        with _made(name, seed=9, accumulate=accumulate) as pipeline:
+            put_back(pipeline.tasks.model, parameters)
+            pipeline.load_state_dict(state)
+            assert pipeline.pipe.state_dict()["seed"] == 3
+            rest = to_the_end(pipeline, islice(batches(STEPS), state["next_iteration"], None))
+            got = Outcome(outputs + rest, everything(pipeline.tasks.model))
+        found += [f"{place}: {one}" for one in got.differences(wanted)]
+    return found
+
+
+def _all_resumed() -> dict[str, list[str]]:
+    cases = [*((name, False, 1) for name in EXACT), (STALE, True, 1), (EXACT[1], True, 3)]
+    return {str(case): where for case in cases if (where := _resumed(*case))}
+
+
+def test_a_resumed_training_has_the_numbers_of_one_that_went_on(one_rank: Ranks) -> None:
+    """In mid-flight under exact plans; drained under the stale one, and in an accumulation."""
+    assert one_rank.run(_all_resumed) == [{}]
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+class _Draws(IdentityShuffler):
+    """A shuffler of the user's."""
+
+
+class _Own:
+    """The same, of no known class."""
+
+    def start(self, batch: Any) -> None:
+        """Do nothing."""
+
+    def finish(self, batch: Any, ticket: None) -> Any:
+        """The same batch."""
+        return batch
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _refused() -> dict[str, str]:
+    def plan(order: Sequence[str], **changes: Any) -> Any:
+        """The plan sparse_dist with another entry for the optimizer's step."""
+        model = sharded(Job())
+        step = TrainStep([dense_optimizer(Job(), model)])
+        tasks = SparseDistTasks(model, step, device=CPU, forward="pipelined")
+        made = plans.sparse_dist()
+        last = replace(made.schedule[plans.STEP], **changes)
+        schedule = {**made.schedule, plans.STEP: last}
+        return SparseDistPipeline(tasks, replace(made, schedule=schedule, order=order))
+
+    def exotic() -> Any:
+        pipeline = _made("jagged_sparse_dist")
+        for module in pipeline.tasks.rewrite.sharded.values():
+            module.__class__ = type("Remapped", (type(module),), {})
+        return pipeline
+
+    def counting() -> Any:
+        pipeline = _made("jagged_split_sparse_dist")
+        (tables,) = pipeline.tasks.rewrite.sharded.values()
+        (kernel,) = [part for part in modules_in(tables) if hasattr(part, "iter_cpu")]
+        kernel.iter += 1
+        return pipeline
+
+    def hidden() -> Any:
+        return _made("jagged_prefetch_sparse_dist", tables_state=(dict, print))
+
+    made: dict[str, Callable[[], Any]] = {
+        "own shuffler": lambda: _made("jagged_sparse_dist", shuffler=_Own()),
+        "subclass": lambda: _made("jagged_sparse_dist", shuffler=_Draws()),
+        "known shuffler": lambda: _made("jagged_sparse_dist", shuffler=IdentityShuffler()),
+        "worker": lambda: plan(plans.sparse_dist().order, thread_group="worker"),
+        "late step": lambda: plan((plans.STEP, *plans.sparse_dist().order[:-1]), stage=3),
+        "postproc": lambda: _made("jagged_sparse_dist", computing(Chain), pipeline_postproc=True),
+        "stale": lambda: _made(STALE),
+        "exotic": exotic,
+        "counting": counting,
+        "hidden": hidden,
+    }
+    found = {}
+    for what, make in made.items():
+        with _drained(make()) as pipeline:
+            found[what] = _said(pipeline)
+    return found
+
+
+def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> None:
+    """By name, with the way out, which works."""
+    (said,) = one_rank.run(_refused)
+    assert said.pop("known shuffler") == ""
+    expected = {
+        "own shuffler": "a _Own has shuffled them",
+        "subclass": "a _Draws has shuffled them",
+        "worker": "'OptimStep' changes dense, gradients, optimizer ahead",
+        "late step": "'DenseBackward' touches state 'buffers', state 'dense', ",
+        "postproc": " have computed inputs for them",
+        "stale": "the plan reads optimizer, tables from before the update",
+        "exotic": "is a Remapped, and ids may change it",
+        "counting": "counts look-ups",
+        "hidden": "a prefetch has changed tables",
+    }
+    assert said.keys() == expected.keys()
+    for what, part in expected.items():
+        assert part in said[what]
+        if what != "late step":  # which no loop with a body may have
+            assert said[what].endswith("Call drain() before you save")
+
+
+def _accumulates() -> list[Any]:
+    with _made("jagged_sparse_dist", accumulate=3) as pipeline:
+        data = batches(STEPS)
+        found = [_said(pipeline, data) for _ in range(3)]
+        pipeline.drain()
+        try:
+            pipeline.state_dict()
+        except RuntimeError as error:
+            found.append(str(error))
+        pipeline.flush()
+        return [*found, pipeline.state_dict()["next_iteration"]]
+
+
+def test_an_unfinished_step_is_not_saved(one_rank: Ranks) -> None:
+    """No state_dict has its gradients."""
+    ((first, second, third, drained, number),) = one_rank.run(_accumulates)
+    assert first.startswith("gradients of 1 of 3 batches wait for their step")
+    assert second.startswith("gradients of 2 of 3 batches")
+    assert third == ""
+    assert drained.endswith("save after a step, or call drain() and flush() before you save")
+    assert number == 5
+
+
+def _warned() -> list[str]:
+    with _made("jagged_sparse_dist", accumulate=2) as pipeline:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in (0, 4):
+                pipeline.load_state_dict({"next_iteration": number, "seed": 0})
+        return [str(one.message) for one in caught]
+
+
+def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """DDP reduces the first batch of a process by itself, over several ranks."""
+    assert one_rank.run(_warned) == [[]]
+    for said in two_ranks.run(_warned):
+        assert len(said) == 1
+        assert "may differ in the last bits" in said[0]
+
+
+# ----------------------------------------------------------------------------- data, and misuse
+
+
+class _Counted(Iterator[Batch]):
+    def __init__(self) -> None:
+        self.pulled = 0
+        self._data = batches(STEPS)
+
+    def __next__(self) -> Batch:
+        batch = next(self._data)
+        self.pulled += 1
+        return batch
+
+
+def _pulled(own: bool) -> list[int]:
+    """Batches that the state does not account for, after each step."""
+    found = []
+    with _made("jagged_prefetch_sparse_dist") as pipeline:
+        data = _Counted()
+        even = EvenData("stop", ahead=3)
+        given = even.over(data) if own else data
+        for _ in range(STEPS):
+            pipeline.progress(given)
+            state = pipeline.state_dict()
+            found.append(data.pulled - state["next_iteration"] - state["in_flight"])
+        pipeline.drain()
+    even.close()
+    return found
+
+
+def test_batches_that_were_pulled_early_are_in_flight(two_ranks: Ranks) -> None:
+    """For the ranks to agree on the end of the data, by the pipeline or the user's EvenData."""
+    for own in (False, True):
+        assert two_ranks.run(_pulled, own) == [[0] * STEPS] * 2
+
+
+def _rolled_back() -> list[int]:
+    """Batches that were pulled early, after a failure, which is not saved, and after loading."""
+    model = sharded(Job())
+
+    def fails(batch: Batch) -> Any:
+        if len(outputs) == 2:
+            raise ValueError("a failure")
+        return model(batch)
+
+    outputs: list[Any] = []
+    step = TrainStep([dense_optimizer(Job(), model)], forward=fails)
+    options = {"model": model, "step": step, "device": CPU}
+    with PipelineFactory.create("jagged_prefetch_sparse_dist", **options) as pipeline:
+        state, data = pipeline.state_dict(), batches(STEPS)
+        with suppress(ValueError):
+            while True:
+                outputs.append(pipeline.progress(data))
+        assert pipeline._pass is not None
+        early = pipeline._pass.waiting
+        with pytest.raises(RuntimeError, match="iterations 2 to 5 were dropped by a failure"):
+            pipeline.state_dict()
+        pipeline.load_state_dict(state)
+        loaded = pipeline.state_dict()
+        return [early, loaded["in_flight"], loaded["next_iteration"]]
+
+
+def test_a_loaded_state_lets_go_of_what_was_pulled_early(two_ranks: Ranks) -> None:
+    """The data is set back, so the batch comes again."""
+    assert two_ranks.run(_rolled_back) == [[1, 0, 0]] * 2
+
+
+def _misused() -> list[str]:
+    found = []
+    with _made("jagged_prefetch_sparse_dist") as pipeline:
+        state = pipeline.state_dict()
+        pipeline.progress(batches(STEPS))
+        for given in (state, {"seed": 1}):
+            try:
+                pipeline.load_state_dict(given)
+            except (RuntimeError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            pipeline.drain()
+    try:
+        pipeline.state_dict()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_state_is_not_loaded_in_mid_flight(one_rank: Ranks) -> None:
+    """Nor one that is none; a closed pipeline has none."""
+    ((flying, bad, closed),) = one_rank.run(_misused)
+    assert closed == "a closed pipeline has dropped its batches: save before close()"
+    assert "before loading a state" in flying
+    assert bad.startswith("ValueError: the state's next_iteration is None")

@@ -1,0 +1,255 @@
+"""The numbers are those of TorchRec's own classes, bit for bit, however they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec.uneven import EvenData
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.loops import (
+    EXACT,
+    made,
+    several,
+    streams_on_a_cpu,
+    theirs,
+    trained,
+)
+from tests.tasks.torchrec.models import Job, batches
+from tests.tasks.torchrec.trial import by_torchrec, to_the_end
+
+SPARSE_EVAL = "EvalPipelineSparseDist"
+SPARSE, BASE = "TrainPipelineSparseDist", "TrainPipelineBase"
+
+
+def _differences(job: Job) -> dict[str, list[str]]:
+    wanted = by_torchrec(job, batches(6))
+    found = {name: trained(getattr(ours, name), 6, job).differences(wanted) for name in EXACT}
+    return {name: where for name, where in found.items() if where}
+
+
+@pytest.mark.parametrize(
+    "job", [Job(), pytest.param(Job("row_wise", pooled=False, modules=2), marks=pytest.mark.slow)]
+)
+def test_every_exact_class_trains_as_torchrecs_base(two_ranks: Ranks, job: Job) -> None:
+    """At its default arguments."""
+    assert two_ranks.run(_differences, job) == [{}, {}]
+
+
+def test_every_exact_class_trains_so_on_one_rank(one_rank: Ranks) -> None:
+    """There, the fused class has one backward for the dense part and the tables."""
+    assert one_rank.run(_differences, Job()) == [{}]
+
+
+def _stale() -> list[Any]:
+    found = []
+    for start, stash in product((0, 3, 900), (False, True)):
+        options = {"start_batch": start, "stash_gradients": stash}
+        with streams_on_a_cpu():
+            wanted = trained(theirs("TrainPipelineSemiSync"), 7, **options)
+        where = trained(ours.TrainPipelineSemiSync, 7, **options).differences(wanted)
+        found += [(options, where)] if where else []
+    return found
+
+
+def test_semi_sync_trains_as_torchrecs(two_ranks: Ranks) -> None:
+    """From the first batch, from the fourth, or never; with gradients stashed or not."""
+    assert two_ranks.run(_stale) == [[], []]
+
+
+def _copied_on_a_thread() -> list[str]:
+    name = "TrainPipelineSparseDistT"
+    found = trained(getattr(ours, name), 6).differences(trained(theirs(name), 6))
+    for ahead in (False, True):
+        options = {"enable_embedding_lookup_prefetch": ahead}
+        wanted = trained(theirs(SPARSE_EVAL), 5)
+        found += trained(ours.EvalPipelineFusedSparseDist, 5, **options).differences(wanted)
+    return found
+
+
+def test_copies_on_a_thread_and_evaluations_ahead(two_ranks: Ranks) -> None:
+    """TrainPipelineSparseDistT trains, and EvalPipelineFusedSparseDist evaluates, as TorchRec's."""
+    assert two_ranks.run(_copied_on_a_thread) == [[], []]
+
+
+PULLED = {
+    BASE: 2,
+    SPARSE: 3,
+    "TrainPipelineFusedSparseDist": 3,
+    "TrainPipelineSemiSync": 4,
+    "TrainPipelineSparseDistLite": 2,
+}
+
+
+def _pulled() -> list[dict[str, int]]:
+    """How many batches the first call has pulled, in TorchRec's classes and in ours."""
+    found: list[dict[str, int]] = [{}, {}]
+    for name, (which, kind) in product(PULLED, enumerate((theirs, partial(getattr, ours)))):
+        left = list(batches(9))
+        with streams_on_a_cpu() if which == 0 else nullcontext():
+            made(kind(name)).progress(popped(left))
+        found[which][name] = 9 - len(left)
+    return found
+
+
+def popped(batches_: list[Any]) -> Iterator[Any]:
+    """The batches of a list, which gets shorter."""
+    while batches_:
+        yield batches_.pop(0)
+
+
+def test_as_many_batches_are_pulled_as_by_torchrec(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """On several ranks one more, which stays on the host: whether any rank's data has ended."""
+    assert one_rank.run(_pulled) == [[PULLED, PULLED]]
+    more = {name: count + 1 for name, count in PULLED.items()}
+    assert two_ranks.run(_pulled) == [[PULLED, more]] * 2
+
+
+def test_semi_sync_trains_so_on_one_rank(one_rank: Ranks) -> None:
+    """The next batch is looked up before the one backward, which updates the tables."""
+    assert one_rank.run(_stale) == [[]]
+
+
+def _collectives_in_a_step() -> dict[str, int]:
+    counts = {}
+    for name in (*EXACT, "TrainPipelineSemiSync"):
+        pipeline, data = made(getattr(ours, name)), batches(12)
+        pipeline.progress(data)
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+            mock.patch.object(EvenData, "exchange_status", side_effect=AssertionError) as asked,
+        ):
+            pipeline.progress(data)
+        counts[name] = reduced.call_count + asked.call_count
+    return counts
+
+
+def test_one_rank_agrees_with_nobody(one_rank: Ranks) -> None:
+    """Neither on the end of the data, nor by a hook of DDP's in Python."""
+    assert set(one_rank.run(_collectives_in_a_step)[0].values()) == {0}
+
+
+def _drained(pipeline: Any) -> list[torch.Tensor]:
+    data = batches(7)
+    outputs = [pipeline.progress(data), *pipeline.drain()]
+    return outputs + to_the_end(pipeline, data)
+
+
+def _drained_differences() -> list[list[str]]:
+    kind = ours.TrainPipelineSemiSync
+    starts = (3, 5)  # before and at the first batch after those that are drained
+    pairs = [(start, trained(kind, 7, start_batch=start)) for start in starts]
+    return [trained(kind, _drained, start_batch=k).differences(one) for k, one in pairs]
+
+
+def test_batches_that_are_drained_count_towards_the_start_batch(two_ranks: Ranks) -> None:
+    """Stale reads begin at the same batch as without drain()."""
+    assert two_ranks.run(_drained_differences) == [[[], []], [[], []]]
+
+
+def _cut() -> list[Any]:
+    found = []
+    for count in (0, 1, 2, 3, 6):
+        wanted = trained(theirs(SPARSE), count, execute_all_batches=False)
+        for name in (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist"):
+            got = trained(getattr(ours, name), count, execute_all_batches=False)
+            if where := got.differences(wanted):
+                found.append((name, count, where))
+    return found
+
+
+def test_the_last_batches_are_dropped_on_demand(two_ranks: Ranks) -> None:
+    """``execute_all_batches=False`` drops as many as TorchRec's does."""
+    assert two_ranks.run(_cut) == [[], []]
+
+
+def _one_by_one(pipeline: Any) -> list[torch.Tensor]:
+    return [pipeline.progress(iter([batch])) for batch in batches(4)]
+
+
+def _by_turns(pipeline: Any) -> list[torch.Tensor]:
+    """Two iterators by turns, with batches in flight, then all that is left."""
+    first, second = several(5, 4)
+    outputs = [pipeline.progress(data) for data in (first, first, second, second, first)]
+    for data in (second, first):
+        outputs += to_the_end(pipeline, data)
+    return outputs
+
+
+def _epochs(pipeline: Any) -> list[torch.Tensor]:
+    outputs = []
+    for data in several(3, 1, 2):
+        outputs += to_the_end(pipeline, data)
+        pipeline.reset()
+    return outputs
+
+
+def _ended_by_none(pipeline: Any) -> list[torch.Tensor]:
+    return to_the_end(pipeline, chain(batches(3), [None], batches(2)))
+
+
+LOOPS = (_one_by_one, _epochs, _ended_by_none)
+
+
+def _iterators() -> list[Any]:
+    found = []
+    for loop in LOOPS:
+        wanted = trained(theirs(SPARSE), loop)
+        outcomes = {name: trained(getattr(ours, name), loop) for name in EXACT}
+        found += [
+            (loop.__name__, name, where)
+            for name, outcome in outcomes.items()
+            if (where := outcome.differences(wanted))
+        ]
+    return found
+
+
+def test_iterators_are_taken_as_by_torchrec(two_ranks: Ranks) -> None:
+    """One for each batch, one after another with reset(), and one that None ends."""
+    assert two_ranks.run(_iterators) == [[], []]
+
+
+def _each_once(name: str) -> bool:
+    """Every batch of both iterators, in the order in which the iterators were given."""
+    outputs = _by_turns(made(getattr(ours, name)))
+    order = list(several(5, 4))
+    base = made(theirs(BASE))
+    taken = iter([next(order[k]) for k in _order_of(name)])
+    plain = to_the_end(base, taken)
+    return len(outputs) == 9 and all(map(torch.equal, outputs, plain))
+
+
+def _order_of(name: str) -> list[int]:
+    """Which iterator each batch comes from."""
+    taken: list[int] = []
+
+    def told(k: int, data: Any) -> Any:
+        for batch in data:
+            taken.append(k)
+            yield batch
+
+    pipeline = made(getattr(ours, name))
+    first, second = (told(k, data) for k, data in enumerate(several(5, 4)))
+    for data in (first, first, second, second, first):
+        pipeline.progress(data)
+    for data in (second, first):
+        to_the_end(pipeline, data)
+    return taken
+
+
+def _switched() -> list[str]:
+    return [name for name in EXACT if not _each_once(name)]
+
+
+def test_no_batch_is_lost_between_two_iterators(two_ranks: Ranks) -> None:
+    """Another iterator while batches are in flight: these are finished first, then it begins."""
+    assert two_ranks.run(_switched) == [[], []]

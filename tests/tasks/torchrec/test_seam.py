@@ -1,0 +1,154 @@
+"""Where the graph is cut: gradients of embeddings are on their way before the backward is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bench.emulated_link import EmulatedLink
+from swpipe import IterContext, PipelineTask, SWPipeline
+from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
+
+
+def _issued(job: Job) -> dict[str, int]:
+    """Task to how many exchanges it issues for the third batch of a serial run."""
+    found: dict[str, int] = {}
+    model = sharded(job)
+    tasks = SparseDistTasks(model, TrainStep([dense_optimizer(job, model)]), device=CPU)
+    with EmulatedLink() as link:
+
+        def counted(task: PipelineTask) -> PipelineTask:
+            def fn(ctx: IterContext) -> None:
+                before = link.issued.total()
+                task.fn(ctx)
+                found[task.name] = link.issued.total() - before
+
+            return PipelineTask(task.name, fn, task.io)
+
+        with SWPipeline(PLANS["serial"](), [counted(t) for t in tasks.tasks()], device=CPU) as pipe:
+            pipe.run(batches(3))
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("job", [Job(), Job(pooled=False), Job("row_wise", modules=2)], ids=str)
+def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
+    """One exchange of each kind, sizes fused, and DDP's all-reduce; none is left for later."""
+    found = two_ranks.run(_issued, job)[0]
+    assert found.keys() == {START, WAIT, EMBED, DENSE_BACK}
+    assert found[START] == 1
+    assert found[WAIT] >= 2 * job.modules
+    assert found[EMBED] == job.modules
+    assert found[DENSE_BACK] == job.modules + 1
+
+
+def _updates(kind: Kind) -> tuple[set[str], set[str]]:
+    """The tasks that change the tables, and the backward tasks that declare it."""
+    changed: set[str] = set()
+    model = sharded(Job())
+    step = TrainStep([dense_optimizer(Job(), model)])
+    tasks = SparseDistTasks(model, step, device=CPU, forward=kind)
+    tables = [p for module in tasks.rewrite.sharded.values() for p in module.parameters()]
+
+    def compared(task: PipelineTask) -> PipelineTask:
+        def fn(ctx: IterContext) -> None:
+            before = [table.detach().clone() for table in tables]
+            task.fn(ctx)
+            if not all(map(torch.equal, before, tables)):
+                changed.add(task.name)
+
+        return PipelineTask(task.name, fn, task.io)
+
+    with SWPipeline(PLANS["serial"](), [compared(t) for t in tasks.tasks()], device=CPU) as pipe:
+        pipe.run(batches(2))
+    declared = {task.name for task in tasks.tasks() for io in task.io if io.state == "tables"}
+    return changed, declared & {DENSE_BACK, EMBED_BACK}
+
+
+@pytest.mark.parametrize(("kind", "where"), [("split", EMBED_BACK), ("ahead", DENSE_BACK)])
+def test_the_backward_that_updates_the_tables_says_so(
+    one_rank: Ranks, kind: Kind, where: str
+) -> None:
+    """Without the cut it is that of the dense part."""
+    ((changed, declared),) = one_rank.run(_updates, kind)
+    assert changed == {where}
+    assert where in declared
+
+
+def test_a_gradient_goes_on_from_its_leaf_to_what_made_it() -> None:
+    """Without an exchange the graph stays in one piece until the embedding half goes on."""
+    table = torch.ones(3, requires_grad=True)
+    seam = Seam()
+    leaf = seam.cut(table * 2)
+    functional.mse_loss(leaf, torch.zeros(3), reduction="sum").backward()
+    assert table.grad is None
+    run_embedding_backward([seam])
+    assert torch.equal(table.grad, torch.full((3,), 8.0))
+
+
+def test_a_leaf_that_the_loss_does_not_use_is_left_out() -> None:
+    """The others go on."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seam = Seam()
+    used, _unused = seam.cut(first * 3), seam.cut(second * 3)
+    used.sum().backward()
+    run_embedding_backward([seam])
+    assert torch.equal(first.grad, torch.full((2,), 3.0))
+    assert second.grad is None
+
+
+class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's name, which counts
+    """What stands in a graph where an exchange was begun."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_the_graph_is_cut_at_the_exchange() -> None:
+    """What lies behind it has no gradient yet, and then the right one."""
+    table = torch.ones(2, requires_grad=True)
+    seam = Seam()
+    seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
+    assert seam._started is not None
+    assert table.grad is None
+    run_embedding_backward([seam])
+    assert torch.equal(table.grad, torch.full((2,), 10.0))
+
+
+def test_tables_with_and_without_an_exchange_go_on_together() -> None:
+    """Those without lose nothing."""
+    far, near = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seam = Seam()
+    seam.cut(All2All_Pooled_Req.apply(far * 5) + near * 3).sum().backward()
+    run_embedding_backward([seam])
+    assert torch.equal(far.grad, torch.full((2,), 5.0))
+    assert torch.equal(near.grad, torch.full((2,), 3.0))
+
+
+def test_gradients_go_on_once() -> None:
+    """A seam that was gone through has nothing left."""
+    table = torch.ones(2, requires_grad=True)
+    seam = Seam()
+    seam.cut(table * 1).sum().backward()
+    run_embedding_backward([seam])
+    run_embedding_backward([seam])
+    assert torch.equal(table.grad, torch.ones(2))
+
+
+def test_what_needs_no_gradient_is_not_cut() -> None:
+    """As in evaluation."""
+    output = torch.ones(2)
+    assert Seam().cut(output) is output

@@ -1,0 +1,253 @@
+"""Batch shufflers on two and four ranks: as many rows as before, none lost, work spread evenly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from swpipe.tasks.torchrec.rows import Route
+from swpipe.tasks.torchrec.shuffle import (
+    IdentityShuffler,
+    KarmarkarKarpShuffler,
+)
+from tests.support.ranks import Ranks
+
+ROWS = 24
+
+
+@dataclass
+class Clicks:
+    """A batch as TorchRec users have them; every row is told from all others by ``ids``."""
+
+    ids: Tensor  # [B]
+    dense: Tensor  # [B, 3]
+    flags: Tensor  # [B], bool
+    sparse: KeyedJaggedTensor  # keys "a" and "b"
+    weighted: KeyedJaggedTensor  # key "w"
+    history: JaggedTensor
+    nested: dict[str, Any]
+    note: str = "of the whole batch"
+
+    def work(self) -> Tensor:
+        return self.sparse.lengths().view(2, -1).sum(0)
+
+
+def clicks(rank: int, rows: int = ROWS, seed: int = 0) -> Clicks:
+    """Rows whose every value tells the row and the rank that it came from."""
+    draws = random.Random(100 * seed + rank)
+    heavy = 8 if rank == 0 else 1  # rank 0 reads the long sequences
+    ids = [1000 * rank + row for row in range(rows)]
+    long = [[draws.randrange(heavy * 4) for _ in ids] for _ in "ab"]
+    short = [draws.randrange(3) for _ in ids]
+
+    def jagged(lengths: list[int], times: int) -> list[int]:
+        return [times * row for row, n in zip(ids, lengths, strict=True) for _ in range(n)]
+
+    return Clicks(
+        ids=torch.tensor(ids),
+        dense=torch.tensor([[row, row + 0.5, -row] for row in ids]),
+        flags=torch.tensor([row % 2 == 0 for row in ids]),
+        sparse=KeyedJaggedTensor(
+            ["a", "b"],
+            torch.tensor(jagged(long[0], 2) + jagged(long[1], 3)),
+            lengths=torch.tensor(long[0] + long[1], dtype=torch.int32),
+        ),
+        weighted=KeyedJaggedTensor(
+            ["w"],
+            torch.tensor(jagged(short, 5)),
+            torch.tensor(jagged(short, 7), dtype=torch.float32),
+            lengths=torch.tensor(short),
+        ),
+        history=JaggedTensor(
+            torch.tensor(jagged(short, 11)).unsqueeze(1).repeat(1, 2), lengths=torch.tensor(short)
+        ),
+        nested={"pair": (torch.tensor(ids), None), "empty": torch.empty(rows, 0), "size": 3},
+    )
+
+
+def rows_of(batch: Clicks) -> dict[int, Any]:
+    """What belongs to each row, by its id, as plain data."""
+    a, b = (batch.sparse[key].to_dense() for key in "ab")
+    w = batch.weighted["w"]
+    return {
+        int(row): (
+            batch.dense[at].tolist(),
+            bool(batch.flags[at]),
+            a[at].tolist(),
+            b[at].tolist(),
+            w.to_dense()[at].tolist(),
+            w.to_dense_weights()[at].tolist(),
+            batch.history.to_dense()[at].tolist(),
+            int(batch.nested["pair"][0][at]),
+        )
+        for at, row in enumerate(batch.ids)
+    }
+
+
+class Seen(NamedTuple):
+    before: dict[int, Any]
+    after: dict[int, Any]
+    work: tuple[float, float]
+    rest: tuple[Any, ...]
+
+
+def _shuffle(batches: int) -> list[Seen]:
+    """Start all deals before the first is finished, as a pipelined plan does."""
+    rank = dist.get_rank()
+    shuffler = KarmarkarKarpShuffler(Clicks.work)
+    given = [clicks(rank, seed=seed) for seed in range(batches)]
+    tickets = [shuffler.start(batch) for batch in given]
+    seen = []
+    for batch, ticket in zip(given, tickets, strict=True):
+        before = rows_of(batch)
+        got = shuffler.finish(batch, ticket)
+        again = shuffler.finish(batch, ticket)
+        assert rows_of(again) == rows_of(got)
+        assert rows_of(batch) == before
+        rest = (
+            got.note,
+            got.nested["size"],
+            got.nested["pair"][1],
+            tuple(got.nested["empty"].shape),
+            got.sparse.lengths().dtype,
+            got.flags.dtype,
+            got.sparse.stride(),
+        )
+        work = (float(batch.work().sum()), float(got.work().sum()))
+        seen.append(Seen(before, rows_of(got), work, rest))
+    shuffler.close()
+    shuffler.close()
+    return seen
+
+
+def check_deal(per_rank: list[list[Seen]]) -> None:
+    for seen in zip(*per_rank, strict=True):
+        assert [len(s.after) for s in seen] == [ROWS] * len(seen)
+        before = {row: what for s in seen for row, what in s.before.items()}
+        after = {row: what for s in seen for row, what in s.after.items()}
+        assert after == before
+        mean = sum(s.work[0] for s in seen) / len(seen)
+        assert max(s.work[0] for s in seen) > 1.5 * mean
+        assert max(s.work[1] for s in seen) <= 1.01 * mean + 1
+        assert seen[0].rest == (
+            "of the whole batch", 3, None, (ROWS, 0), torch.int32, torch.bool, ROWS
+        )  # fmt: skip
+
+
+def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
+    """Equal rows per rank, every row whole and none lost, rank 0's long rows spread."""
+    check_deal(two_ranks.run(_shuffle, 3))
+
+
+def _told(make: Callable[[int], Clicks], workload: Callable[[Clicks], Tensor]) -> str:
+    """What a shuffler says of a batch."""
+    shuffler = KarmarkarKarpShuffler(workload)
+    batch = make(dist.get_rank())
+    try:
+        shuffler.finish(batch, shuffler.start(batch))
+    except ValueError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    finally:
+        shuffler.close()
+    return ""
+
+
+def _uneven_rows(rank: int) -> Clicks:
+    return clicks(rank, rows=4 + rank)
+
+
+def _whole_batch_tensor(rank: int) -> Clicks:
+    batch = clicks(rank, rows=4)
+    batch.nested["temperature"] = torch.tensor([0.5])
+    return batch
+
+
+def _variable_strides(rank: int) -> Clicks:
+    batch = clicks(rank, rows=4)
+    batch.sparse = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(3),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[1], [2]],
+    )
+    return batch
+
+
+def _four_rows(rank: int) -> Clicks:
+    return clicks(rank, rows=4)
+
+
+def _ones(batch: Clicks) -> Tensor:
+    return torch.ones(len(batch.ids))
+
+
+def _no_numbers(batch: Clicks) -> Tensor:
+    return torch.full((len(batch.ids),), float("nan"))
+
+
+def _two_dimensions(batch: Clicks) -> Tensor:
+    return batch.dense
+
+
+@pytest.mark.parametrize(
+    ("make", "workload", "says"),
+    [
+        (_uneven_rows, _ones, "the ranks' batches have [4, 5] rows"),
+        (_whole_batch_tensor, _ones, "batch.nested.temperature has 1 rows, and the batch has 4"),
+        (_variable_strides, _ones, "batch.sparse has another number of samples for each key"),
+        (_four_rows, _no_numbers, "the workload of row 0 is nan"),
+        (_four_rows, _two_dimensions, "workload(batch) has shape [4, 3]: give one number per row"),
+    ],
+)
+def test_what_cannot_be_shuffled_is_told_on_all_ranks(
+    two_ranks: Ranks, make: Callable[..., Clicks], workload: Callable[..., Tensor], says: str
+) -> None:
+    """Every rank gets the error, which names the value and the mend; none hangs."""
+    assert all(says in told for told in two_ranks.run(_told, make, workload))
+
+
+def _late_workloads() -> str:
+    shuffler = KarmarkarKarpShuffler(_ones, timeout_s=1.0)
+    batch = clicks(dist.get_rank(), rows=4)
+    said = "did not start"
+    if dist.get_rank() == 1:
+        try:
+            shuffler.finish(batch, shuffler.start(batch))
+        except RuntimeError as error:
+            said = "\n".join(error.__notes__)
+    dist.barrier()
+    shuffler.close()
+    return said
+
+
+def test_a_rank_that_sends_no_workloads_is_an_error_in_time(two_ranks: Ranks) -> None:
+    """Not a hang: the other rank hears of it after ``timeout_s``."""
+    assert "while workloads were gathered" in two_ranks.run(_late_workloads)[1]
+
+
+def test_the_identity_keeps_every_row() -> None:
+    """The very batch comes back."""
+    shuffler = IdentityShuffler()
+    batch = clicks(0)
+    assert shuffler.finish(batch, shuffler.start(batch)) is batch
+    shuffler.close()
+
+
+def test_a_shuffler_without_a_process_group_is_refused() -> None:
+    """With the two ways out."""
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or take IdentityShuff"):
+        KarmarkarKarpShuffler(_ones)
+
+
+def test_a_route_says_who_gets_what() -> None:
+    """Rows are counted over all ranks in a deal, and within the rank in a route."""
+    route = Route.of([[0, 5, 6], [1, 2, 3], [4, 7, 8]], rank=1)
+    assert route == Route(order=(2, 0, 1), sent=[1, 1, 1], received=[2, 1, 0])

@@ -1,0 +1,179 @@
+"""One training of a job, by TorchRec's own base pipeline or by ours, and what came out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swpipe import PipelinePlan, SWPipeline
+from swpipe.inference import record
+from swpipe.plans.torchrec.sparse_dist import ORDERED
+from swpipe.tasks.torchrec import PipelineFactory, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.shuffle import KarmarkarKarpShuffler
+from tests.support.plans_for_tests import scattered
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    batches,
+    dense_optimizer,
+    everything,
+    sharded,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec.distributed.train_pipeline import TrainPipelineBase
+
+EXACT = (
+    "jagged_sw_serial",
+    "jagged_sparse_dist",
+    "jagged_prefetch_sparse_dist",
+    "jagged_split_sparse_dist",
+)
+"""Pipelines whose numbers are those of a plain loop."""
+
+STALE = "jagged_semi_sync_sparse_dist"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training left.
+
+    Attributes:
+        outputs: The model's output for each batch.
+        state: Parameters at the end, those of the tables as far as this rank has them.
+    """
+
+    outputs: list[Tensor]
+    state: dict[str, Tensor]
+
+    def differences(self, other: Outcome) -> list[str]:
+        """Where two trainings differ, in any bit."""
+        found = [f"{len(self.outputs)} outputs, and {len(other.outputs)}"]
+        if len(self.outputs) == len(other.outputs):
+            pairs = zip(self.outputs, other.outputs, strict=True)
+            found = [f"output {k}" for k, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        if self.state.keys() != other.state.keys():
+            return [*found, "the names of the parameters"]
+        mine, theirs = self.state, other.state
+        return found + [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
+    """Every output, until StopIteration."""
+    outputs = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(data))
+        except StopIteration:
+            return outputs
+
+
+def by_torchrec(job: Job, data: Iterator[Batch], model: nn.Module | None = None) -> Outcome:
+    """What TorchRec's unpipelined pipeline makes of a job."""
+    model = sharded(job) if model is None else model
+    pipeline = TrainPipelineBase(model, dense_optimizer(job, model), CPU)
+    return Outcome(to_the_end(pipeline, data), everything(model))
+
+
+def create(
+    name: str,
+    model: nn.Module | None = None,
+    job: Job = Job(),  # noqa: B008 - frozen
+    **options: Any,
+) -> Any:
+    """One of our pipelines, with the job's dense optimizer unless a step or another is given."""
+    model = sharded(job) if model is None else model
+    if not options.keys() & {"step", "optimizer"}:
+        options["optimizer"] = dense_optimizer(job, model)
+    return PipelineFactory.create(name, model=model, device=CPU, **options)
+
+
+def outcome(pipeline: Any, data: Iterator[Any]) -> Outcome:
+    """What it makes of the data, closed."""
+    with pipeline:
+        outputs = to_the_end(pipeline, data)
+    return Outcome(outputs, everything(pipeline.tasks.model))
+
+
+def refusal(fn: Callable[[], Any]) -> str:
+    """The message of the exception that a call raises, after its type."""
+    try:
+        fn()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def by_name(name: str, job: Job, data: Iterator[Batch], **options: Any) -> Outcome:
+    """What one of our pipelines makes of it."""
+    return outcome(create(name, job=job, **options), data)
+
+
+def differences(
+    job: Job, steps: int, names: tuple[str, ...] = EXACT, shuffled: bool = False, **options: Any
+) -> dict[str, list[str]]:
+    """For each of our pipelines that differs from TorchRec's base, where it does."""
+    wanted = by_torchrec(job, dealt(steps) if shuffled else batches(steps))
+    found = {}
+    for name in names:
+        shuffler = KarmarkarKarpShuffler(Batch.work) if shuffled else None
+        outcome = by_name(name, job, batches(steps), shuffler=shuffler, **options)
+        if where := outcome.differences(wanted):
+            found[name] = where
+        if shuffler is not None:
+            shuffler.close()
+    return found
+
+
+def inferred_differences(
+    job: Job, steps: int, seeds: tuple[int, ...], forward: Kind = "split"
+) -> dict[int, list[str]]:
+    """For each random plan, with the inferred dependences alone, that differs, where it does."""
+    wanted = by_torchrec(job, batches(steps))
+    inferred = _inferred(_tasks(job, forward)[0])
+    found = {}
+    for seed in seeds:
+        tasks, model = _tasks(job, forward)
+        with SWPipeline(scattered(inferred, seed), tasks.tasks(), device=CPU) as pipe:
+            with pipe.borrow():  # without a body
+                outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
+        tasks.rewrite.detach()
+        if where := Outcome(outputs, everything(model)).differences(wanted):
+            found[seed] = where
+    return found
+
+
+def _tasks(job: Job, forward: Kind) -> tuple[SparseDistTasks, nn.Module]:
+    model = sharded(job)
+    step = TrainStep([dense_optimizer(job, model)])
+    return SparseDistTasks(model, step, device=CPU, forward=forward), model
+
+
+def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
+    """What two iterations showed, on any rank; who may communicate takes turns."""
+    own = record(tasks.tasks(), next(iter(batches(1))), device=CPU)
+    recordings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(recordings, replace(own, tasks=()))
+    plan = own.together(recordings).plan()
+    schedule = {
+        name: replace(entry, globally_ordered=name in ORDERED)
+        for name, entry in plan.schedule.items()
+    }
+    return replace(plan, schedule=schedule, tasks=())
+
+
+def dealt(steps: int) -> Iterator[Batch]:
+    """The batches as a shuffler deals them, one by one."""
+    shuffler = KarmarkarKarpShuffler(Batch.work)
+    for batch in batches(steps):
+        yield shuffler.finish(batch, shuffler.start(batch))
+    shuffler.close()

@@ -1,0 +1,251 @@
+"""Models of the kinds that TorchRec's users build, on its own modules, sharded over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.tasks.torchrec.models import (
+    BATCH,
+    CPU,
+    DENSE,
+    DIM,
+    ROWS,
+    TABLES,
+    Batch,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    batches,
+    in_backward_optimizer_filter,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec.distributed import DistributedModelParallel, embedding_tower_sharding
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
+    from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+    from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+    from torchrec.modules.regroup import KTRegroupAsDict
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+NAMES = [f"f{t}" for t in range(TABLES)]
+
+
+def bags(which: range, *, weighted: bool = False) -> EmbeddingBagCollection:
+    """Pooled tables."""
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
+            )
+            for t in which
+        ],
+        is_weighted=weighted,
+        device=CPU,
+    )
+
+
+def collection(which: range) -> EmbeddingCollection:
+    """Tables that are not pooled."""
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
+            )
+            for t in which
+        ],
+        device=CPU,
+    )
+
+
+class _Head(nn.Module):
+    """A dense part over embeddings of some width; subclasses compute these in ``embed``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(DENSE, DIM)
+        self.top = nn.Linear(DIM + width, 1)
+        self.criterion = nn.BCEWithLogitsLoss()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.bottom(batch.dense), self.embed(batch)], dim=1)
+        logits = self.top(both).squeeze(1)
+        return self.criterion(logits, batch.labels), logits.detach()
+
+
+class Weighted(_Head):
+    """Bags whose ids have weights."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM * TABLES)
+        self.tables = bags(range(TABLES), weighted=True)
+
+    def embed(self, batch: Batch) -> Tensor:
+        return self.tables(batch.ids).values()
+
+
+class Regrouped(_Head):
+    """The embeddings of two collections, put into groups."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM * TABLES)
+        self.one, self.other = bags(range(2)), bags(range(2, TABLES))
+        self.regroup = KTRegroupAsDict([["f0", "f2"], ["f1", "f3"]], ["even", "odd"])
+
+    def embed(self, batch: Batch) -> Tensor:
+        groups = self.regroup([self.one(batch.ids), self.other(batch.ids)])
+        return torch.cat([groups["even"], groups["odd"]], dim=1)
+
+
+class Processed(_Head):
+    """Bags behind feature processors, which have parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM * TABLES)
+        processors = PositionWeightedModuleCollection(dict.fromkeys(NAMES, 8), device=CPU)
+        self.tables = FeatureProcessedEmbeddingBagCollection(
+            bags(range(TABLES), weighted=True), processors
+        )
+
+    def embed(self, batch: Batch) -> Tensor:
+        return self.tables(batch.ids).values()
+
+
+class _Interaction(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, DIM)
+
+    def forward(self, embedded: Any) -> Tensor:
+        return self.layer(embedded.values())
+
+
+class Towers(_Head):
+    """Towers: each has tables, and an interaction that runs on the rank of its tables."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * DIM)
+        towers = [
+            EmbeddingTower(bags(part), _Interaction(DIM * len(part)))
+            for part in (range(2), range(2, TABLES))
+        ]
+        self.tables = EmbeddingTowerCollection(towers)
+
+    def embed(self, batch: Batch) -> Tensor:
+        return self.tables(batch.ids)
+
+
+class Recurrent(_Head):
+    """A GRU over the embeddings of each row's ids."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.tables = collection(range(1))
+        self.gru = nn.GRU(DIM, DIM, batch_first=True)
+
+    def embed(self, batch: Batch) -> Tensor:
+        jagged = self.tables(batch.ids)["f0"]
+        padded = jagged.to_padded_dense(desired_length=4)
+        return self.gru(padded)[1][0]
+
+
+class _Train(nn.Module):
+    """TorchRec's DLRM_DCN as its users train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dcn = DLRM_DCN(
+            bags(range(TABLES)),
+            dense_in_features=DENSE,
+            dense_arch_layer_sizes=[8, DIM],
+            over_arch_layer_sizes=[8, 1],
+            dcn_num_layers=2,
+            dcn_low_rank_dim=4,
+            dense_device=CPU,
+        )
+        self.train_model = DLRMTrain(dcn)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, (_, logits, _) = self.train_model(_Parts(batch.dense, batch.ids, batch.labels))
+        return loss, logits
+
+
+@dataclass
+class _Parts:
+    """What ``DLRMTrain`` takes."""
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "weighted bags": Weighted,
+    "KTRegroupAsDict": Regrouped,
+    "feature processors": Processed,
+    "towers": Towers,
+    "GRU": Recurrent,
+    "DLRM_DCN": _Train,
+}
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all that no fused one updates."""
+    named = in_backward_optimizer_filter(model.named_parameters())
+    return torch.optim.Adam([parameter for _, parameter in named], lr=0.01)
+
+
+def data(name: str, count: int) -> Iterator[Batch]:
+    """Batches that the model takes."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    for batch in batches(count):
+        if name in ("weighted bags", "feature processors"):
+            weights = torch.rand(len(batch.ids.values()), generator=draws)
+            batch.ids = KeyedJaggedTensor(
+                batch.ids.keys(), batch.ids.values(), weights, lengths=batch.ids.lengths()
+            )
+        yield batch
+
+
+def _ddp_on_cpu(module: nn.Module, device_ids: Any = None, **options: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, **options)
+
+
+def sharded(name: str) -> nn.Module:
+    """The model over all ranks, with fused tables, as TorchRec's planner shards it."""
+    torch.manual_seed(5)
+    model = ZOO[name]()
+    optimized = [
+        p for n, p in model.named_parameters() if "embedding_bags" in n or "embeddings." in n
+    ]
+    apply_optimizer_in_backward(torch.optim.SGD, optimized, {"lr": 0.1})
+    sharders: list[Any] = [
+        EmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(),
+        EmbeddingTowerCollectionSharder(),
+        FeatureProcessedEmbeddingBagCollectionSharder(),
+    ]
+    world = dist.get_world_size()
+    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    # TorchRec names the device of a tower's DDP, which is an error on a CPU.
+    embedding_tower_sharding.DistributedDataParallel = _ddp_on_cpu
+    return DistributedModelParallel(model, env, CPU, plan, sharders=sharders)
