@@ -128,7 +128,7 @@ class SWPipeline(ShortcutControl[C]):
         if check_effects is not False and (check_effects is not None or plan.depth > 1):
             from swpipe.inference.chosen_check import checked
 
-            engine = checked(engine, resolved, self.tasks, check_effects, self.context)
+            engine = checked(engine, resolved, self.tasks, check_effects)
         timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
         self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)

@@ -4,7 +4,12 @@
     leaves of modules that the tasks call, which      after the block: they were modified
       require grad
 
-Only the run's own threads count (``swpipe._state.own_threads``). An optimizer that a task makes in
+Only the run's own threads count: hooks that torch calls for the whole process ask for them. Worker
+threads of a run have the caller's context variables; another loop's thread has not. Threads that
+torch's autograd starts for a device have none of anybody's: they count for every trial, since an
+optimizer can step in a hook of the backward.
+
+An optimizer that a task makes in
 each iteration may step, if its parameters are restored: at its first step it has no state yet.
 Parameters that a task makes are known where operators are recorded (``made``), and refused
 elsewhere. Not detected: changes through ``Tensor.data`` and by kernels that torch does not know to
@@ -13,19 +18,23 @@ write.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from swpipe._state.copies import UNINITIALIZED
-from swpipe._state.own_threads import before_calls, before_steps
-from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.pytree import tensors_in
-from swpipe._tensors.stateful import has_state
+from swpipe._values.copies import UNINITIALIZED
+from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import has_state
+from swpipe._values.walk import tensors_in
 from swpipe.errors import UnsavedStateError
 
 
@@ -79,7 +88,7 @@ class TrainingGuard:
         if changed and kind is None:
             raise UnsavedStateError(changed, "the tasks modify tensors in place")
 
-    def _before_call(self, module: torch.nn.Module) -> None:
+    def _before_call(self, module: Module) -> None:
         """Watch a module's leaves from its first call on."""
         if id(module) not in self._called:
             self._called.add(id(module))
@@ -89,7 +98,7 @@ class TrainingGuard:
                     watched = (f"{kind}.{name}", weakref.ref(tensor), tensor._version)
                     self._watched.append(watched)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         unsaved = self._snapshot.unsaved_of(optimizer)
         if not unsaved:  # an object that restores the optimizer restores what it trains
             self._restored |= {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -104,7 +113,7 @@ class TrainingGuard:
         elif unsaved := [one for one in unsaved if not self._may_change(one)]:
             raise UnsavedStateError([*map(_described, unsaved)], f"{kind} updates parameters")
 
-    def _may_begin(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _may_begin(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that is not saved has nothing yet that a step would change for good.
 
         A scheduler, of which nothing is known, has left its mark in the options.
@@ -125,7 +134,7 @@ class TrainingGuard:
         return self._snapshot.saves(parameter) or self._made(parameter)
 
 
-def refuse_scheduled(optimizer: torch.optim.Optimizer, restored: Iterable[Any]) -> None:
+def refuse_scheduled(optimizer: Optimizer, restored: Iterable[Any]) -> None:
     """Refuse an optimizer that was only shown if a scheduler of torch's is not restored with it.
 
     Raises:
@@ -149,3 +158,38 @@ def _is_watched(tensor: Tensor) -> bool:
 def _described(tensor: Any) -> str:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     return f"a {kind} of shape {tuple(tensor.shape)}"
+
+
+_trials: ContextVar[tuple[object, ...]] = ContextVar("swpipe_trials", default=())
+
+
+def before_steps(call: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
+    """Within the block, ``call`` comes before each step of an optimizer in the tasks."""
+    return _before(call, register_optimizer_step_pre_hook)
+
+
+def before_calls(call: Callable[[Module], None]) -> AbstractContextManager[None]:
+    """Within the block, ``call`` comes before each call of a module in the tasks."""
+    return _before(call, register_module_forward_pre_hook)
+
+
+@contextmanager
+def _before(call: Callable[[Any], None], register: Callable[[Any], Any]) -> Iterator[None]:
+    trial = object()
+
+    def hook(of: Any, *given: Any) -> None:
+        if trial in _trials.get() or _is_torchs(threading.current_thread()):
+            call(of)
+
+    token = _trials.set((*_trials.get(), trial))
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+        _trials.reset(token)
+
+
+def _is_torchs(thread: threading.Thread) -> bool:
+    """Whether Python did not start the thread."""
+    return isinstance(thread, threading._DummyThread)

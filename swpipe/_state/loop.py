@@ -10,8 +10,11 @@ so many more iterations.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +22,15 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from swpipe._state.captured import Captured
 from swpipe._state.guard import TrainingGuard, refuse_scheduled
-from swpipe._state.owners import Found, Owners, given_state
-from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.stateful import modules_in
-from swpipe.core.task import PipelineTask
+from swpipe._values.fingerprint import is_fixed, replays_itself
+from swpipe._values.owners import Owner, Owners, given_state
+from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import WHOLE, has_state, modules_in
+from swpipe._values.walk import map_tensors, nodes_in, unsharded
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import Device
-from swpipe.errors import UnsavedStateError
+from swpipe.errors import UnsavedStateError, add_note
 
 
 class LoopState:
@@ -94,7 +98,7 @@ class LoopState:
             self.restore()
 
 
-def refuse_scripted(found: Iterable[Found]) -> None:
+def refuse_scripted(found: Iterable[Owner]) -> None:
     """Refuse modules of TorchScript, and those that have one as a part.
 
     Raises:
@@ -115,3 +119,72 @@ def refuse_scripted(found: Iterable[Found]) -> None:
             "the tasks can change what TorchScript keeps",
             "Use the module itself, or torch.compile(module)",
         )
+
+
+def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
+    """Modules, tensors and objects with ``state_dict`` in the memory of declared states."""
+    seen: set[int] = set()
+    for _, io, owner in declared_memory(tasks):
+        if id(owner) not in seen and (isinstance(owner, Tensor) or has_state(owner)):
+            seen.add(id(owner))
+            yield Owner(str(io.state), owner)
+
+
+def declared_memory(
+    tasks: Iterable[PipelineTask],
+) -> Iterator[tuple[PipelineTask, DeclaredIO, Any]]:
+    """What lies in the memory of declared states, and who declares it; this rank's shards."""
+    for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
+        for child in (child for node in nodes_in([io.memory]) for child in node.children):
+            yield from ((task, io, owner) for owner in unsharded(child))
+
+
+class Captured:
+    """What the tasks' ``capture`` functions return now.
+
+    Warns:
+        RuntimeWarning: One raised, so that what it would capture is not restored.
+    """
+
+    def __init__(self, tasks: Iterable[PipelineTask]) -> None:
+        self._kept: list[tuple[str, DeclaredIO, Any]] = []
+        declared = [(task.name, io) for task in tasks for io in task.io if io.capture]
+        for name, io in declared:
+            try:
+                self._kept.append((name, io, _copied(io.capture())))  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - such as of what the first run makes
+                warnings.warn(
+                    f"task {name!r}: capture raised {type(error).__name__}: {error}, before a "
+                    "trial, so what it captures is not restored afterwards. It is called before "
+                    "the task has run: let it return what restore can put back even then",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def restore(self) -> None:
+        """Give each value to ``restore``, the last task's first; it may be called repeatedly."""
+        with ExitStack() as last_to_first:  # all, also if one of them fails
+            for task, io, value in self._kept:
+                last_to_first.callback(partial(_restore, task, io, value))
+
+
+def _restore(task: str, io: DeclaredIO, value: Any) -> None:
+    try:
+        io.restore(_copied(value))  # type: ignore[misc]
+    except Exception as error:
+        add_note(error, f"swpipe: raised by a restore of task {task!r}, after a trial")
+        raise
+
+
+def _copied(value: Any) -> Any:
+    """A copy that the tasks do not change; models, optimizers and generators are the same."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone(), _copied_object)
+
+
+def _copied_object(value: Any) -> Any:
+    if is_fixed(value) or replays_itself(value) or isinstance(value, WHOLE) or has_state(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - such as a handle, which restore only hands on
+        return value

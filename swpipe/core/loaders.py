@@ -36,7 +36,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from swpipe._tensors.stateful import is_generator
+from swpipe._values.stateful import is_generator
 
 SEQUENCES = (list, tuple, range)
 

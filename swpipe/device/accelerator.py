@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swpipe._tensors.pytree import device_storages, record_stream, tensors_held
+from swpipe._values.walk import device_storages, record_stream, tensors_held
 from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream

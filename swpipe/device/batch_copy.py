@@ -3,7 +3,7 @@
     copy stream       copy 1 ──┐ copy 2 ──┐ copy 3
     caller's stream            └ train 1  └ train 2     by the waits and holds of any two tasks
 
-What is moved: tensors, wherever ``swpipe._tensors.pytree`` finds them (tuples, dicts, dataclasses),
+What is moved: tensors, wherever ``swpipe._values.walk`` finds them (tuples, dicts, dataclasses),
 and objects with a ``to`` of their own, by it. All else is kept.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import map_tensors, tensors_held
+from swpipe._values.walk import map_tensors, tensors_held
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device.choose import resolve

@@ -24,7 +24,6 @@ from swpipe._engine.program import Instruction
 from swpipe.device import Device, on_cpu
 from swpipe.doctor.diagnosis import Finding
 from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
-from swpipe.inference.storages import Storages
 
 SYNC, SHAPE, UNPINNED = "host-sync", "shape-from-data", "unpinned-copy"
 
@@ -52,11 +51,10 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: Device) -> None:
-        super().__init__(Storages())
+        super().__init__(device)
         self.task = ""
         self.found: Counter[Finding] = Counter()
         self.computing: set[str] = set()
-        self._device = device
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and judge it."""

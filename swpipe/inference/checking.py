@@ -5,25 +5,21 @@
         context    ──────>   attributes: read, set         ├─> and each pair of which one writes
         generators ──────>   drawn from                    ┘   is asked of ``HappensBefore``
 
-Two things are checked. Tasks that are pure must keep their word (``swpipe.inference.purity``). And
-whatever touches the same place as another task must be kept in serial order with it by the plan, or
-is refused, in whichever order the two have just run; a plan that is proved by what its tasks
-declare is taken to do that.
+Tasks that are pure must keep their word (``swpipe.inference.purity``). And whatever touches the
+same place as another task must be kept in serial order with it by the plan, or is refused, in
+whichever order the two have just run; a plan that is proved by what its tasks declare is taken to
+do that.
 
 Guarantees
     - Two tasks that touch the same place, one of them writing, raise unless every interleaving of
       the plan has them in serial order, or the plan allows the staleness. It does not depend on
-      timing: the order is asked of all pairs of iterations that can be in flight together, which
-      are kept if the distances 0 and 1 are (``swpipe.inference.kept_orders``).
+      timing: the order is asked of all pairs of iterations that can be in flight together.
     - Memory that a task makes, and a task uses on a later iteration, is a state, although it may be
       in other memory each time. Whoever uses it comes after the one that makes it as closely as in
       a serial run, however far apart they were when it was seen.
-    - What tasks do to the same place at the same time is told apart: operators and attributes are
-      seen on the thread that runs the task, and not found by comparing a before with an after.
-
-    - With a share, the same holds for iterations that are watched: the first ones, and then windows
-      of ``depth`` + 1 iterations in a row, at places that depend on nothing but their number. So
-      ranks watch the same ones, and what comes every so many iterations is met in the end.
+    - Operators and attributes are seen on the thread that runs the task: what others do to the same
+      place at the same time is told apart.
+    - With a share, the same holds for the iterations that are watched; ranks watch the same ones.
 
 Assumptions
     - What neither goes through torch's operators nor through the context is not seen: numpy,
@@ -37,83 +33,68 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from swpipe._state.generators import TORCH
-from swpipe._state.owners import declared_owners
+from swpipe._state.loop import declared_owners
+from swpipe._values.context_log import AttributeLog
+from swpipe._values.generators import TORCH
+from swpipe._values.storages import StorageId, Storages
 from swpipe.analysis.validation import refusal
-from swpipe.core.context import TypedContext
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.inference.accesses import READ_WRITE, WRITE, Access
-from swpipe.inference.apart_states import ApartStates
-from swpipe.inference.compared_places import ComparedPlaces
-from swpipe.inference.kept_orders import KeptOrders
-from swpipe.inference.purity import PureRecorder, PureRuns, PureUses, told
-from swpipe.inference.recorded_context import AttributeLog, recorded_class, set_log
-from swpipe.inference.state_items import items_in
+from swpipe.errors import Problem
+from swpipe.inference.places import (
+    READ_WRITE,
+    WRITE,
+    Access,
+    ComparedPlaces,
+    KeptOrders,
+    Place,
+    TaskRun,
+    locations_of,
+)
+from swpipe.inference.purity import PureRuns, PureUses, told, use_recorder
+from swpipe.inference.states import declared_tensors, items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
-from swpipe.inference.watched_iterations import Watched
-from swpipe.inference.watched_places import TaskRun, WatchedPlace, locations_of
+from swpipe.inference.watched_iterations import WatchedIterations
 
 
-class EffectCheck:
-    """What the runs of one pipeline are checked for; call it for each run.
+@dataclass(frozen=True)
+class CheckedPlan:
+    """What all runs of one pipeline are checked for.
 
-    Args:
+    Attributes:
         resolved: The pipeline's plan.
         tasks: Its tasks, in serial order.
         device: Its device.
         every: The iterations in which all tasks are watched.
         pure: Those in which pure tasks are.
-        context: The class of its contexts.
-        recorder: Makes the recorder that watches a task.
         releases: Which attributes the pipeline lets go; None where all stay.
-
-    Attributes:
-        depth: How many iterations may be in flight.
-        orders: What the plan keeps of the serial order.
-        threads: Some tasks run on threads of their own.
     """
 
-    def __init__(
-        self,
-        resolved: ResolvedPlan,
-        tasks: Sequence[PipelineTask],
-        device: Device,
-        every: Watched,
-        pure: Watched,
-        context: type[TypedContext],
-        recorder: Callable[[], PureRecorder],
-        releases: Releases | None,
-    ) -> None:
-        self.tasks, self.device, self.plan = tuple(tasks), device, resolved.plan
-        self.releases = releases
-        self.every, self.pure = every, pure
-        self.recorder = recorder
-        self.depth = resolved.plan.depth
-        self.threads = len(resolved.plan.thread_groups) > 1
-        self.context = context
-        self._recorded = recorded_class(context)
-        self.orders = KeptOrders(resolved, tasks, streams=device.has_streams)
+    resolved: ResolvedPlan
+    tasks: tuple[PipelineTask, ...]
+    device: Device
+    every: WatchedIterations
+    pure: WatchedIterations
+    releases: Releases | None
 
-    def __call__(self, first: int) -> RunCheck | None:
+    @cached_property
+    def orders(self) -> KeptOrders:
+        """What the plan keeps of the serial order."""
+        return KeptOrders(self.resolved, self.tasks, streams=self.device.has_streams)
+
+    def begin(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""
         if first >= max(self.every.until, self.pure.until):
             return None
-        known = items_in(declared_owners(self.tasks)).tensors.values()  # now: no task runs yet
-        gradients = WatchedGradients(one for one in known if one.requires_grad and one.is_leaf)
-        return RunCheck(self, gradients, first)
-
-    def make_context(self, batch: Any, iteration: int) -> TypedContext:
-        """The context of an iteration, of a class that records if all tasks are watched."""
-        if iteration < self.every.until and iteration in self.every:
-            return self._recorded(batch, iteration)
-        return self.context(batch, iteration)
+        return RunCheck(self, first)
 
 
 # Not contextlib.contextmanager, which sets the traceback of what the task raised: it may refuse.
@@ -122,7 +103,7 @@ class _WordWatch:
 
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
         self.check, self.task, self.ctx = check, task, ctx
-        self.operators = check.new_recorder()
+        self.operators = use_recorder(check.device)
         self.runs = check.pure_runs.get(task.name)
 
     def __enter__(self) -> None:
@@ -142,7 +123,6 @@ class _Watch(_WordWatch):
     """Watches also what a task touches, to be compared with others.
 
     Attributes:
-        log: What it does to the context.
         gradients: Id of a parameter to its gradient, of those known when it began.
         alone: It runs on the thread that began the run, and no other task has run beside it.
     """
@@ -151,13 +131,13 @@ class _Watch(_WordWatch):
     gradients: Mapping[int, Gradient]
 
     def __enter__(self) -> None:
-        self.log = AttributeLog()
         self.check.begin(self)
-        set_log(self.ctx, self.log)
+        self.log = AttributeLog(self.ctx)
+        self.log.__enter__()
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        set_log(self.ctx, None)
+        self.log.__exit__()
         self.check.end(self)
         super().__exit__(kind, *failure)
         if kind is None:
@@ -172,28 +152,28 @@ class RunCheck:
     """Checks the iterations of one run.
 
     Args:
-        check: What is checked.
-        gradients: Those that are compared, if all tasks are watched.
-        first: The run's first iteration.
+        checked: What they are checked for.
+        first: The run's first iteration; no task runs yet.
     """
 
-    def __init__(self, check: EffectCheck, gradients: WatchedGradients, first: int) -> None:
-        self._check = check
-        self._gradients = gradients
-        self._first = first
-        self.new_recorder = check.recorder
+    def __init__(self, checked: CheckedPlan, first: int) -> None:
+        self._checked, self._first = checked, first
+        self._plan, self.device = checked.resolved.plan, checked.device
+        self._threads = len(self._plan.thread_groups) > 1
+        tasks = checked.tasks
+        known = items_in(declared_owners(tasks)).tensors.values()
+        self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
+        self._places = ComparedPlaces(checked.resolved, tasks, checked.orders, self._gradients)
+        self._pure, self._apart = PureUses(), ApartStates(tasks)
+        self.pure_runs = {task.name: PureRuns(self.device) for task in tasks if task.pure}
         self._lock = threading.Lock()
-        self._places = ComparedPlaces(check.orders, check.plan, check.tasks, gradients)
-        self._all_until, self._pure_until = check.every.until, check.pure.until
-        self._pure, self._apart = PureUses(), ApartStates(check.tasks)
-        self.pure_runs = {task.name: PureRuns(check.device) for task in check.tasks if task.pure}
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
-        self._left: dict[int, int] = {}  # iteration to how many of its tasks have not ended
 
     def until(self, task: PipelineTask) -> int:
         """The first iteration from which on a task is not watched any more."""
-        return max(self._all_until, self._pure_until) if task.pure else self._all_until
+        every, pure = self._checked.every.until, self._checked.pure.until
+        return max(every, pure) if task.pure else every
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block, on this thread.
@@ -201,10 +181,9 @@ class RunCheck:
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
         """
-        number = ctx.iter_idx
-        if number < self._all_until and number in self._check.every:
+        if ctx.iter_idx in self._checked.every:
             return _Watch(self, task, ctx)
-        if task.pure and number < self._pure_until and number in self._check.pure:
+        if task.pure and ctx.iter_idx in self._checked.pure:
             return _WordWatch(self, task, ctx)
         return _NOTHING
 
@@ -221,27 +200,19 @@ class RunCheck:
 
     def _runs_alone(self, watch: _Watch) -> bool:
         """Whether a task runs on the thread that began the run, and none beside it."""
-        check, number = self._check, watch.ctx.iter_idx
         if threading.get_ident() != self._caller or self._running:
             return False
-        others = range(max(self._first, number - check.depth + 1), number + check.depth)
-        return not check.threads or all(
-            one < self._all_until and one in check.every for one in others
-        )
+        number, depth = watch.ctx.iter_idx, self._plan.depth
+        others = range(max(self._first, number - depth + 1), number + depth)
+        return not self._threads or all(one in self._checked.every for one in others)
 
     def end(self, watch: _Watch) -> None:
         """It has ended, whether or not it failed."""
-        ctx = watch.ctx
         with self._lock:
             self._running.remove(watch)
             self._gradients.add(watch.operators.accumulated)
             if watch.alone:
                 self._gradients.read()
-            left = self._left.pop(ctx.iter_idx, len(self._check.tasks)) - 1
-            if left:
-                self._left[ctx.iter_idx] = left
-            else:  # of the user's class again
-                ctx.__class__ = self._check.context
 
     def compare(self, watch: _Watch) -> None:
         """Compare what it touched with what others did."""
@@ -249,17 +220,17 @@ class RunCheck:
         with self._lock:
             touched = [*self._touched(run, watch), *self._used_gradients(watch)]
             memory = {place.number: how for place, how in touched if place.kind == "memory"}
-            for problem in self._apart.broken(run.task, run.iteration, memory):
-                raise refusal(self._check.plan, [problem])
+            for problem in self._apart.broken(run, memory):
+                raise refusal(self._plan, [problem])
             for place, access in touched:
                 self._places.add(place, run, access, watch.ctx)
             self._places.forget(run)
 
     def check_uses(self, watch: _Watch) -> None:
         """Refuse that a task used what may have gone, since nobody had said that it does."""
-        releases, used = self._check.releases, watch.log.reads | watch.log.deletes
+        releases, used = self._checked.releases, watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
-            raise refusal(self._check.plan, [unsaid])
+            raise refusal(self._plan, [unsaid])
 
     def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
         """Refuse what a pure task did against its word."""
@@ -269,11 +240,11 @@ class RunCheck:
             for fault in (*self._pure.faults(task, ctx.iter_idx, operators), *found):
                 what = fault.name
                 if fault.number:
-                    place = WatchedPlace("memory", fault.number, fault.name)
+                    place = Place("memory", fault.number, fault.name)
                     what = str(locations_of(place, [task], ctx, self._gradients)[0])
-                raise refusal(self._check.plan, [told(task, fault, what)])
+                raise refusal(self._plan, [told(task, fault, what)])
 
-    def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
+    def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[Place, Access]]:
         """Each place that a task touched, and how; gradients left aside."""
         log, operators = watch.log, watch.operators
         for name in log.reads | log.sets | log.deletes:
@@ -296,7 +267,7 @@ class RunCheck:
                     place.maker = run
                 yield place, Access(number in reads, number in writes)
 
-    def _used_gradients(self, watch: _Watch) -> Iterator[tuple[WatchedPlace, Access]]:
+    def _used_gradients(self, watch: _Watch) -> Iterator[tuple[Place, Access]]:
         """Each parameter whose gradient a task used, whichever memory that is in, or cleared."""
         operators, gradients = watch.operators, self._gradients
         accesses = operators.accesses
@@ -311,3 +282,46 @@ class RunCheck:
         for number, access in found.items():
             if any(access):
                 yield self._places.place("gradient", number), access
+
+
+class ApartStates:
+    """States of which it is said how others touch them (``DeclaredIO.others``), by their memory.
+
+    Args:
+        tasks: The tasks; none of them runs now.
+    """
+
+    def __init__(self, tasks: Iterable[PipelineTask]) -> None:
+        tasks = tuple(tasks)
+        said = [(task.name, io) for task in tasks for io in task.io if io.state]
+        self._names = {(task, io.state) for task, io in said}
+        self._word: dict[str, tuple[str, str]] = {}  # state to how others touch it, and who says so
+        for task, io in said:
+            if len(io.others) < len(self._word.get(str(io.state), ("rw", ""))[0]):
+                self._word[str(io.state)] = io.others, task
+        storages = Storages()
+        self._state_of: dict[StorageId, str] = {}
+        for io, tensor in declared_tensors(tasks) if self._word else ():
+            if io.state in self._word:
+                self._state_of |= dict.fromkeys(storages.of(tensor), str(io.state))
+        self._storages = storages  # keeps the numbers from being used again
+
+    def __bool__(self) -> bool:
+        return bool(self._state_of)
+
+    def broken(self, run: TaskRun, touched: Mapping[StorageId, Access]) -> Iterator[Problem]:
+        """Why a task that does not name a state may not touch it so."""
+        task = run.task
+        for number in touched.keys() & self._state_of.keys():
+            state = self._state_of[number]
+            others, said_by = self._word[state]
+            writes = touched[number].writes
+            if (task, state) not in self._names and not (others == "r" and not writes):
+                does = "writes" if writes else "reads"
+                yield Problem(
+                    f"task {task!r} {does} state {state!r} on iteration {run.iteration}, and does "
+                    f"not name it, but {said_by!r} says that others do not: others={others!r}. Name"
+                    f' it in {task!r}, io=[DeclaredIO(state="{state}", mode=...)], or take others '
+                    "away",
+                    (said_by, task),
+                )

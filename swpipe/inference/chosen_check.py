@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from swpipe._engine.iterations import Engine
 from swpipe.analysis.verification import is_proved_by_declarations
-from swpipe.core.context import TypedContext
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
-from swpipe.inference.watched_iterations import Watched
+from swpipe.inference.watched_iterations import WatchedIterations
 
 _PURE_SHARE = 0.02
 """Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
 
 
 def checked(
-    engine: Engine,
-    resolved: ResolvedPlan,
-    tasks: Sequence[PipelineTask],
-    share: float | None,
-    context: type[TypedContext],
+    engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], share: float | None
 ) -> Engine:
     """The engine, with a check of what tasks do.
 
@@ -33,7 +27,6 @@ def checked(
         share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
             a share of the later ones; all tasks in the first ones, unless what they declare proves
             the plan. A recording does not: it has what tasks did in a few iterations.
-        context: The class of the contexts.
 
     Raises:
         ValueError: ``share`` is no such number.
@@ -44,24 +37,20 @@ def checked(
             "are watched, above 0 and up to 1"
         )
     depth = resolved.plan.depth
-    every = pure = Watched(depth, share)
+    every = pure = WatchedIterations(depth, share)
     if share is None:
         streams = engine.device.has_streams
         known = is_proved_by_declarations(resolved, tasks, streams=streams)
         if known and any(task.io for task in tasks) and any(task.undeclared for task in tasks):
-            from swpipe.inference.apart_states import ApartStates  # late, as below
+            from swpipe.inference.checking import ApartStates  # late, as below
 
             known = not ApartStates(tasks)  # else those that say nothing may break its word
-        every = Watched(depth, None if known else 0)
-        pure = Watched(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
+        every = WatchedIterations(depth, None if known else 0)
+        pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):
         return engine
     # Late: they are many modules, and a run that watches nothing needs none of them.
-    from swpipe.inference.checking import EffectCheck
-    from swpipe.inference.purity import pure_recorder
+    from swpipe.inference.checking import CheckedPlan
 
-    recorder = partial(pure_recorder, engine.device)
-    check = EffectCheck(
-        resolved, tasks, engine.device, every, pure, context, recorder, engine.releases
-    )
-    return replace(engine, check=check, context=check.make_context)
+    check = CheckedPlan(resolved, tuple(tasks), engine.device, every, pure, engine.releases)
+    return replace(engine, check=check.begin)

@@ -1,17 +1,20 @@
-"""Records which storages torch operators read and write, also while autograd runs backward.
+"""Records what torch operators read, write and draw from, also while autograd runs backward.
 
 A dispatch mode sees every operator below autograd. The operator's schema says which arguments it
 writes (``alias_info``) and which ones the result may be a view of; it reads the others.
 
 Not recorded: code that does not use torch's dispatcher (numpy, kernels launched directly), other
-threads that a task starts, and writes that a schema does not declare. Their writes are detected
-afterwards, by comparing memory contents (``swpipe.inference.state_snapshot``).
+threads that a task starts, and writes that a schema does not declare. A recording detects their
+writes afterwards, by comparing memory contents (``swpipe.inference.observing``).
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -21,7 +24,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe.inference.storages import StorageId, Storages
+from swpipe._values.storages import StorageId, Storages
+from swpipe._values.walk import map_tensors
+from swpipe.device import Device
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that communicate."""
@@ -39,6 +44,11 @@ CREATED = "created"
 """Mode of a result, and of the tensor that ``torch.tensor`` has just created."""
 
 
+_RANGE = torch.ops.profiler._record_function_enter_new.default
+"""Marks a range for profilers."""
+
+
+@dataclass
 class OperatorAccesses:
     """Storages that operators accessed during one task.
 
@@ -52,13 +62,12 @@ class OperatorAccesses:
         collectives: Names of the operators that communicate.
     """
 
-    def __init__(self) -> None:
-        self.reads: set[StorageId] = set()
-        self.replays: set[StorageId] = set()
-        self.writes: set[StorageId] = set()
-        self.seen: set[StorageId] = set()
-        self.created: set[StorageId] = set()
-        self.collectives: set[str] = set()
+    reads: set[StorageId] = field(default_factory=set)
+    replays: set[StorageId] = field(default_factory=set)
+    writes: set[StorageId] = field(default_factory=set)
+    seen: set[StorageId] = field(default_factory=set)
+    created: set[StorageId] = field(default_factory=set)
+    collectives: set[str] = field(default_factory=set)
 
     @property
     def all_reads(self) -> set[StorageId]:
@@ -67,10 +76,18 @@ class OperatorAccesses:
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the accesses of operators while it is active, in ``accesses``.
+    """Records operators while it is active.
+
+    Args:
+        device: Whose default generators count.
+        storages: All storages seen so far.
 
     Attributes:
         only_watches: Threads that run without it compute the same, so a task may run a pipeline.
+        accesses: What they accessed.
+        storages: With those that the operators used.
+        draws: A generator's number to the generator; 0 to None for torch's default generators.
+        clears: An optimizer's ``zero_grad`` was called.
     """
 
     only_watches = True
@@ -80,10 +97,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether torch keeps its compiler off ``__torch_dispatch__``; it would load it, in 1 s."""
         return False
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, device: Device, storages: Storages | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.accesses = OperatorAccesses()
-        self._storages = storages
+        self.storages = Storages() if storages is None else storages
+        self.draws: dict[int, torch.Generator | None] = {}
+        self.clears = False
+        self._device = device
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -117,21 +137,39 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
-        return func(*args, **kwargs)
+        """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
+        if 0 not in self.draws and _recomputes(sys._getframe()):
+            self.draws[0] = None
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            # By the range that torch marks for profilers: clearing gradients is no operator.
+            if func is _RANGE and str(args[0]).startswith("Optimizer.zero_grad"):
+                self.clears = True
+            return func(*args, **kwargs)
+        if (generator := kwargs.get("generator")) is not None:
+            self.draws[generator._cdata] = generator  # one may have several Python objects
+            return func(*args, **kwargs)
+        before = self._states()
+        result = func(*args, **kwargs)
+        # Another thread may draw meanwhile; to make nothing draws nothing.
+        if self._states() != before and any(one.numel() for one in tensors_of(result)):
+            self.draws[0] = None
+        return result
+
+    def _states(self) -> list[bytes]:
+        return [bytes(state.numpy()) for state in self._device.generator_states().values()]
 
     def _of(self, tensors: Iterable[Tensor]) -> set[StorageId]:
-        return {number for tensor in tensors for number in self._storages.of(tensor)}
+        return {number for tensor in tensors for number in self.storages.of(tensor)}
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         accesses = self.accesses
         reads = accesses.replays if replays else accesses.reads
         for tensor in tensors_of(value):
-            for storage, new in self._storages.add(tensor):
+            for storage, new in self.storages.add(tensor):
                 accesses.seen.add(storage)
                 if new and mode == CREATED:
                     accesses.created.add(storage)
-                    self._storages.created.add(storage)
+                    self.storages.created.add(storage)
                 if mode in ("r", "rw"):
                     reads.add(storage)
                 if mode in ("w", "rw"):
@@ -198,3 +236,41 @@ def tensors_of(value: Any) -> Iterable[Tensor]:
     if isinstance(value, torch.Size | str) or not isinstance(value, list | tuple):
         return ()
     return (tensor for item in value for tensor in tensors_of(item))
+
+
+def _recomputes(frame: FrameType | None) -> bool:
+    """Whether activation checkpointing runs a forward again, in a backward.
+
+    It sets the default generators, and sets them back: others would draw other numbers meanwhile,
+    whether or not the forward draws.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Runs compiled functions eagerly: their kernels do not go through the dispatcher."""
+    stance: AbstractContextManager[None] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+    with stance, warnings.catch_warnings():
+        # Of compiled modules, whose hooks fire twice then.
+        warnings.filterwarnings("ignore", r".*torch\.compile\(module\).*global hooks")
+        yield
+
+
+def copied(batch: Any) -> Any:
+    """The batch, with clones of the tensors in it."""
+
+    def clone(tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            return tensor.clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, clone)

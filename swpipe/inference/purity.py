@@ -31,17 +31,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.context_log import attributes
+from swpipe._values.fingerprint import version_of
+from swpipe._values.storages import StorageId
+from swpipe._values.walk import tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
-from swpipe.inference.draw_recorder import DrawRecorder
 from swpipe.inference.operators import CREATED, OperatorRecorder, tensors_of
-from swpipe.inference.recorded_context import attributes
-from swpipe.inference.sampled_contents import SampledContents, Used
-from swpipe.inference.storages import StorageId, Storages
+from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 from swpipe.inference.watched_gradients import Gradient, accumulating
-from swpipe.inference.watched_modes import WatchedModes
+from swpipe.inference.watched_modes import ModuleModes
 
 _MOST_KEPT = 4096
 """How many storages are added before those are dropped whose memory is gone."""
@@ -50,42 +50,33 @@ _MOST_SPANS = 256
 """So many uses are kept of a storage, such as that of a dataset whose batches are slices."""
 
 
-class _Span(NamedTuple):
-    """Bytes of a storage: from the first, up to the last and without it."""
-
-    first: int
-    end: int
-
-    def meets(self, other: _Span) -> bool:
-        """Whether they share bytes."""
-        return self.first < other.end and other.first < self.end
-
-
-_ALL = _Span(0, sys.maxsize)
-
-
 @dataclass(slots=True)
-class _Use:
+class _MemoryUse:
     """What a task did with some memory in one iteration.
 
     Attributes:
+        span: The bytes: from the first, up to the last and without it.
         tensor: The tensor whose version counter stands for the memory: the first one that the task
-            met there, or its base.
+            met there, or its base. A weak reference, when the task has ended.
         version: Of the counter: when the task began to use it; then, when the task had ended. None
             for a tensor without one.
         trains: It is a leaf that requires grad.
         writes: The task wrote it.
     """
 
-    span: _Span
+    span: tuple[int, int]
     tensor: Any
     version: int | None
     trains: bool
     writes: bool = False
 
+    def meets(self, other: _MemoryUse) -> bool:
+        """Whether they share bytes."""
+        return self.span[0] < other.span[1] and other.span[0] < self.span[1]
 
-class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
-    """Records also how a pure task uses memory.
+
+class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
+    """Records also how a task uses memory, and which gradients it accumulates.
 
     Attributes:
         uses: Storage to its uses.
@@ -94,7 +85,7 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self.uses: dict[StorageId, list[_Use]] = {}
+        self.uses: dict[StorageId, list[_MemoryUse]] = {}
         self.accumulated: dict[int, Gradient] = {}
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
@@ -132,27 +123,27 @@ class PureRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
             span, uses = _span_of(tensor), self.uses.setdefault(number, [])
             use = next((use for use in uses if use.span == span), None)
             if use is None:
-                version = None if owner.is_inference() else owner._version
-                use = _Use(span, owner, version, owner.is_leaf and owner.requires_grad)
+                trains = owner.is_leaf and owner.requires_grad
+                use = _MemoryUse(span, owner, version_of(owner), trains)
                 uses.append(use)
             use.writes |= mode != "r"
 
-    def outside(self, ctx: Any) -> Iterator[Used]:
+    def outside(self, ctx: Any) -> Iterator[UsedMemory]:
         """The memory that the task has read, as far as it is not its context's."""
         values = attributes(ctx).values()
         own = {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
         for number in (number for number in self.uses if number not in own):
             name, reference = self.storages.description(number), self.storages.reference(number)
-            yield Used(number, name, self._owners[number], reference)
+            yield UsedMemory(number, name, self._owners[number], reference)
 
-    def left(self) -> Iterator[tuple[StorageId, _Use]]:
+    def left(self) -> Iterator[tuple[StorageId, _MemoryUse]]:
         """The memory that the task has made and that is still there, all of it in use."""
         for number, reference in self._made.items():
             if (tensor := reference()) is not None:
-                yield number, _Use(_ALL, tensor, None, trains=False)
+                yield number, _MemoryUse((0, sys.maxsize), tensor, None, trains=False)
 
 
-class _BesideCompiler(PureRecorder):  # type: ignore[no-untyped-call]
+class _BesideCompiler(UseRecorder):  # type: ignore[no-untyped-call]
     """One whose own code torch's compiler does not compile."""
 
     __torch_dispatch__ = OperatorRecorder.__torch_dispatch__
@@ -162,27 +153,18 @@ class _BesideCompiler(PureRecorder):  # type: ignore[no-untyped-call]
         return True
 
 
-def pure_recorder(device: Device) -> PureRecorder:
+def use_recorder(device: Device) -> UseRecorder:
     """A recorder for one task."""
-    kind = _BesideCompiler if "torch._dynamo" in sys.modules else PureRecorder
+    kind = _BesideCompiler if "torch._dynamo" in sys.modules else UseRecorder
     return kind(device)
 
 
-def _span_of(tensor: Tensor) -> _Span:
+def _span_of(tensor: Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     extent = sum((n - 1) * int(step) for n, step in steps)
     first = int(tensor.storage_offset()) * size
-    return _Span(first, first + (extent + 1) * size)
-
-
-@dataclass(slots=True)
-class _Known:
-    """What pure tasks did with some memory in the last iteration that they used it in."""
-
-    iteration: int
-    use: _Use
-    reference: Any  # to the storage: its number is not used again while this is kept
+    return first, first + (extent + 1) * size
 
 
 class Fault(NamedTuple):
@@ -204,12 +186,12 @@ class PureRuns:
     """The runs of one pure task, which follow each other: what others change beneath it."""
 
     def __init__(self, device: Device) -> None:
-        self.modes = WatchedModes()
+        self.modes = ModuleModes()
         self._contents = SampledContents(device)
 
-    def faults(self, ctx: Any, recorder: PureRecorder) -> Iterator[Fault]:
+    def faults(self, ctx: Any, recorder: UseRecorder) -> Iterator[Fault]:
         """What it has met in the iteration that has just ended, or before."""
-        if (module := self.modes.switched) is not None:
+        for module in self.modes.switched.values():
             yield Fault(ctx.iter_idx, _SWITCHED, name=f"a {type(module).__name__}")
         self._contents.compare(ctx.iter_idx, recorder.outside(ctx))
         for iteration, number, name in self._contents.changed():
@@ -220,11 +202,12 @@ class PureUses:
     """What the pure tasks of one run have used outside their contexts; call it under a lock."""
 
     def __init__(self) -> None:
-        self._known: dict[StorageId, list[_Known]] = {}
+        # Storage to uses, with their iterations, and a reference, which keeps the number.
+        self._known: dict[StorageId, tuple[Any, list[tuple[int, _MemoryUse]]]] = {}
         self._generators: dict[int, tuple[torch.Generator, int]] = {}
         self._most = _MOST_KEPT
 
-    def faults(self, task: PipelineTask, iteration: int, recorder: PureRecorder) -> Iterator[Fault]:
+    def faults(self, task: PipelineTask, iteration: int, recorder: UseRecorder) -> Iterator[Fault]:
         """What a task did in an iteration against its word."""
         for number, generator in recorder.draws.items():
             if generator is None:
@@ -233,32 +216,29 @@ class PureUses:
             elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
                 yield Fault(iteration, _DRAWS_FROM)
         for number, uses in recorder.uses.items():
-            known = self._known.setdefault(number, [])
             name = recorder.storages.description(number)
             for use in uses:
-                for one in known:
-                    if one.iteration != iteration and one.use.span.meets(use.span):
-                        for text in _against(one.use, use):
+                for earlier, before in self._known.get(number, (None, ()))[1]:
+                    if earlier != iteration and before.meets(use):
+                        for text in _against(before, use):
                             yield Fault(iteration, text, number, name)
-                self._note(known, iteration, use, recorder.storages, number)
+                self._note(number, iteration, use, recorder)
         for number, use in recorder.left():
-            known = self._known.setdefault(number, [])
-            self._note(known, iteration, use, recorder.storages, number)
+            self._note(number, iteration, use, recorder)
         if len(self._known) > self._most:
-            alive = {n: k for n, k in self._known.items() if not k[0].reference.expired()}
-            self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
+            self._known = {n: one for n, one in self._known.items() if not one[0].expired()}
+            self._most = 2 * len(self._known) + _MOST_KEPT
 
     def _note(
-        self, known: list[_Known], iteration: int, use: _Use, storages: Storages, number: StorageId
+        self, number: StorageId, iteration: int, use: _MemoryUse, recorder: UseRecorder
     ) -> None:
-        base = use.tensor
-        use.version = None if base.is_inference() else base._version
-        use.tensor = weakref.ref(base)
-        known[:] = [one for one in known if one.use.span != use.span][-_MOST_SPANS:]
-        known.append(_Known(iteration, use, storages.reference(number)))
+        use.version, use.tensor = version_of(use.tensor), weakref.ref(use.tensor)
+        _, known = self._known.setdefault(number, (recorder.storages.reference(number), []))
+        known[:] = [one for one in known if one[1].span != use.span][-_MOST_SPANS:]
+        known.append((iteration, use))
 
 
-def _against(before: _Use, now: _Use) -> Iterator[str]:
+def _against(before: _MemoryUse, now: _MemoryUse) -> Iterator[str]:
     """Why a task may not use memory that pure tasks used in an earlier iteration."""
     if now.writes:
         yield _WRITES

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
-from swpipe._state.owners import Owners
+from swpipe._values.owners import Owners
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Effects, declared_effects, unknown_beside
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import BODY, PULL
 from swpipe.core.task import PipelineTask, checked_tasks
-from swpipe.device import Device
 from swpipe.device import resolve as resolve_device
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.inference.accesses import find_accesses
-from swpipe.inference.declared import assign_declared
-from swpipe.inference.draw_recorder import copied
+from swpipe.inference.accesses import add_transfers, find_accesses, find_transfers
 from swpipe.inference.groups import effects_of, group
-from swpipe.inference.limitations import notes_on
-from swpipe.inference.observation import IterationObservation, IterationObserver, TaskObservation
+from swpipe.inference.notes import notes_on
+from swpipe.inference.observing import (
+    IterationObservation,
+    IterationObserver,
+    TaskObservation,
+    run_alone,
+)
+from swpipe.inference.operators import copied
 from swpipe.inference.recording import Recording
 from swpipe.inference.shown_state import shown_state
-from swpipe.inference.state_items import items_in
-from swpipe.inference.transfers import add_transfers, find_transfers
-from swpipe.inference.words import notes_on_words
+from swpipe.inference.states import assign_declared, items_in
 
 MAX_ITERATIONS = 128
 """How many iterations are recorded at most, where their number is not given."""
@@ -54,7 +54,7 @@ def record(
 
     Args:
         tasks: In serial order.
-        batch: Each iteration gets a copy, in which the tensors that ``swpipe._tensors.pytree``
+        batch: Each iteration gets a copy, in which the tensors that ``swpipe._values.walk``
             finds are cloned.
         context: The class of the contexts, as for ``SWPipeline``.
         iterations: How many to run; everything that a task accesses in any of them counts. The
@@ -81,7 +81,17 @@ def record(
     where = resolve_device(device)
     seeds, kind = TaskSeeds(seed, where), context_class(context)
     if state is None:
-        state = shown_state(tasks, _Serially(tasks, where, seeds, kind), batch, where, copied)
+
+        def run(batch: Any) -> None:
+            ctx = kind(batch, 0)
+            for task in tasks:
+                try:
+                    run_alone(task, ctx, where, seeds)
+                except BaseException as error:
+                    add_note(error, f"swpipe: raised by task {task.name!r}, {_BEFORE}")
+                    raise
+
+        state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
     observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
     with saved.trial(always=True, made=observer.storages.made):
@@ -106,10 +116,7 @@ def record(
         sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
         owners=Owners(saved.owners),
-        notes=(
-            *notes_on_words(tasks, seen, states, trained),
-            *notes_on(tasks, runs, accesses, transfers),
-        ),
+        notes=notes_on(tasks, seen, states, trained, runs, accesses, transfers),
     )
 
 
@@ -153,30 +160,6 @@ def _sizes(runs: Iterable[TaskObservation]) -> Mapping[tuple[str, str], int]:
         for name, size in task.sizes.items():
             sizes[task.task, name] = max(size, sizes.get((task.task, name), 0))
     return sizes
-
-
-class _Serially:
-    """Runs the tasks on a batch, one after the other."""
-
-    def __init__(
-        self,
-        tasks: Sequence[PipelineTask],
-        device: Device,
-        seeds: TaskSeeds,
-        context: type[TypedContext],
-    ) -> None:
-        self._tasks, self._device, self._seeds, self._context = tasks, device, seeds, context
-
-    def __call__(self, batch: Any) -> None:
-        ctx = self._context(batch, 0)
-        for task in self._tasks:
-            seeded = self._seeds.seeded(task.name, 0) if task.random else nullcontext()
-            with self._device.on(self._device.current_stream()), seeded:
-                try:
-                    task.fn(ctx)
-                except BaseException as error:
-                    add_note(error, f"swpipe: raised by task {task.name!r}, {_BEFORE}")
-                    raise
 
 
 _BEFORE = "before its effects were recorded; the state of models and optimizers was restored"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from swpipe._values.storages import StorageId
 from swpipe.device import Device, Event, on_cpu
-from swpipe.inference.storages import StorageId
 
 _ELEMENTS = 4096
 """How many elements of a tensor are looked at."""
@@ -35,7 +35,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element to the type that sums its bits."""
 
 
-class Used(NamedTuple):
+class UsedMemory(NamedTuple):
     """Memory that a task used, and did not make in that iteration.
 
     Attributes:
@@ -51,7 +51,7 @@ class Used(NamedTuple):
     reference: Any
 
 
-class Changed(NamedTuple):
+class ChangedMemory(NamedTuple):
     """Memory that something had changed when a task read it on an iteration."""
 
     iteration: int
@@ -60,7 +60,7 @@ class Changed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Known:
+class _Sample:
     """What is known of some memory since the task used it last."""
 
     reference: Any
@@ -74,32 +74,29 @@ class SampledContents:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[str, int], _Known] = {}
+        self._known: dict[tuple[str, int], _Sample] = {}
         # The answers are there when the event is done; None, if they are on the host.
-        self._under_way: deque[tuple[Event | None, dict[Changed, Tensor]]] = deque()
+        self._under_way: deque[tuple[Event | None, dict[ChangedMemory, Tensor]]] = deque()
         self._most = _MOST_KEPT
 
-    def compare(self, iteration: int, used: Iterable[Used]) -> None:
+    def compare(self, iteration: int, used: Iterable[UsedMemory]) -> None:
         """Compare what the task used in an iteration, which has just ended."""
         known = [(one, before) for one in used if (before := self._before(one)) is not None]
+        differs: dict[ChangedMemory, Tensor] = {}
         with torch.no_grad(), torch._C._DisableTorchDispatch():  # no operators for others to count
-            self._compare(iteration, known)
+            for one, before in known[:: -(len(known) // _TENSORS + 1)]:
+                now = self._note(one)
+                now.kind, now.total = _sampled(one.tensor)
+                if now.total is not None and before.total is not None and now.kind == before.kind:
+                    flag = now.total != before.total
+                    differs[ChangedMemory(iteration, one.number, one.name)] = flag
+            if differs:
+                self._send(differs)
         if len(self._known) > self._most:
             alive = {k: one for k, one in self._known.items() if not one.reference.expired()}
             self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
 
-    def _compare(self, iteration: int, known: Sequence[tuple[Used, _Known]]) -> None:
-        differs: dict[Changed, Tensor] = {}
-        for one, before in known[:: -(len(known) // _TENSORS + 1)]:
-            now = self._note(one)
-            now.kind, now.total = _sampled(one.tensor)
-            if now.total is not None and before.total is not None and now.kind == before.kind:
-                flag = now.total != before.total
-                differs[Changed(iteration, one.number, one.name)] = flag
-        if differs:
-            self._under_way.append(self._on_the_host(differs))
-
-    def changed(self) -> Iterator[Changed]:
+    def changed(self) -> Iterator[ChangedMemory]:
         """What had been changed, as far as it is known by now."""
         while self._under_way:
             done, differs = self._under_way[0]
@@ -110,17 +107,16 @@ class SampledContents:
                 found = [one for one, flag in differs.items() if flag]
             yield from found
 
-    def _on_the_host(
-        self, differs: dict[Changed, Tensor]
-    ) -> tuple[Event | None, dict[Changed, Tensor]]:
-        if all(on_cpu(flag) for flag in differs.values()):
-            return None, differs
-        differs = {one: flag.to("cpu", non_blocking=True) for one, flag in differs.items()}
-        done = self._device.new_event()
-        done.record(self._device.current_stream())
-        return done, differs
+    def _send(self, differs: dict[ChangedMemory, Tensor]) -> None:
+        """Copy the answers to the host."""
+        done = None
+        if not all(map(on_cpu, differs.values())):
+            differs = {one: flag.to("cpu", non_blocking=True) for one, flag in differs.items()}
+            done = self._device.new_event()
+            done.record(self._device.current_stream())
+        self._under_way.append((done, differs))
 
-    def _before(self, used: Used) -> _Known | None:
+    def _before(self, used: UsedMemory) -> _Sample | None:
         """What is known of the memory, or of the tensor; None and a note if it is new."""
         if (known := self._known.get(("memory", used.number))) is not None:
             return known
@@ -130,8 +126,8 @@ class SampledContents:
         self._note(used)
         return None
 
-    def _note(self, used: Used) -> _Known:
-        now = _Known(used.reference, weakref.ref(used.tensor))
+    def _note(self, used: UsedMemory) -> _Sample:
+        now = _Sample(used.reference, weakref.ref(used.tensor))
         self._known["memory", used.number] = self._known["tensor", id(used.tensor)] = now
         return now
 

@@ -27,22 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _has_storage as has_storage
+from torch.optim import Optimizer
 
-from swpipe._state.captured import Captured
-from swpipe._state.guard import refuse_scheduled
-from swpipe._state.loop import refuse_scripted
-from swpipe._state.own_threads import before_calls, before_steps
-from swpipe._state.owners import Found, Owners, declared_owners
-from swpipe._state.snapshot import Snapshot
-from swpipe._tensors.pytree import grad_or_none, parts_of, tensors_in
-from swpipe._tensors.stateful import modules_in
+from swpipe._state.guard import before_calls, before_steps, refuse_scheduled
+from swpipe._state.loop import Captured, declared_owners, refuse_scripted
+from swpipe._values.copies import SavedTensors
+from swpipe._values.owners import Owner, Owners, modules_of
+from swpipe._values.snapshot import Snapshot
+from swpipe._values.storages import StorageId, described
+from swpipe._values.walk import parts_of, tensors_in
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.inference.draw_recorder import DrawRecorder, eager
-from swpipe.inference.operators import CREATED, tensors_of
-from swpipe.inference.state_items import items_in
-from swpipe.inference.storages import StorageId, described
+from swpipe.inference.operators import CREATED, OperatorRecorder, eager, tensors_of
+from swpipe.inference.states import items_in
 
 _ITERATIONS = 2
 
@@ -66,9 +64,7 @@ def shown_state(
             for _ in range(_ITERATIONS):
                 own = copy(batch)
                 shown.begin(own)
-                with eager(), warnings.catch_warnings():
-                    # Of compiled modules, whose hooks fire twice then.
-                    warnings.filterwarnings("ignore", r".*torch\.compile\(module\).*global hooks")
+                with eager():
                     run(own)
                 del own
                 shown.end()
@@ -86,7 +82,7 @@ def shown_state(
     return owners
 
 
-class _Recorder(DrawRecorder):  # type: ignore[no-untyped-call]
+class _Recorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Tells ``shown`` before memory is written, a leaf is used, and a generator is drawn from."""
 
     def __init__(self, device: Device, shown: _Shown) -> None:
@@ -113,13 +109,12 @@ class _Recorder(DrawRecorder):  # type: ignore[no-untyped-call]
 class _Shown:
     """Within the block, what torch shows is saved; at its end it is put back."""
 
-    def __init__(self, declared: Iterable[Found], device: Device) -> None:
+    def __init__(self, declared: Iterable[Owner], device: Device) -> None:
         self._device = device
         self._found = [*declared]
         refuse_scripted(self._found)
-        self._saved: list[Snapshot | _Content] = [Snapshot(self._found, device)]
-        modules = [one.owner for one in self._found if isinstance(one.owner, torch.nn.Module)]
-        self._modules = {id(part) for module in modules for part in modules_in(module)}
+        self._saved: list[Snapshot | SavedTensors] = [Snapshot(self._found, device)]
+        self._modules = set(map(id, modules_of(self._found)))
         self._optimizers: set[int] = set()
         self._memory: dict[StorageId, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
@@ -147,9 +142,8 @@ class _Shown:
     def begin(self, batch: Any) -> None:
         """An iteration begins on a batch, which is nobody else's."""
         accesses, storages = self._operators.accesses, self._operators.storages
-        accesses.reads.clear()
-        accesses.replays.clear()
-        accesses.created.clear()
+        for numbers in (accesses.reads, accesses.replays, accesses.created):
+            numbers.clear()
         for tensor in tensors_in(batch):
             storages.created |= storages.of(tensor)
 
@@ -159,7 +153,7 @@ class _Shown:
         gc.collect()
         used = self._kept & accesses.all_reads
         self._handed_on |= {number for number in used if not storages.alive(number)}
-        named = {n for one in items_in(self._found).tensors.values() for n in storages.of(one)}
+        named = self._memory_of(self._found)
         self._kept = frozenset(n for n in accesses.created if storages.alive(n)) - named
 
     def handed_on(self) -> list[str]:
@@ -169,53 +163,54 @@ class _Shown:
     def owners(self) -> Owners:
         """All that was shown; memory that belongs to no module and no optimizer by itself."""
         inner = {
-            id(part)
-            for one in self._found
-            if isinstance(one.owner, torch.nn.Module)
-            for part in modules_in(one.owner)
-            if part is not one.owner
+            id(part) for one in self._found for part in modules_of([one]) if part is not one.owner
         }
         found = [one for one in self._found if id(one.owner) not in inner]
         storages = self._operators.storages
-        named = {n for one in items_in(found).tensors.values() for n in storages.of(one)}
+        named = self._memory_of(found)
         leaves = [one for one in self._leaves.values() if not storages.of(one) <= named]
-        found += [Found(f"leaf ({described(one)})", one) for one in leaves]
-        named |= {number for one in leaves for number in storages.of(one)}
+        found += [Owner(f"leaf ({described(one)})", one) for one in leaves]
+        named = named.union(*map(storages.of, leaves))
         for number, tensor in self._memory.items():
             if number not in named and tensor.untyped_storage().nbytes():
-                found.append(Found(f"memory ({storages.description(number)})", tensor))
+                found.append(Owner(f"memory ({storages.description(number)})", tensor))
         return Owners(found)
 
-    def _add(self, one: Found) -> None:
+    def _memory_of(self, owners: Iterable[Owner]) -> set[StorageId]:
+        tensors = items_in(owners).tensors.values()
+        return set[StorageId]().union(*map(self._operators.storages.of, tensors))
+
+    def _add(self, owner: Any) -> None:
+        kind = type(owner).__name__
+        alike = sum(type(one.owner).__name__ == kind for one in self._found)
+        one = Owner(f"{kind} ({alike + 1})" if alike else kind, owner)
         refuse_scripted([one])
-        if isinstance(one.owner, torch.optim.Optimizer):
-            refuse_scheduled(one.owner, [other.owner for other in self._found])
-        if isinstance(one.owner, torch.nn.Module):
-            self._modules.update(map(id, modules_in(one.owner)))
+        if isinstance(owner, Optimizer):
+            refuse_scheduled(owner, [other.owner for other in self._found])
+        self._modules.update(map(id, modules_of([one])))
         self._found.append(one)
         self._saved.append(Snapshot([one], self._device, within=True))
 
-    def _name(self, owner: Any) -> str:
-        kind = type(owner).__name__
-        alike = sum(type(one.owner).__name__ == kind for one in self._found)
-        return f"{kind} ({alike + 1})" if alike else kind
-
     def _before_call(self, module: torch.nn.Module) -> None:
         if id(module) not in self._modules:
-            self._add(Found(self._name(module), module))
+            self._add(module)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
-            self._add(Found(self._name(optimizer), optimizer))
+            self._add(optimizer)
+
+    def before_draw(self, generator: Any) -> None:
+        """A generator of the user's is drawn from."""
+        if generator._cdata not in self._generators:
+            self._generators.add(generator._cdata)
+            self._add(generator)
 
     def before_use(self, leaf: Tensor) -> None:
         """A leaf that requires grad is used: it may get a gradient, or be written."""
         if id(leaf) not in self._leaves:
             self._leaves[id(leaf)] = leaf
-            self._saved.append(_Content(leaf))
-            if (grad := grad_or_none(leaf)) is not None:
-                self._saved.append(_Content(grad))
+            self._save(leaf)
 
     def before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
         """Memory is written that was there before."""
@@ -224,28 +219,9 @@ class _Shown:
                 with torch.no_grad():
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     self._memory[number] = whole.set_(tensor.untyped_storage())
-                self._saved.append(_Content(self._memory[number]))
+                self._save(self._memory[number])
 
-    def before_draw(self, generator: Any) -> None:
-        """A generator of the user's is drawn from."""
-        if generator._cdata not in self._generators:
-            self._generators.add(generator._cdata)
-            self._add(Found("Generator", generator))
-
-
-class _Content:
-    """What a tensor has in its memory, and as its gradient; made below autograd."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._content = tensor, tensor.clone()
-        self._leaf, self._grad = tensor.is_leaf, grad_or_none(tensor)
-
-    def restore(self) -> None:
-        """Put it back."""
-        tensor = self._tensor
-        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():
-            return  # its owner has freed it, as fully sharded modules do
-        with torch.no_grad():
-            tensor.copy_(self._content)
-        if self._leaf:
-            tensor.grad = self._grad
+    def _save(self, tensor: Tensor) -> None:
+        saved = SavedTensors()
+        saved.add(tensor)
+        self._saved.append(saved)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import grad_or_none
-from swpipe.inference.storages import StorageId, Storages
+from swpipe._values.storages import StorageId, Storages
+from swpipe._values.walk import grad_or_none
 
 
 class Gradient(NamedTuple):

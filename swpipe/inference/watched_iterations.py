@@ -11,7 +11,7 @@ _SCATTER = 2_654_435_761
 """A prime, by which windows do not keep step with what comes every so many iterations."""
 
 
-class Watched:
+class WatchedIterations:
     """Which iterations are watched; the same on all ranks.
 
     Args:

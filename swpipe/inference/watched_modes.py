@@ -1,10 +1,15 @@
-"""Whether the modules that a task runs have the mode, train or eval, that they always have."""
+"""Which modules a task runs, and whether their mode, train or eval, is switched.
+
+A task that evaluates in mid-epoch leaves the mode as it found it, and no parameter has changed; but
+another task that runs the module at the same time would run it in the wrong mode. The switch itself
+is not seen, but the module that runs after it.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -15,27 +20,34 @@ _MOST_KEPT = 4096
 """How many modules are added before those are dropped that are gone."""
 
 
-class WatchedModes:
+class ModuleModes:
     """The modules that one task runs; its runs follow each other.
 
-    While it runs, torch's global hook tells of each module that is called, on whatever thread. It
-    is not installed where something is compiled: it would be compiled into what other threads run.
+    While it runs, torch's global hook tells of each module that is called. It is not installed
+    where something is compiled: it would be compiled into what other threads run.
+
+    Args:
+        modules: Those whose mode is compared although the task may not run them.
+        eager: Nothing compiled runs meanwhile.
 
     Attributes:
-        switched: The first module, the outermost one, that ran in another mode than before or
-            after, or in an earlier iteration.
+        ran: Id to module, of those that the last run called.
+        switched: The same of those that ran, in any run, in another mode than before or after, or
+            in an earlier one; the outermost ones first.
     """
 
-    switched: Module | None = None
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Module], bool]] = {}  # with its mode
+    def __init__(self, modules: Iterable[Module] = (), *, eager: bool = False) -> None:
+        self._given = {id(one): one for one in modules}
+        self._known = {n: (weakref.ref(one), one.training) for n, one in self._given.items()}
+        self._eager = eager
         self._most = _MOST_KEPT
+        self.ran: dict[int, Module] = {}
+        self.switched: dict[int, Module] = {}
 
-    def __enter__(self) -> None:
-        self._hook, self._ran = None, dict[int, Module]()
+    def __enter__(self) -> ModuleModes:
+        self._hook, self.ran = None, {}
         self._modes = {number: module.training for number, module in self._alive()}
-        if not something_is_compiled():
+        if self._eager or not something_is_compiled():
             thread = get_ident()
 
             def running(module: Module, inputs: Any) -> None:
@@ -43,11 +55,12 @@ class WatchedModes:
                     self._run(module)
 
             self._hook = register_module_forward_pre_hook(running)
+        return self
 
     def __exit__(self, *failure: object) -> None:
         if self._hook is not None:
             self._hook.remove()
-        for module in self._ran.values():
+        for module in {**self.ran, **self._given}.values():
             self._compare(module)
         if len(self._known) > self._most:
             alive = dict(self._alive())
@@ -57,16 +70,16 @@ class WatchedModes:
     def _run(self, module: Module) -> None:
         """A module is about to run."""
         self._modes.setdefault(id(module), module.training)
-        self._ran[id(module)] = module
+        self.ran[id(module)] = module
         self._compare(module)
         reference, mode = self._known.get(id(module), (None, module.training))
         if reference is not None and reference() is module and mode != module.training:
-            self.switched = self.switched or module
+            self.switched.setdefault(id(module), module)
         self._known[id(module)] = weakref.ref(module), module.training
 
     def _compare(self, module: Module) -> None:
-        if self._modes[id(module)] != module.training:
-            self.switched = self.switched or module
+        if self._modes.get(id(module), module.training) != module.training:
+            self.switched.setdefault(id(module), module)
 
     def _alive(self) -> Iterator[tuple[int, Module]]:
         for number, (reference, _) in self._known.items():

@@ -16,8 +16,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import leaves_in, tensors_held
-from swpipe._tensors.stateful import PLAIN
+from swpipe._values.stateful import PLAIN
+from swpipe._values.walk import leaves_in, tensors_held
 
 _CHECKED_BYTES = 1024
 """At either end."""

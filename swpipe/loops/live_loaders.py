@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from swpipe._tensors.stateful import has_state_dict
+from swpipe._values.stateful import has_state_dict
 from swpipe.core.loaders import unprepared
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 
 from swpipe._state.loop import LoopState
-from swpipe._state.owners import Owners
-from swpipe._tensors.pytree import leaves_in, map_tensors, tensors_held
+from swpipe._values.owners import Owners
+from swpipe._values.storages import Storages, nbytes
+from swpipe._values.walk import leaves_in, map_tensors, tensors_held, unsharded
 from swpipe.analysis.last_readers import users_of, uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import KEPT, Block, TaskMemory, joined
-from swpipe.device import Device
+from swpipe.device import CpuDevice, Device
 from swpipe.inference.operators import OperatorRecorder, tensors_of
-from swpipe.inference.storages import Storages, nbytes, unsharded
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.trial_state import trial_state
 
@@ -295,7 +295,7 @@ class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Tells a log what operators make."""
 
     def __init__(self, log: _MemoryLog) -> None:
-        super().__init__(Storages())
+        super().__init__(CpuDevice())
         self._log = log
 
     def __torch_dispatch__(

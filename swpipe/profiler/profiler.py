@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._state.owners import given_state
+from swpipe._values.owners import given_state
 from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swpipe._state.loop import LoopState
-from swpipe.inference.draw_recorder import copied
+from swpipe.inference.operators import copied
 from swpipe.inference.shown_state import shown_state
 from swpipe.pipeline import SWPipeline
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from swpipe._tensors.pytree import record_stream
+from swpipe._values.walk import record_stream
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan, TaskSchedule

@@ -10,14 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe._tensors.content import is_fixed
-from swpipe._tensors.pytree import grad_or_none, leaves_in, map_tensors, tensors_in
+from swpipe._values.fingerprint import TensorState, is_fixed
+from swpipe._values.walk import grad_or_none, leaves_in, map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import ShortcutError, add_note
-from swpipe.shortcut.gradients import LeftGradient
-from swpipe.shortcut.graft import Sources, Spent, ZeroGradients, connect
-from swpipe.shortcut.handed_out import HandedOut, Use, Uses
+from swpipe.shortcut.changes import ContextWatch
+from swpipe.shortcut.gradients import LeafGradients, LeftGradient
+from swpipe.shortcut.graft import (
+    Sources,
+    Spent,
+    ZeroGradients,
+    connect,
+    find_sources,
+    gradient_edges,
+)
+from swpipe.shortcut.handed_out import HandedOut, Uses
 from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
 
@@ -33,15 +41,6 @@ class Values(NamedTuple):
             yield f"ctx.{name}", value
         for index, state in enumerate(self.states):
             yield f"the state of io[{index}]", state
-
-
-class Produced(NamedTuple):
-    """What a run did, and what its outputs were computed from."""
-
-    values: Values
-    deleted: tuple[str, ...]
-    gradients: list[LeftGradient]
-    sources: Sources
 
 
 def call_io(
@@ -66,7 +65,7 @@ class _Cached(NamedTuple):
     """
 
     clone: Tensor
-    version: int
+    state: TensorState
     leaf: bool
     computed: bool
     grad: Tensor | None
@@ -82,7 +81,25 @@ class _Cached(NamedTuple):
         with torch.inference_mode(False), torch.no_grad():
             clone = tensor.detach().clone()
             grad = None if grad is None else grad.detach().clone()
-        return cls(clone, clone._version, leaf, computed, grad, tensor.retains_grad, place)
+        return cls(clone, TensorState.of(clone), leaf, computed, grad, tensor.retains_grad, place)
+
+
+def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
+    """Run a task; what it changed in the context, and what each io captures afterwards.
+
+    Raises:
+        ShortcutError: An output cannot be cached.
+    """
+    with ContextWatch(ctx) as watch:
+        edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
+        gradients = LeafGradients(watch.before)
+        task.fn(ctx)
+    produced, deleted = watch.changes
+    states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
+    values = Values({name: vars(ctx)[name] for name in produced}, states)
+    made = list(tensors_in(values))
+    sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges, made)
+    return Cache(task.name, ctx, values, deleted, gradients.changed(), sources, device)
 
 
 class Cache:
@@ -90,13 +107,32 @@ class Cache:
 
     Attributes:
         in_backward: What replays have cost in the backward of others.
+
+    Args:
+        task: Its name.
+        ctx: The run's context.
+        values: What it produced.
+        deleted: Attributes that it deleted.
+        gradients: Those that it left at leaves.
+        sources: What its outputs were computed from.
+        device: Where it works.
+
+    Raises:
+        ShortcutError: An output cannot be cached.
     """
 
-    def __init__(self, task: str, ctx: Any, produced: Produced, device: Device) -> None:
+    def __init__(
+        self,
+        task: str,
+        ctx: Any,
+        values: Values,
+        deleted: tuple[str, ...],
+        gradients: list[LeftGradient],
+        sources: Sources,
+        device: Device,
+    ) -> None:
         self._task = task
-        self._deleted = produced.deleted
-        self._gradients = produced.gradients
-        self._sources = produced.sources
+        self._deleted, self._gradients, self._sources = deleted, gradients, sources
         self._device = device
         self._zeros = ZeroGradients()
         self.in_backward = Spent()
@@ -104,7 +140,7 @@ class Cache:
         self._objects = KeptObjects()
         self._checking = threading.Lock()
         self._refused = ""  # why replays are not right, once this is known
-        self._uses = Uses(self._keep(ctx, produced.values))
+        self._uses = Uses(self._keep(ctx, values))
         self._check_complete()
         self._stream = device.current_stream()
         self._ready = device.new_event()
@@ -144,7 +180,7 @@ class Cache:
         if self._refused:
             raise ShortcutError(self._task, self._refused)
         for cached in self._cached.values():
-            if cached.clone._version != cached.version:
+            if not cached.state.same(TensorState.of(cached.clone)):
                 raise ShortcutError(
                     self._task,
                     f"{cached.place} was modified in place after it was restored, and it shares "
@@ -172,8 +208,7 @@ class Cache:
             for place, value in live.places()
             for part in (*leaves_in(value), *tensors_in(value))
         }
-        tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        objects: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
         memo: dict[int, Any] = {}  # for tensors within objects
 
         def keep_tensor(tensor: Tensor) -> Tensor:
@@ -187,7 +222,7 @@ class Cache:
             except NotReplayableError as refusal:
                 raise ShortcutError(self._task, str(refusal)) from None
             if self._objects.copies(kept):
-                objects[id(kept)] = value
+                outputs[id(kept)] = value
             return kept
 
         for tensor in tensors_in(live):
@@ -195,9 +230,9 @@ class Cache:
                 cached = _Cached.of(tensor, places.get(id(tensor), ""))
                 memo[id(tensor)] = cached.clone
                 self._cached[id(cached.clone)] = cached
-                tensors[id(cached.clone)] = (tensor, cached.clone)
+                outputs[id(cached.clone)] = tensor
         self._values = map_tensors(live, keep_tensor, keep_object)
-        return HandedOut(ctx, tensors, objects)
+        return HandedOut(ctx, outputs)
 
     def _new_values(self, ctx: Any, fresh: dict[int, Tensor]) -> Values:
         """What to restore; watches the first replays."""
@@ -213,8 +248,7 @@ class Cache:
         leaf = hand_out if self._objects.any_copies else None
         values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor), leaf)
         if not self._uses.known:
-            tensors = {key: (fresh[key], cached.clone) for key, cached in self._cached.items()}
-            self._uses.add(HandedOut(ctx, tensors, objects))
+            self._uses.add(HandedOut(ctx, fresh | objects))
         return values
 
     def _new_tensors(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
@@ -241,7 +275,7 @@ class Cache:
 
     def _memory_of(self, key: int, cached: _Cached) -> Tensor:
         """The clone itself if no later task modifies the tensor; otherwise, a copy of it."""
-        if self._uses.known and self._uses.of(key) is Use.READ:
+        if self._uses.known and self._uses.only_read(key):
             return cached.clone.detach()
         with torch.no_grad():
             return cached.clone.clone()
@@ -251,7 +285,7 @@ class Cache:
         for name, value in self._values.attributes.items():
             leaves = {id(leaf) for leaf in leaves_in(value)}
             for key in {id(tensor) for tensor in tensors_in(value)} | leaves:
-                if self._uses.of(key) is Use.MODIFIED_THROUGH_ANOTHER:
+                if self._uses.modified_through_another(key):
                     return (
                         f"ctx.{name} was modified after the task through another object that "
                         "shares its memory, such as the base of a view. A replay does not repeat "

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.errors import ShortcutError
 from swpipe.shortcut.gradients import OwnLeaf
 

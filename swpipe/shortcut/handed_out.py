@@ -21,23 +21,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.content import Content, same_bits, version_of
+from swpipe._values.fingerprint import Fingerprint
 
 MAX_WATCHED = 16
 """More iterations than these are not watched at once: the oldest counts as ended."""
-
-
-class Use(Enum):
-    """What becomes of an output after the task."""
-
-    READ = "read"
-    MODIFIED = "modified"
-    MODIFIED_THROUGH_ANOTHER = "modified through another object"
 
 
 class HandedOut:
@@ -45,19 +36,13 @@ class HandedOut:
 
     Args:
         ctx: The iteration's context.
-        tensors: Key to a tensor, and a copy of it.
-        objects: Key to an array or another object that is copied for each replay.
+        outputs: Key to a tensor, or to an array or another object that is copied for each replay.
     """
 
-    def __init__(
-        self, ctx: Any, tensors: Mapping[int, tuple[Tensor, Tensor]], objects: Mapping[int, Any]
-    ) -> None:
+    def __init__(self, ctx: Any, outputs: Mapping[int, Any]) -> None:
         self._ctx = _reference(ctx)
         self._id = id(ctx)
-        # Share memory and version counter with the tensors, and hold no autograd graph.
-        aliases = {key: (tensor.detach(), copy) for key, (tensor, copy) in tensors.items()}
-        self._tensors = {key: (a, version_of(a), copy) for key, (a, copy) in aliases.items()}
-        self._objects = {key: Content(value) for key, value in objects.items()}
+        self._prints = {key: Fingerprint(_alias(value)) for key, value in outputs.items()}
 
     def ended(self) -> bool:
         """Whether the iteration has ended."""
@@ -65,24 +50,17 @@ class HandedOut:
 
     def accept(self, ctx: Any) -> None:
         """Take the outputs as they are now, if they are those of the iteration of ``ctx``."""
-        if self._id != id(ctx):
-            return
-        self._tensors = {
-            key: (alias, version_of(alias), copy)
-            for key, (alias, _, copy) in list(self._tensors.items())
-        }
-        self._objects = {k: Content(old.value) for k, old in list(self._objects.items())}
+        if self._id == id(ctx):
+            self._prints = {k: Fingerprint(old.value) for k, old in list(self._prints.items())}
 
     def modified(self) -> set[int]:
         """The keys of what was modified since."""
-        tensors = {key for key, kept in self._tensors.items() if _modified(*kept)}
-        return tensors | {key for key, content in self._objects.items() if content.modified()}
+        return {key for key, fingerprint in self._prints.items() if fingerprint.changed()}
 
 
-def _modified(alias: Tensor, version: int | None, copy: Tensor) -> bool:
-    if version is None:  # made in inference mode; on a device, a later stream may be writing it
-        return alias.is_cpu and not same_bits(alias, copy)
-    return alias._version != version
+def _alias(output: Any) -> Any:
+    """What shares memory and version counter with a tensor, and holds no autograd graph."""
+    return output.detach() if isinstance(output, Tensor) else output
 
 
 def _reference(ctx: Any) -> Callable[[], Any]:
@@ -131,8 +109,10 @@ class Uses:
             self._replays.clear()
         return self.known
 
-    def of(self, key: int) -> Use:
-        """What becomes of one output; call this if ``known``."""
-        if key in self._in_replays:
-            return Use.MODIFIED
-        return Use.MODIFIED_THROUGH_ANOTHER if key in self._in_cached else Use.READ
+    def only_read(self, key: int) -> bool:
+        """Whether no later task modifies an output; ask this, and the next, if ``known``."""
+        return key not in self._in_replays and key not in self._in_cached
+
+    def modified_through_another(self, key: int) -> bool:
+        """Whether it is modified through another object that shares its memory."""
+        return key in self._in_cached and key not in self._in_replays

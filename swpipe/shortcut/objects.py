@@ -23,8 +23,9 @@ from collections.abc import AsyncIterator, Iterator
 from threading import Lock, RLock
 from typing import Any
 
-from swpipe._tensors.content import Content, is_fixed, is_object, node_of, replays_itself
-from swpipe._tensors.stateful import WHOLE, has_state
+from swpipe._values.fingerprint import Fingerprint, is_fixed, is_object, replays_itself
+from swpipe._values.stateful import WHOLE, has_state
+from swpipe._values.walk import Node
 
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
 """What ``copy.deepcopy`` raises for objects that cannot be copied."""
@@ -48,7 +49,7 @@ class KeptObjects:
     def __init__(self) -> None:
         self._copies: dict[int, Any] = {}
         self._alone: dict[int, Any] = {}  # objects without attributes, often compared by identity
-        self._same: list[tuple[str, Content]] = []
+        self._same: list[tuple[str, Fingerprint]] = []
 
     @property
     def any_copies(self) -> bool:
@@ -72,7 +73,7 @@ class KeptObjects:
         """
         if is_fixed(value):
             return value
-        content = Content(value)
+        content = Fingerprint(value)
         _check(value, content, place)
         if _may_be_shared(value):
             return value
@@ -100,13 +101,13 @@ class KeptObjects:
             NotReplayableError: One was modified in place.
         """
         for place, content in self._same:
-            if content.modified():
+            if content.changed():
                 raise NotReplayableError(
                     f"{place} holds {_told(content.value)}, which was modified after the task and "
                     f"cannot be copied. {_MEND}"
                 )
 
-    def _copy(self, value: Any, content: Content, memo: dict[int, Any]) -> Any:
+    def _copy(self, value: Any, content: Fingerprint, memo: dict[int, Any]) -> Any:
         """A deep copy, or None if there is none; ``value`` itself if it cannot change."""
         self._alone |= {
             id(node.value): node.value for node in content.nodes if _is_alone(node.value)
@@ -123,7 +124,7 @@ class KeptObjects:
 
 
 def _is_alone(value: Any) -> bool:
-    return is_object(value) and not node_of(value).children
+    return is_object(value) and not Node.of(value).children
 
 
 def _may_be_shared(value: Any) -> bool:
@@ -137,13 +138,13 @@ def _may_be_shared(value: Any) -> bool:
     )
 
 
-def _leads_to_state(content: Content) -> bool:
+def _leads_to_state(content: Fingerprint) -> bool:
     return any(isinstance(part, WHOLE) or has_state(part) for part in content.leaves) or any(
         has_state(tensor) for tensor in content.tensors
     )
 
 
-def _check(value: Any, content: Content, place: str) -> None:
+def _check(value: Any, content: Fingerprint, place: str) -> None:
     for part in (*content.leaves, *(node.value for node in content.nodes)):
         if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
             raise NotReplayableError(

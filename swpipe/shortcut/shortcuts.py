@@ -10,23 +10,19 @@ A task runs in one of three modes::
                          cache what changed, and         restore what it produced, connected to
                          what each io captures           the autograd graph; restore each io
 
-Guarantees
-    - A replay leaves the context as the cached run did: attributes added, rebound, deleted or
-      modified in place (as ``swpipe.shortcut.changes`` detects it), with tensors in any nesting
-      (``swpipe._tensors.pytree``), and the captures of each ``DeclaredIO``. Objects that were
-      shared among them are shared again. Changes that other tasks make meanwhile are not included.
-    - Outputs that later tasks modify in place are copied for each replay; other tensors share
-      memory with the cache (``swpipe.shortcut.handed_out``). If the cache is modified all the same,
-      the next replay raises and names the attribute. ``.grad`` is always copied, since autograd
-      accumulates into it in place.
-    - Containers are built anew each time. Arrays and objects of other classes are copied, or
-      restored themselves and refused once they are modified (``swpipe.shortcut.objects``).
-    - A tensor computed by autograd is restored with a graph (``swpipe.shortcut.graft``) that gives
-      zero gradients to the upstream attributes and the parameters it was computed from. A leaf that
-      required grad is restored as such a leaf. Grad mode on and off have separate caches.
-    - Only the task's function is skipped. Order, streams and events stay as they are.
-    - What cannot be replayed raises a ``ShortcutError``.
-    - A task with a substitute (``swpipe.shortcut.substitute``) is neither run nor cached.
+A replay leaves the context as the cached run did (``swpipe.shortcut.changes``), with tensors in any
+nesting, and what each ``DeclaredIO`` captured. Objects that were shared are shared again.
+
+- Outputs that later tasks modify in place are copied for each replay; other tensors share memory
+  with the cache (``swpipe.shortcut.handed_out``). If the cache is modified all the same, the next
+  replay raises and names the attribute. ``.grad`` is always copied: autograd accumulates into it.
+- Arrays and objects are copied, or restored themselves and refused once they are modified
+  (``swpipe.shortcut.objects``). What cannot be replayed raises a ``ShortcutError``.
+- A tensor computed by autograd is restored with a graph (``swpipe.shortcut.graft``) that gives zero
+  gradients to the upstream attributes and the parameters it was computed from. Grad mode on and off
+  have separate caches.
+- Only the task's function is skipped. Order, streams and events stay as they are.
+- A task with a substitute (``swpipe.shortcut.substitute``) is neither run nor cached.
 
 Assumptions
     - Two runs of one task never overlap. Runs of different tasks may, and tasks may be enabled and
@@ -76,7 +72,7 @@ class Shortcuts:
         With a ``substitute``, call that from now on instead.
         """
         # Most pipelines never replay a task, and a task that runs is no place to load modules.
-        from swpipe.shortcut.caching import run_and_cache
+        from swpipe.shortcut.cache import run_and_cache
 
         self._run_and_cache = run_and_cache
         with self._lock:

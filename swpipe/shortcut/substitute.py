@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from swpipe._tensors.content import is_fixed
-from swpipe._tensors.pytree import map_tensors, tensors_in
+from swpipe._values.fingerprint import is_fixed
+from swpipe._values.walk import map_tensors, tensors_in
 from swpipe.core.messages import listed, shown
 from swpipe.shortcut.graft import connect
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swpipe._tensors.containers import LEAF, TENSOR, kind_of
-from swpipe._tensors.pytree import Node, parts_of
+from swpipe._values.containers import LEAF, TENSOR, kind_of
+from swpipe._values.walk import Node, parts_of
 
 
 class _Marker:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from swpipe._engine.program import RETIRE
-from swpipe._state.generators import default_generators, set_default_generators
+from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.messages import shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.generators import default_generators, set_default_generators
+from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan

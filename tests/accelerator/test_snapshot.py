@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
-from swpipe._state.owners import Found
-from swpipe._state.snapshot import Snapshot
+from swpipe._values.owners import Owner
+from swpipe._values.snapshot import Snapshot
 from swpipe.device import AcceleratorDevice, resolve
 from tests.accelerator.work import DEVICE, spin, warm_up
 
@@ -43,7 +43,7 @@ def saved_and_restored(device: str) -> tuple[float, float]:
     tensor = torch.zeros(64, device=device)
     torch.accelerator.synchronize(device)
     later(device, lambda: tensor.add_(1.0))
-    snapshot = Snapshot([Found("tensor", tensor)], resolve(device))
+    snapshot = Snapshot([Owner("tensor", tensor)], resolve(device))
     torch.accelerator.synchronize(device)
     later(device, lambda: tensor.add_(10.0))
     snapshot.restore()
@@ -149,7 +149,7 @@ def test_training_repeats_from_a_snapshot(device: str) -> None:
     """What is restored trains on to the same bits."""
     with training(device) as (trained, pipe):
         losses(pipe, 5)
-        owners = [Found("model", trained.model), Found("optimizer", trained.optimizer)]
+        owners = [Owner("model", trained.model), Owner("optimizer", trained.optimizer)]
         snapshot = Snapshot(owners, resolve(device))
         state = [t.detach().cpu() for t in trained.tensors()]
         first, number = losses(pipe, 6), pipe.next_iteration

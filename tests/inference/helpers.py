@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swpipe import DeclaredIO, PipelineTask
-from swpipe._tensors.stateful import has_state
+from swpipe._values.stateful import has_state
 from swpipe.core.effects import Location
 from swpipe.inference import Recording, record
 

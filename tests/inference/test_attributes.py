@@ -1,18 +1,37 @@
-"""Accesses to attributes of the context."""
+"""Accesses to attributes of the context, and memory that passes between tasks without one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from swpipe import IterContext
-from swpipe.inference import Recording, recorded_context
-from swpipe.inference.recorded_context import recorded_class
+from swpipe._values import context_log
+from swpipe._values.context_log import AttributeLog
 from tests.inference.helpers import orders, reads, recorded, writes
+
+Task = Callable[[Any], None]
+
+
+def named(name: str, function: Callable[[Any], object]) -> Task:
+    """A task of this name."""
+
+    def task(ctx: Any) -> None:
+        function(ctx)
+
+    task.__name__ = name
+    return task
+
+
+def sets(name: str, value: Callable[[Any], Any]) -> Task:
+    """A task that sets an attribute, and is called after it."""
+    return named(f"set {name}", lambda ctx: setattr(ctx, name, value(ctx)))
 
 
 def make(ctx: Any) -> None:
@@ -20,110 +39,9 @@ def make(ctx: Any) -> None:
     ctx.a = torch.ones(4)
 
 
-def test_setting_and_reading() -> None:
-    """Setting an attribute writes it, getting it reads it; ``iter_idx`` does not count."""
-
-    def use(ctx: Any) -> None:
-        ctx.b = ctx.a + ctx.iter_idx
-
-    found = recorded(make, use)
-    assert (reads(found, "make"), writes(found, "make")) == (set(), {"ctx.a"})
-    assert (reads(found, "use"), writes(found, "use")) == ({"ctx.a"}, {"ctx.b"})
-    assert orders(found) == {("use", "make", 0)}
-
-
-def test_a_task_does_not_read_what_it_set_itself() -> None:
-    """Only values of other tasks count as read."""
-
-    def own(ctx: Any) -> None:
-        ctx.a = 1
-        ctx.a = ctx.a + 1
-
-    assert reads(recorded(own), "own") == set()
-
-
-def test_rebinding_and_deleting_are_writes() -> None:
-    """Both come after tasks that read the attribute before."""
-
-    def look(ctx: Any) -> None:
-        float(ctx.a.sum())
-
-    def rebind(ctx: Any) -> None:
-        ctx.a = None
-
-    def delete(ctx: Any) -> None:
-        del ctx.a
-
-    found = recorded(make, look, rebind, delete)
-    assert writes(found, "rebind") == writes(found, "delete") == {"ctx.a"}
-    assert orders(found) == {("look", "make", 0), ("rebind", "look", 0), ("delete", "rebind", 0)}
-
-
-def test_testing_for_an_attribute_reads_it() -> None:
-    """``hasattr`` and ``getattr`` read it, whether it exists or not, and no other attribute."""
-
-    def ask(ctx: Any) -> None:
-        hasattr(ctx, "later")
-        getattr(ctx, "never", None)
-
-    def later(ctx: Any) -> None:
-        ctx.later = 1
-
-    found = recorded(make, ask, later)
-    assert reads(found, "ask") == {"ctx.later", "ctx.never"}
-    assert ("later", "ask", 0) in orders(found)
-
-
-def test_vars_reads_all_attributes() -> None:
-    """Attributes set through it are recorded."""
-
-    def through_vars(ctx: Any) -> None:
-        held = vars(ctx)
-        held["b"] = 1
-        del held["a"]
-
-    found = recorded(make, through_vars)
-    assert reads(found, "through_vars") == {"ctx.a", "ctx.batch"}
-    assert writes(found, "through_vars") == {"ctx.a", "ctx.b"}
-
-
-def in_place(ctx: Any) -> None:
-    """Modifies ``a``."""
-    ctx.a.mul_(2)
-
-
-def through_numpy(ctx: Any) -> None:
-    """Modifies ``a`` without any operator."""
-    ctx.a.numpy()[:] = 7
-
-
-def through_data(ctx: Any) -> None:
-    """Modifies ``a`` past its version counter."""
-    ctx.a.data.zero_()
-
-
-@pytest.mark.parametrize("change", [in_place, through_numpy, through_data])
-def test_modifying_in_place_writes(change: Any) -> None:
-    """By any means; it comes after tasks that read before."""
-
-    def look(ctx: Any) -> None:
-        float(ctx.a.sum())
-
-    found = recorded(make, look, change)
-    assert "ctx.a" in writes(found, change.__name__)
-    assert (change.__name__, "look", 0) in orders(found)
-
-
-def test_only_a_write_without_an_operator_is_noted() -> None:
-    """The notes name task and attribute."""
-
-    def remarks(found: Recording) -> list[str]:
-        return [note for note in found.notes if "no operator says" in note]
-
-    assert remarks(recorded(make, in_place)) == []
-    assert remarks(recorded(make, through_data)) == []
-    (remark,) = remarks(recorded(make, through_numpy))
-    assert "'through_numpy' modified ctx.a," in remark
+def look(ctx: Any) -> None:
+    """Reads ``a``."""
+    float(ctx.a.sum())
 
 
 def view(ctx: Any) -> None:
@@ -131,51 +49,86 @@ def view(ctx: Any) -> None:
     ctx.b = ctx.a[:2]
 
 
-def test_writing_a_view_writes_its_base() -> None:
-    """Tasks that read the base come before."""
-
-    def read_whole(ctx: Any) -> None:
-        ctx.c = ctx.a + 1
-
-    def write_part(ctx: Any) -> None:
-        ctx.b.zero_()
-
-    found = recorded(make, view, read_whole, write_part)
-    assert writes(found, "write_part") == {"ctx.a", "ctx.b"}
-    assert orders(found) == {
-        ("view", "make", 0),
-        ("read_whole", "make", 0),
-        ("write_part", "view", 0),
-        ("write_part", "read_whole", 0),
-    }
+def write_part(ctx: Any) -> None:
+    """Modifies that part."""
+    ctx.b.zero_()
 
 
-def test_a_view_outlives_its_base_attribute() -> None:
-    """Reads of a deleted attribute still come before the write of its view."""
+READ_AND_WRITTEN: dict[str, tuple[list[Task], str, str]] = {
+    "get": ([make, named("t", lambda ctx: ctx.a + ctx.iter_idx)], "ctx.a", ""),
+    "set": ([named("t", lambda ctx: setattr(ctx, "b", 1))], "", "ctx.b"),
+    "its own": ([named("t", lambda ctx: (setattr(ctx, "a", 1), ctx.a))], "", "ctx.a"),
+    "hasattr": ([named("t", lambda ctx: hasattr(ctx, "never"))], "ctx.never", ""),
+    "getattr": ([named("t", lambda ctx: getattr(ctx, "never", 1))], "ctx.never", ""),
+    "rebind": ([make, named("t", lambda ctx: setattr(ctx, "a", None))], "", "ctx.a"),
+    "delete": ([make, named("t", lambda ctx: delattr(ctx, "a"))], "", "ctx.a"),
+    "vars": (
+        [make, named("t", lambda ctx: vars(ctx).update(b=vars(ctx).pop("a")))],
+        "ctx.a ctx.batch",
+        "ctx.a ctx.b",
+    ),
+    "a list under two names": (
+        [
+            sets("list", lambda ctx: []),
+            sets("box", lambda ctx: SimpleNamespace(items=ctx.list)),
+            named("t", lambda ctx: ctx.box.items.append(1)),
+        ],
+        "ctx.box",
+        "ctx.box ctx.list",
+    ),
+    "a view": ([make, view, named("t", write_part)], "ctx.a ctx.b", "ctx.a ctx.b"),
+    "a gradient": (
+        [
+            sets("x", lambda ctx: torch.ones(2, requires_grad=True)),
+            named("t", lambda ctx: (ctx.x * 2).sum().backward()),
+        ],
+        "ctx.x",
+        "ctx.x",
+    ),
+}
 
-    def read_whole(ctx: Any) -> None:
-        ctx.c = ctx.a + 1
+
+@pytest.mark.parametrize(
+    ("tasks", "read", "written"), READ_AND_WRITTEN.values(), ids=READ_AND_WRITTEN
+)
+def test_what_a_task_does_to_attributes(tasks: list[Task], read: str, written: str) -> None:
+    """The last task's reads and writes; ``iter_idx``, and what it set itself, do not count."""
+    found = recorded(*tasks)
+    assert reads(found, "t") == set(read.split())
+    assert writes(found, "t") == set(written.split())
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda ctx: ctx.a.mul_(2),
+    "through numpy": lambda ctx: ctx.a.numpy().fill(7),
+    "through data": lambda ctx: ctx.a.data.zero_(),
+    "rebound": lambda ctx: setattr(ctx, "a", None),
+    "deleted": lambda ctx: delattr(ctx, "a"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_comes_after_those_who_read_before(how: str) -> None:
+    """By any means; a note names what no operator says."""
+    found = recorded(make, look, named("change", CHANGES[how]))
+    assert "ctx.a" in writes(found, "change")
+    assert orders(found) == {("look", "make", 0), ("change", "look", 0)}
+    notes = [note for note in found.notes if "no operator says" in note]
+    assert ["'change' modified ctx.a," in note for note in notes] == [True] * (
+        how == "through numpy"
+    )
+
+
+def test_writing_a_view_comes_after_reads_of_its_base() -> None:
+    """Also if the base's attribute has gone; views that are only read need no order."""
 
     def drop(ctx: Any) -> None:
         del ctx.a
 
-    def write_part(ctx: Any) -> None:
-        ctx.b.zero_()
-
-    found = recorded(make, view, read_whole, drop, write_part)
-    assert "ctx.a" in writes(found, "write_part")
-
-
-def test_views_that_are_only_read_need_no_order() -> None:
-    """Reading the base and taking a view of it can go in any order."""
-
-    def read_whole(ctx: Any) -> None:
-        ctx.c = ctx.a + 1
-
-    assert orders(recorded(make, view, read_whole)) == {
-        ("view", "make", 0),
-        ("read_whole", "make", 0),
-    }
+    assert orders(recorded(make, view, look)) == {("view", "make", 0), ("look", "make", 0)}
+    found = recorded(make, view, look, write_part)
+    assert {("write_part", "view", 0), ("write_part", "look", 0)} < orders(found)
+    assert "ctx.a" in writes(recorded(make, view, look, drop, write_part), "write_part")
 
 
 def test_backward_reads_what_autograd_saved() -> None:
@@ -202,82 +155,34 @@ def test_backward_reads_what_autograd_saved() -> None:
 class Batch:
     """As users write them."""
 
-    dense: torch.Tensor
-    rest: dict[str, list[torch.Tensor]]
-
-
-def nested() -> Batch:
-    """Two tensors, one of them deep inside."""
-    return Batch(torch.ones(2), {"x": [torch.ones(3)]})
+    dense: Tensor
+    rest: dict[str, list[Tensor]]
 
 
 def test_a_tensor_deep_inside_a_batch_is_modified() -> None:
     """It writes the batch; the user's own batch is not changed."""
-
-    def look(ctx: Any) -> None:
-        ctx.y = ctx.batch.rest["x"][0] + 1
-
-    def scale(ctx: Any) -> None:
-        ctx.batch.rest["x"][0].mul_(3)
-
-    batch = nested()
-    found = recorded(look, scale, batch=batch)
+    batch = Batch(torch.ones(2), {"x": [torch.ones(3)]})
+    found = recorded(
+        sets("y", lambda ctx: ctx.batch.rest["x"][0] + 1),
+        named("scale", lambda ctx: ctx.batch.rest["x"][0].mul_(3)),
+        batch=batch,
+    )
     assert writes(found, "scale") == {"ctx.batch"}
-    assert ("scale", "look", 0) in orders(found)
+    assert ("scale", "set y", 0) in orders(found)
     assert batch.rest["x"][0].tolist() == [1, 1, 1]
-
-
-def test_appending_to_a_container_modifies_it() -> None:
-    """A list under two attributes is modified under both."""
-
-    def share(ctx: Any) -> None:
-        ctx.list = []
-        ctx.box = SimpleNamespace(items=ctx.list)
-
-    def look(ctx: Any) -> None:
-        len(ctx.list)
-
-    def append(ctx: Any) -> None:
-        ctx.box.items.append(1)
-
-    found = recorded(share, look, append)
-    assert writes(found, "append") == {"ctx.list", "ctx.box"}
-    assert ("append", "look", 0) in orders(found)
-
-
-def test_the_gradient_of_an_attribute_belongs_to_it() -> None:
-    """Backward writes the leaf that gets a gradient; tasks that read the gradient come after."""
-
-    def leaf(ctx: Any) -> None:
-        ctx.x = torch.ones(2, requires_grad=True)
-
-    def backward(ctx: Any) -> None:
-        (ctx.x * 2).sum().backward()
-
-    def use(ctx: Any) -> None:
-        ctx.norm = ctx.x.grad.norm()
-
-    found = recorded(leaf, backward, use)
-    assert writes(found, "backward") == {"ctx.x"}
-    assert ("use", "backward", 0) in orders(found)
 
 
 def test_sizes_are_bytes_of_what_each_task_sets() -> None:
     """Tensors at any depth, and bytes; a view counts its whole memory."""
-
-    def sets(ctx: Any) -> None:
-        ctx.tensors = [torch.zeros(10), {"x": torch.zeros(5, dtype=torch.float64)}]
-        ctx.raw = b"12345"
-        ctx.number = 3
-
-    found = recorded(make, view, sets)
-    assert found.sizes == {
-        ("make", "a"): 16,
-        ("view", "b"): 16,
-        ("sets", "tensors"): 80,
-        ("sets", "raw"): 5,
-        ("sets", "number"): 0,
-    }
+    wide = torch.zeros(5, dtype=torch.float64)
+    found = recorded(
+        make,
+        view,
+        sets("tensors", lambda ctx: [torch.zeros(10), {"x": wide.clone()}]),
+        sets("raw", lambda ctx: b"12345"),
+        sets("number", lambda ctx: 3),
+    )
+    assert [*found.sizes.values()] == [16, 16, 80, 5, 0]
 
 
 def test_an_object_that_cannot_be_inspected_is_noted() -> None:
@@ -286,11 +191,8 @@ def test_an_object_that_cannot_be_inspected_is_noted() -> None:
     class Opaque:
         pass
 
-    def sets(ctx: Any) -> None:
-        ctx.thing = [Opaque()]
-
-    (note,) = [one for one in recorded(sets).notes if "Not inspected" in one]
-    assert "ctx.thing (Opaque)" in note
+    (note,) = [one for one in recorded(sets("x", lambda _: [Opaque()])).notes if "inspected" in one]
+    assert "ctx.x (Opaque)" in note
 
 
 @pytest.mark.parametrize("access", [getattr, setattr, delattr], ids=["get", "set", "delete"])
@@ -301,16 +203,71 @@ def test_a_context_may_get_its_class_back_within_an_access(
     """As when another thread ends the iteration's last task: the access goes on as it would."""
     outcomes = []
     for swapped in (False, True):
-        ctx = recorded_class(IterContext)(5, 0)
+        ctx = IterContext(5, 0)
+        log = AttributeLog(ctx)
+        log.__enter__()
         if swapped:
 
-            def swap(ctx: Any) -> None:
+            def get(key: Any, default: Any, ctx: Any = ctx) -> Any:
                 object.__setattr__(ctx, "__class__", IterContext)
+                return ()
 
-            monkeypatch.setattr(recorded_context, "_log", swap)
+            monkeypatch.setattr(context_log, "_LOGS", SimpleNamespace(get=get))
         try:
             outcomes.append(access(ctx, name, *([7] if access is setattr else [])))
         except AttributeError as error:
             outcomes.append(str(error).partition("object")[2] or str(error))
         outcomes.append(object.__getattribute__(ctx, "__dict__"))
     assert outcomes[:2] == outcomes[2:]
+
+
+# --------------------------------------------------------------------------------- transfers
+
+
+class Hidden:
+    """Holds a tensor where no recording looks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.get = lambda: tensor
+
+
+def test_a_gradient_in_a_hidden_leaf_is_a_transfer() -> None:
+    """The seam of a step that is cut in two: backward writes no attribute that the rest reads.
+
+    Planned without this order, tables were updated before their gradients were there.
+    """
+
+    def cut(ctx: Any) -> None:
+        leaf = torch.ones(4, requires_grad=True)
+        ctx.seam = Hidden(leaf)
+        ctx.loss = (leaf * 3).sum()
+
+    def backward(ctx: Any) -> None:
+        ctx.loss.backward()
+
+    def go_on(ctx: Any) -> None:
+        float(ctx.seam.get().grad.sum())
+
+    found = recorded(cut, backward, go_on)
+    assert orders(found) == {("backward", "cut", 0), ("go_on", "backward", 0)}
+    place = "memory from 'backward' to 'go_on'"
+    assert place in writes(found, "backward")
+    assert place in reads(found, "go_on")
+    (note,) = [note for note in found.notes if "no attribute led to" in note]
+    assert note.startswith("'go_on' uses memory (float32 [4]) that 'backward' created or wrote")
+    (told,) = [one for one in found.dependences().needed if one.consumer == "go_on"]
+    assert str(told) == f'("go_on", "backward") in deps, for {place}'
+
+
+def test_hidden_writes_are_ordered_with_reads_and_reads_with_none() -> None:
+    """Readers stay before or after the write; two that only read can go in any order."""
+    fill = sets("box", lambda ctx: Hidden(torch.ones(4)))
+    first, last = (named(n, lambda ctx: float(ctx.box.get().sum())) for n in ("first", "last"))
+    change = named("change", lambda ctx: ctx.box.get().add_(1))
+    read = {("first", "set box", 0), ("last", "set box", 0)}
+    assert orders(recorded(fill, first, last)) == read
+    assert orders(recorded(fill, first, change, last)) == {
+        ("first", "set box", 0),
+        ("change", "first", 0),
+        ("last", "change", 0),
+    }

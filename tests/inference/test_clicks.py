@@ -42,6 +42,12 @@ def recording_of(job: ClickJob) -> Recording:
     return record(job.tasks(), next(job.batches()), device="cpu")
 
 
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Of a job of its own."""
+    return recording_of(job_on(tmp_path_factory.mktemp("job")))
+
+
 def results(job: ClickJob, plan: PipelinePlan) -> list[torch.Tensor]:
     """Losses of one epoch, and the parameters after it."""
     with SWPipeline(plan, job.tasks(), device="cpu") as pipe, pipe.borrow():  # without a body
@@ -73,16 +79,17 @@ def test_a_training_step_is_inferred_without_declarations(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_no_dependence_is_missing_in_the_ready_made_plans(tmp_path: Path, name: str) -> None:
+def test_no_dependence_is_missing_in_the_ready_made_plans(recording: Recording, name: str) -> None:
     """Every conflict is ordered."""
-    found = recording_of(job_on(tmp_path))
-    assert found.compare(PLANS[name]()).missing == ()
+    assert recording.compare(PLANS[name]()).missing == ()
 
 
-def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) -> None:
+def test_inferred_dependences_make_a_plan_with_the_same_numbers(
+    recording: Recording, tmp_path: Path
+) -> None:
     """Two stages and two threads with inferred dependences give the serial run's losses."""
     job = job_on(tmp_path)
-    inferred = record(job.tasks(), next(job.batches()), device="cpu").plan()
+    inferred = recording.plan()
     piped = replace(inferred, schedule=job.plan("pipelined").schedule, pipeline_depth=3)
     validate(piped, job.tasks())
     serially = results(job_on(tmp_path), job.plan("serial"))
@@ -90,28 +97,31 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_inferred_dependences_are_enough_on_any_stages_and_threads(tmp_path: Path) -> None:
+def test_inferred_dependences_are_enough_on_any_stages_and_threads(
+    recording: Recording, tmp_path: Path
+) -> None:
     """Checked on random plans."""
     job = job_on(tmp_path)
     serially = results(job, job.plan("serial"))
     for seed in range(5):
         job = job_on(tmp_path)
-        plan = scattered(recording_of(job).plan(), seed)
+        plan = scattered(recording.plan(), seed)
         assert all(map(torch.equal, serially, results(job, plan))), seed
 
 
 def test_recording_trains_nothing(tmp_path: Path) -> None:
-    """After a recording a job continues as if it had not been recorded."""
+    """A job goes on as if it had not been; its running AUC replaces a tensor each time."""
     recorded = job_on(tmp_path)
+    before = recorded.auc.counts
     recording_of(recorded)
-    assert torch.equal(recorded.auc.counts, job_on(tmp_path).auc.counts)
+    assert torch.equal(recorded.auc.counts, before)
     plan = recorded.plan("serial")
     assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
 
 
-def test_a_removed_dependence_is_reported_missing(tmp_path: Path) -> None:
+def test_a_removed_dependence_is_reported_missing(recording: Recording) -> None:
     """Each inferred dependence, removed, is missing once its tasks are on different threads."""
-    found = recording_of(job_on(tmp_path))
+    found = recording
     needed = found.dependences()
     of_tasks = {name: one for name, one in found.effects.items() if name not in OTHERS}
     schedule: dict[Any, Any] = {
@@ -129,17 +139,5 @@ def test_a_removed_dependence_is_reported_missing(tmp_path: Path) -> None:
         lacking = found.compare(plan).missing
         assert edge[:3] in {one[:3] for one in lacking}
         declared = [Edge(*dep[:3]) for dep in resolve_plan(plan).dependences]
-        mended = Orders(tuple(of_tasks), [*declared, *map(_edge, lacking)])
+        mended = Orders(tuple(of_tasks), [*declared, *map(edge_of, lacking)])
         assert all(mended.implies(edge_of(conflict)) for conflict in conflicts(of_tasks))
-
-
-def _edge(one: Any) -> Any:
-    return edge_of(one)
-
-
-def test_a_recording_leaves_nothing_changed(tmp_path: Path) -> None:
-    """Also the tensor that the running AUC replaces in each iteration."""
-    job = job_on(tmp_path)
-    before = job.auc.counts
-    recording_of(job)
-    assert torch.equal(job.auc.counts, before)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swpipe._values.storages import Storages
 from swpipe.device import CpuDevice, Stream
 from swpipe.inference import sampled_contents
-from swpipe.inference.sampled_contents import SampledContents, Used
-from swpipe.inference.storages import Storages
+from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 
 
-def used(*tensors: Tensor) -> list[Used]:
+def used(*tensors: Tensor) -> list[UsedMemory]:
     """As a task that has read these."""
     storages = Storages()
     numbers = [(tensor, *storages.of(tensor)) for tensor in tensors]
-    return [Used(n, f"[{n}]", tensor, storages.reference(n)) for tensor, n in numbers]
+    return [UsedMemory(n, f"[{n}]", tensor, storages.reference(n)) for tensor, n in numbers]
 
 
 def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[int]:

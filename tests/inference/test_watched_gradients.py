@@ -7,22 +7,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from swpipe._values.storages import Storages
 from swpipe.device import resolve
-from swpipe.inference.purity import PureRecorder
-from swpipe.inference.storages import Storages
+from swpipe.inference.purity import UseRecorder
 from swpipe.inference.watched_gradients import WatchedGradients
 from tests.support.ranks import Ranks
 
 
-def backward(model: nn.Module) -> PureRecorder:
+def backward(model: nn.Module) -> UseRecorder:
     """What a recorder sees of one."""
-    recorder = PureRecorder(resolve("cpu"))
+    recorder = UseRecorder(resolve("cpu"))
     with recorder:
         model(torch.ones(3, 4)).square().mean().backward()
     return recorder
 
 
-def missed(model: nn.Module, recorder: PureRecorder) -> list[str]:
+def missed(model: nn.Module, recorder: UseRecorder) -> list[str]:
     """The parameters whose gradient is not the tensor that was seen, or in other memory."""
     return [
         name
@@ -54,7 +54,7 @@ def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(one_rank: Ranks
 def test_the_last_of_several_gradients_counts() -> None:
     """Of those that one task accumulates, and clears in between."""
     model = nn.Linear(4, 1)
-    recorder = PureRecorder(resolve("cpu"))
+    recorder = UseRecorder(resolve("cpu"))
     with recorder:
         for _ in range(3):
             model.zero_grad()
@@ -65,7 +65,7 @@ def test_the_last_of_several_gradients_counts() -> None:
 def test_a_sparse_gradient_is_told_from_its_parts() -> None:
     """Autograd looks at its indices and values before it keeps it."""
     model = nn.EmbeddingBag(5, 3, sparse=True)
-    recorder = PureRecorder(resolve("cpu"))
+    recorder = UseRecorder(resolve("cpu"))
     with recorder:
         model(torch.tensor([[1, 2]])).sum().backward()
     assert missed(model, recorder) == []

@@ -7,6 +7,7 @@ and restores the state, as a profile does. Both return everything that was train
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import combinations, repeat
 from typing import Any
 
@@ -71,6 +72,7 @@ class Loop:
         ctx.value = ctx.loss.detach().clone()
 
 
+@cache
 def trained(make: Callable[[], Loop]) -> dict[str, Any]:
     """What a loop trains in ``BEFORE + AFTER`` iterations."""
     loop = make()

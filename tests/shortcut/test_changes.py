@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.changes import Changes, ContextWatch
+from swpipe.shortcut.changes import ContextChanges, ContextWatch
 
 
 @dataclass
@@ -54,7 +54,7 @@ def context() -> SimpleNamespace:
     )
 
 
-def changes(task: Callable[[Any], object], ctx: Any = None) -> Changes:
+def changes(task: Callable[[Any], object], ctx: Any = None) -> ContextChanges:
     ctx = context() if ctx is None else ctx
     with ContextWatch(ctx) as watch:
         task(ctx)

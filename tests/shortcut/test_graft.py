@@ -22,47 +22,6 @@ def leaves_under(output: Tensor) -> list[Tensor]:
     return [node.variable for node, _ in output.grad_fn.next_functions]  # type: ignore[union-attr]
 
 
-def test_values_pass_unchanged_and_without_a_copy() -> None:
-    """What comes out shares memory with what was kept."""
-    kept = x(5)
-    (output,) = connect([kept], [], [])
-    assert torch.equal(output, x(5))
-    assert output.data_ptr() == kept.data_ptr()
-    assert not kept.requires_grad
-
-
-def test_gradients_reach_the_cached_tensor() -> None:
-    """The incoming gradient arrives at the leaf under the output, unchanged."""
-    (output,) = connect([x(5)], [], [])
-    (output * 3).sum().backward()
-    assert output.grad_fn is not None
-    (leaf,) = leaves_under(output)
-    assert leaf.grad is not None
-    assert torch.equal(leaf.grad, x(3))
-
-
-def test_upstream_gets_zeros() -> None:
-    """Every upstream tensor gets a gradient of zeros, and so do the parameters behind it."""
-    first, second = weight(), weight()
-    upstream = [first * 2, second * 3]
-    (output,) = connect([x(5)], upstream, ZeroGradients().like(upstream, None))
-    output.sum().backward()
-    for parameter in (first, second):
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, x(0))
-
-
-def test_upstream_gets_zeros_when_one_output_of_several_is_used() -> None:
-    """An output that nobody uses neither fails nor gets a gradient."""
-    parameter = weight()
-    used, unused = connect([x(5), x(6)], [parameter], ZeroGradients().like([parameter], None))
-    used.sum().backward()
-    assert unused.requires_grad
-    assert [leaf.grad is None for leaf in leaves_under(used)] == [False, True, False]
-    assert parameter.grad is not None
-    assert torch.equal(parameter.grad, x(0))
-
-
 def test_types_and_shapes_may_differ() -> None:
     """Half, double and complex outputs stand beside upstream tensors of other shapes."""
     parameter = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
@@ -74,15 +33,6 @@ def test_types_and_shapes_may_differ() -> None:
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.bfloat16
     assert not parameter.grad.any()
-
-
-def test_an_output_may_be_modified_in_place() -> None:
-    """As the task's own output might; autograd does not take it for a view."""
-    parameter = weight()
-    upstream = [parameter * 2]
-    (output,) = connect([x(5)], upstream, ZeroGradients().like(upstream, None))
-    output.mul_(2).sum().backward()
-    assert parameter.grad is not None
 
 
 def test_backward_twice_through_a_retained_graph_gives_zeros_twice() -> None:
@@ -169,14 +119,6 @@ def test_gradients_do_not_share_memory_with_the_zeros() -> None:
 
 
 # ------------------------------------------------------------- what outputs come from
-
-
-def test_only_attributes_that_outputs_depend_on_are_found() -> None:
-    """Unused and detached tensors are not."""
-    used, unused, cut = weight() * 2, weight() * 2, weight() * 2
-    edges = gradient_edges({"used": [used], "unused": unused, "cut": cut, "plain": x()})
-    output = (used + cut.detach()).sum()
-    assert find_sources([output], edges).attributes == ("used",)
 
 
 def test_the_search_ends_at_the_nearest_attribute() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from swpipe.core.task import DeclaredIO
 from swpipe.errors import ShortcutError
 from tests.shortcut.loops import (
     Loop,
-    alone_and_in_pairs,
     outcome,
     run,
     same,
@@ -195,8 +195,13 @@ LOOPS = (
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
-@pytest.mark.parametrize("names", alone_and_in_pairs(NAMES), ids="+".join)
-@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        *((make, (name,)) for make in LOOPS for name in NAMES),
+        *((make, pair) for make in (Loop, GradientsAsIo) for pair in combinations(NAMES, 2)),
+    ],
+)
 def test_training_goes_on_as_without_shortcuts(make: type[Loop], names: tuple[str, ...]) -> None:
     """No task fails while others are shortcut, and what is trained afterwards is equal in bits."""
     assert same(trained(make), trained_around_shortcuts(make, names))

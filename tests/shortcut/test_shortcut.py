@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._tensors.pytree import map_tensors, tensors_in
+from swpipe._values.walk import map_tensors, tensors_in
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.errors import ShortcutError

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swpipe import IterContext, PipelineTask
-from swpipe._tensors.pytree import leaves_in, tensors_in
+from swpipe._values.walk import leaves_in, tensors_in
 
 
 class _ArrayReference(NamedTuple):

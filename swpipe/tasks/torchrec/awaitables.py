@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import Awaitable
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
 from swpipe.tasks.torchrec.inputs import RewriteError
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from swpipe._tensors.pytree import map_tensors
+from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import (
     BaseForward,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device import Device
 from swpipe.tasks.torchrec.exchanged import CallInputs, memory_of
 from swpipe.tasks.torchrec.inputs import Found, RewriteError, Source

@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
 from swpipe.tasks.torchrec.inputs import RewriteError
 

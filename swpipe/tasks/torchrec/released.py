@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device import Device, Stream
 from swpipe.tasks.torchrec._torchrec import KeyedJaggedTensor, KJTAllToAllTensorsAwaitable
 from swpipe.tasks.torchrec.forwards import SparseDistContext

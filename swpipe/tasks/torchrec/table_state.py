@@ -15,8 +15,8 @@ from typing import Any, Self, TypeAlias
 
 from torch import Tensor, nn
 
-from swpipe._tensors.pytree import parts_of, tensors_in
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import parts_of, tensors_in
 
 CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """Returns all rows; and restores what that returned, as often as it is called."""

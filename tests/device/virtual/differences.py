@@ -16,7 +16,7 @@ import pytest
 
 from swpipe import pipeline
 from swpipe._engine.waiting import Host
-from swpipe._tensors import containers
+from swpipe._values import containers
 from swpipe.testing import Difference, Loop, first_difference
 from tests.device.virtual import Buffer, VirtualDevice, virtual_device
 from tests.device.virtual.machine import VirtualMachine

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from swpipe._engine.waiting import Host
-from swpipe._tensors.pytree import nodes_in, record_stream
+from swpipe._values.walk import nodes_in, record_stream
 from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from tests.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
@@ -94,7 +94,7 @@ class _Use(NamedTuple):
 
 
 class _Block:
-    """Memory. A plain class, so that ``swpipe._tensors.pytree`` does not look inside."""
+    """Memory. A plain class, so that ``swpipe._values.walk`` does not look inside."""
 
     def __init__(self, stream: VirtualStream) -> None:
         self.stream = stream  # its owner

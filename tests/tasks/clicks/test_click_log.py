@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.tasks.clicks import BatchSpec, ClickDataError, ClickLog, MalformedRowError, generate
 from swpipe.tasks.clicks import log as log_module
 from swpipe.tasks.clicks.decode import Decoded, decode

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from swpipe._tensors.pytree import tensors_in
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import tensors_in
 from swpipe.tasks import torchrec as ours
 from tests.tasks.torchrec.loops import streams_on_a_cpu, theirs
 from tests.tasks.torchrec.models import CPU, Job, batches, everything, put_back, sharded

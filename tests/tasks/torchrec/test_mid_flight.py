@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from swpipe._tensors.stateful import modules_in
+from swpipe._values.stateful import modules_in
 from swpipe.errors import PlanError
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe._tensors.pytree import tensors_in
+from swpipe._values.walk import tensors_in
 from swpipe.device.cpu import CpuDevice
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe._state.owners import Found
-from swpipe._state.snapshot import Snapshot
+from swpipe._values.owners import Owner
+from swpipe._values.snapshot import Snapshot
 from swpipe.device import CpuDevice
 
 
 def snapshot_of(*owners: Any) -> Snapshot:
     """A snapshot of owners, whatever they are called."""
-    return Snapshot([Found(f"owner {i}", owner) for i, owner in enumerate(owners)], CpuDevice())
+    return Snapshot([Owner(f"owner {i}", owner) for i, owner in enumerate(owners)], CpuDevice())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

@@ -1,25 +1,42 @@
-"""State outside the context: parameters, gradients, optimizer state, tensors.
+"""State outside the context, by names: parameters, gradients, optimizer state, declared memory.
 
 A state item keeps its name while its tensor may be replaced: ``model.net.weight``, its ``.grad``,
 ``optimizer: exp_avg of model.net.weight``, or a tensor by itself. The items are collected again
 after each task, since optimizers create their state in their first step.
+
+Tensors in the memory that a task declares (``DeclaredIO(memory=...)``) belong to the declared
+state, whatever else refers to them: a model's parameter, a view that an object keeps, a shard. So
+observed and declared accesses are to the same state, and a plan can allow it to be stale by name.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from swpipe._state.owners import Found
-from swpipe._tensors.pytree import grad_or_none, tensors_in
-from swpipe._tensors.stateful import PLAIN, is_generator, modules_in, named_modules_in
-from swpipe.inference.storages import unsharded
+from swpipe._state.loop import declared_memory
+from swpipe._values.containers import LEAF, kind_of
+from swpipe._values.owners import Owner
+from swpipe._values.stateful import (
+    PLAIN,
+    has_state_dict,
+    is_generator,
+    modules_in,
+    named_modules_in,
+)
+from swpipe._values.storages import StorageId, nbytes
+from swpipe._values.walk import grad_or_none, tensors_in, unsharded
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.errors import PlanError, Problem
+
+DECLARED = "declared"
+"""The kind of items in declared memory; their owner is the declared state."""
 
 
 class StateItem(NamedTuple):
@@ -37,6 +54,11 @@ class StateItem(NamedTuple):
     owner: str
     kind: str
 
+    @classmethod
+    def alone(cls, name: str) -> StateItem:
+        """What belongs to nothing else."""
+        return cls(name, name, "")
+
 
 @dataclass
 class StateItems:
@@ -53,7 +75,7 @@ class StateItems:
     generators: dict[str, Any] = field(default_factory=dict)
 
 
-def items_in(owners: Iterable[Found]) -> StateItems:
+def items_in(owners: Iterable[Owner]) -> StateItems:
     """Everything that some modules, optimizers, tensors and generators hold now."""
     found = StateItems()
     count: Counter[str] = Counter()
@@ -68,13 +90,13 @@ def items_in(owners: Iterable[Found]) -> StateItems:
     for path, owner in owners:
         if id(owner) in covered:  # a module within one before it, with which its tensors came
             continue
-        if isinstance(owner, torch.nn.Module):
+        if isinstance(owner, Module):
             covered.update(map(id, modules_in(owner)))
         if is_generator(owner):
             found.generators[unique(path)] = owner
         elif isinstance(owner, Optimizer):
             optimizers.append((unique(path), owner))
-        elif isinstance(owner, Tensor | torch.nn.Module):
+        elif isinstance(owner, Tensor | Module):
             _add(found, names_of, items_of(unique(path), owner))
     for root, optimizer in optimizers:  # last: their state is named after parameters
         _add(found, names_of, _optimizer_items(root, optimizer, names_of))
@@ -83,9 +105,7 @@ def items_in(owners: Iterable[Found]) -> StateItems:
 
 
 def _add(
-    found: StateItems,
-    names_of: dict[int, str],
-    items: Iterable[tuple[StateItem, Tensor]],
+    found: StateItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
 ) -> None:
     """Add items whose tensors have no item yet, and their gradients."""
     for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
@@ -102,7 +122,7 @@ def _add(
 def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
     """The tensor, or all tensors of a module, also those in plain lists and dicts."""
     if isinstance(owner, Tensor):
-        yield StateItem(root, root, ""), owner
+        yield StateItem.alone(root), owner
         return
     modules = list(named_modules_in(root, owner))
     # Registered tensors first: their names are better than those of a wrapper's lists.
@@ -124,7 +144,7 @@ def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[Stat
     if isinstance(value, (*PLAIN, Optimizer)):
         return
     for index, tensor in enumerate(tensors_in(value)):
-        of_kind = "parameters" if isinstance(tensor, torch.nn.Parameter) else kind
+        of_kind = "parameters" if isinstance(tensor, Parameter) else kind
         yield StateItem(path if tensor is value else f"{path}[{index}]", root, of_kind), tensor
 
 
@@ -151,3 +171,58 @@ def _options(optimizer: Optimizer) -> Any:
         [(key, value) for key, value in group.items() if isinstance(value, (*PLAIN, tuple))]
         for group in optimizer.param_groups
     ]
+
+
+def options_of(optimizer: str) -> StateItem:
+    """An optimizer's options other than the parameters, such as the learning rate."""
+    return StateItem(f"{optimizer} options", optimizer, "options")
+
+
+def assign_declared(
+    items: Mapping[StateItem, Tensor], tasks: Iterable[PipelineTask]
+) -> dict[StateItem, Tensor]:
+    """The same items, with those in declared memory assigned to the states declared there.
+
+    Raises:
+        PlanError: Two states are declared in the same memory, or a declared memory is not tensors.
+    """
+    state_of: dict[StorageId, str] = {}
+    for task, io, tensor in _declared(tasks):
+        for storage in nbytes(tensor):
+            other = state_of.setdefault(storage, str(io.state))
+            if other != io.state:
+                raise _refused(
+                    task,
+                    io,
+                    f"a tensor of shape {list(tensor.shape)} that also belongs to state "
+                    f"{other!r}: declare it for one of them",
+                )
+    assigned = {}
+    for item, tensor in items.items():
+        state = next((state_of[n] for n in nbytes(tensor) if n in state_of), None)
+        key = item if state is None else item._replace(owner=state, kind=DECLARED)
+        assigned[key] = tensor
+    return assigned
+
+
+def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO, Tensor]]:
+    """The tensors in declared memory, and who declares it."""
+    return ((io, tensor) for _, io, tensor in _declared(tasks))
+
+
+def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
+    """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
+    for task, io, item in declared_memory(tasks):
+        if isinstance(item, Module):
+            for _, one in items_of("", item):
+                yield from ((task, io, part) for part in unsharded(one))
+        elif isinstance(item, Tensor):
+            yield task, io, item
+        elif kind_of(type(item)) is LEAF and not has_state_dict(item):
+            what = f"{item!r}: give tensors, modules, or objects with state_dict"
+            raise _refused(task, io, what)
+
+
+def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:
+    text = f"task {task.name!r} declares that state {io.state!r} lies in {what}"
+    return PlanError([Problem(text, (task.name,))])

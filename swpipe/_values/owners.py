@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swpipe._tensors.pytree import nodes_in
-from swpipe._tensors.stateful import has_state
-from swpipe.core.task import PipelineTask
+from swpipe._values.stateful import has_state, modules_in
 
 
-class Found(NamedTuple):
+class Owner(NamedTuple):
     """An object with state, and what to call it, such as "model" or "Linear"."""
 
     path: str
@@ -26,13 +24,13 @@ class Found(NamedTuple):
         return self.path if self.path == kind or "(" in self.path else f"{self.path} ({kind})"
 
 
-class Owners(tuple[Found, ...]):
+class Owners(tuple[Owner, ...]):
     """What is restored though the user has not given it: whatever is shown besides is added."""
 
     __slots__ = ()
 
 
-def given_state(state: Any) -> tuple[Found, ...]:
+def given_state(state: Any) -> tuple[Owner, ...]:
     """The objects that the user gave: one, several, or a mapping with names.
 
     Raises:
@@ -44,7 +42,7 @@ def given_state(state: Any) -> tuple[Found, ...]:
         state = {"state": state}
     elif not isinstance(state, Mapping):
         state = {f"state[{index}]": owner for index, owner in enumerate(state)}
-    found = tuple(Found(str(name), owner) for name, owner in state.items())
+    found = tuple(Owner(str(name), owner) for name, owner in state.items())
     for one in found:
         if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
             raise TypeError(
@@ -54,14 +52,15 @@ def given_state(state: Any) -> tuple[Found, ...]:
     return found
 
 
-def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Found]:
-    """Modules, tensors and objects with ``state_dict`` in the memory of declared states."""
-    seen: set[int] = set()
-    for io in (io for task in tasks for io in task.io if io.memory is not None):
-        for child in (child for node in nodes_in([io.memory]) for child in node.children):
-            shards = child.local_shards() if hasattr(child, "local_shards") else None
-            for owner in [child] if shards is None else [shard.tensor for shard in shards]:
-                restorable = isinstance(owner, torch.Tensor) or has_state(owner)
-                if restorable and id(owner) not in seen:
-                    seen.add(id(owner))
-                    yield Found(str(io.state), owner)
+def modules_of(owners: Iterable[Owner]) -> Iterator[torch.nn.Module]:
+    """The modules among some objects, and all modules below them."""
+    for one in owners:
+        if isinstance(one.owner, torch.nn.Module):
+            yield from modules_in(one.owner)
+
+
+def modules_restored_by(owners: Iterable[Owner]) -> Iterator[torch.nn.Module]:
+    """The modules that an object with a state restores, as it says by ``restored_modules``."""
+    for one in owners:
+        for root in getattr(one.owner, "restored_modules", ()):
+            yield from modules_in(root)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
-from swpipe._tensors.pytree import inner_tensors, tensors_in
+from swpipe._values.walk import inner_tensors, tensors_in, unsharded
 from swpipe.device import on_cpu
 
 UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
@@ -28,8 +28,8 @@ class SavedTensors:
     def add(self, tensor: Tensor) -> None:
         """Save a tensor and its gradient, if any; of a ShardedTensor, the local shards."""
         if hasattr(tensor, "local_shards"):
-            for shard in tensor.local_shards():
-                self.add(shard.tensor)
+            for shard in unsharded(tensor):
+                self.add(shard)
         elif id(tensor) not in self._saved and not isinstance(tensor, UNINITIALIZED):
             self._saved[id(tensor)] = _SavedTensor(tensor)
             if tensor.is_leaf and tensor.grad is not None:

@@ -1,9 +1,9 @@
-"""What a value consists of at one moment, to find out later whether it was modified in place.
+"""A fingerprint of a value: what it consists of now, to find out later whether it was modified.
 
 Compared are
 
-- the containers of ``swpipe._tensors.pytree`` and the attributes of objects of user-defined
-  classes: which objects they hold, and under which names;
+- the containers of ``swpipe._values.walk`` and the attributes of objects of user-defined classes:
+  which objects they hold, and under which names;
 - tensors: version counter (shared with views and ``detach()``, not with ``.data``), whether they
   require grad, ``.grad`` and its version counter. A CPU tensor without a version counter (made in
   inference mode) is compared by value; on a device another stream may be writing it, so it is not
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
@@ -32,16 +31,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from swpipe._tensors.containers import (
+from swpipe._values.containers import (
     KINDS,
     LEAF,
     TENSOR,
+    Kind,
     by_attributes,
     has_record_stream,
     kind_of,
 )
-from swpipe._tensors.pytree import Node, grad_or_none, parts_of
-from swpipe._tensors.stateful import WHOLE, has_state, is_foreign
+from swpipe._values.stateful import WHOLE, has_state, is_foreign
+from swpipe._values.walk import Node, grad_or_none, parts_in, parts_of
 
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, type),
@@ -49,48 +49,55 @@ _FIXED = (
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not a static type written in C
 _BUFFERS = (bytearray, memoryview, array, mmap)
+_CLOSED = Kind()
+_OBJECTS = Kind(lambda value: value.flat)
 
 
-class Content:
-    """The contents of a value: containers, objects, tensors and buffers, at any depth.
+class Fingerprint:
+    """What a value consists of: containers, objects, tensors and buffers, at any depth.
+
+    Args:
+        value: The value.
+        objects: Look at other values than tensors and containers, too.
 
     Attributes:
         value: The value.
         leaves: All that was not opened, each once; values that cannot change are left out.
         nodes: All containers and opened objects.
+        tensors: All tensors, except for parameters.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, objects: bool = True) -> None:
         self.value = value
         self.nodes: list[Node] = []
         self.leaves: list[Any] = []
-        self._tensors: list[tuple[Tensor, TensorState, Tensor | None]] = []
+        self.tensors: list[Tensor] = []
+        self._states: list[TensorState] = []
+        self._copies: list[Tensor | None] = []
         self._buffers: list[tuple[Any, bytes]] = []
-        for part in _parts(value):
-            if isinstance(part, Node):
-                self.nodes.append(part)
-            elif isinstance(part, Parameter):
-                self.leaves.append(part)
-            elif isinstance(part, Tensor):
-                self._tensors.append((part, TensorState.of(part), _inference_copy(part)))
-            elif (digest := _digest(part)) is not None:
-                self._buffers.append((part, digest))
+        for one, kind, children in parts_in(value, _part if objects else None):
+            if isinstance(one, Parameter):
+                self.leaves.append(one)
+            elif kind is TENSOR:
+                self.tensors.append(one)
+                self._states.append(TensorState.of(one))
+                self._copies.append(_inference_copy(one))
+            elif kind is not _CLOSED and kind is not _OBJECTS:
+                self.nodes.append(Node(one, tuple(kind.keys(one)), children))
+            elif (digest := _digest(one)) is not None:
+                self._buffers.append((one, digest))
             else:
-                self.leaves.append(part)
+                self.leaves.append(one)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors, except for parameters."""
-        return [tensor for tensor, _, _ in self._tensors]
-
-    def modified(self) -> bool:
+    def changed(self) -> bool:
         """Whether anything in the value was modified in place since."""
+        tensors = zip(self.tensors, self._states, self._copies, strict=True)
         return (
-            any(not same_node(node, node_of(node.value)) for node in self.nodes)
+            any(not same_node(node, Node.of(node.value)) for node in self.nodes)
             or any(
                 not state.same(TensorState.of(tensor))
                 or (copy is not None and not same_bits(tensor, copy))
-                for tensor, state, copy in self._tensors
+                for tensor, state, copy in tensors
             )
             or any(_digest(buffer) != digest for buffer, digest in self._buffers)
         )
@@ -134,37 +141,16 @@ def _all_in_attributes(cls: Any) -> bool:
     return builtin is object and (new is plain or isinstance(new, FunctionType))
 
 
-def node_of(value: Any) -> Node:
-    """The contents of a container or of an object, one level deep."""
-    cls: Any = type(value)
-    kind = by_attributes(cls) if kind_of(cls) is LEAF else kind_of(cls)
-    return Node(value, tuple(kind.keys(value)), tuple(kind.children(value)))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Every part of a value, each once: containers and objects as nodes, others as they are."""
-    seen: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        kind = kind_of(type(value))
-        if (kind is LEAF and is_fixed(value)) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if kind is TENSOR or (kind is LEAF and not is_object(value)):
-            yield value
-            stack.extend(_items(value))
-            continue
-        node = node_of(value)
-        yield node
-        stack.extend(reversed(node.children))
-
-
-def _items(value: Any) -> list[Any]:
-    """The items of an array of objects."""
+def _part(leaf: Any) -> Kind | None:
+    """How a fingerprint opens a leaf; None for one that cannot change."""
+    if is_fixed(leaf):
+        return None
+    cls: Any = type(leaf)
+    if is_object(leaf):
+        return by_attributes(cls)
     numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and isinstance(value, numpy.ndarray)
-    return list(value.flat) if is_array and value.dtype == object else []
+    is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
+    return _OBJECTS if is_array and leaf.dtype == object else _CLOSED
 
 
 class TensorState(NamedTuple):
@@ -185,6 +171,10 @@ class TensorState(NamedTuple):
     def same(self, other: TensorState) -> bool:
         """Whether the tensor was not modified in between."""
         return self.grad is other.grad and self._replace(grad=None) == other._replace(grad=None)
+
+    def same_grad(self, other: TensorState) -> bool:
+        """Whether its gradient was not."""
+        return self.grad is other.grad and self.grad_version == other.grad_version
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Identities, sizes and checksums of tensor storages.
+"""Identities, sizes and contents of tensor storages.
 
 A storage is the memory that a tensor and its views share. Its identity is kept by a weak reference,
 which does not keep the memory alive, but prevents its number from being used again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch._C import _has_storage as has_storage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from swpipe._tensors.pytree import parts_of
+from swpipe._values.fingerprint import version_of
+from swpipe._values.walk import parts_of
 from swpipe.device import on_cpu
 
 StorageId = int
@@ -27,7 +28,7 @@ MAX_CHECKED_BYTES = 2**20
 
 
 class Storages:
-    """All storages seen during a recording.
+    """All storages seen by somebody.
 
     Attributes:
         created: Those that an operator made.
@@ -73,6 +74,26 @@ class Storages:
         return self._descriptions[number]
 
 
+class MemoryPrint:
+    """Versions and contents of the memory of some tensors, at one moment."""
+
+    def __init__(self, tensors: Iterable[Tensor], storages: Storages) -> None:
+        self._tensors = [(one, storages.of(one), version_of(one)) for one in tensors]
+        self._sums: dict[StorageId, int] = {}
+        for tensor, numbers, _ in self._tensors:
+            self._sums |= checksums(tensor) if numbers - self._sums.keys() else {}
+
+    def changed_until(self, now: MemoryPrint) -> tuple[set[StorageId], set[StorageId]]:
+        """The storages that have another version or content now; those without another version."""
+        sums, versions = dict(now._sums), set[StorageId]()
+        for tensor, numbers, version in self._tensors:
+            sums |= checksums(tensor) if numbers - sums.keys() else {}
+            if version_of(tensor) != version:
+                versions |= numbers
+        contents = {number for number, sum_ in self._sums.items() if sums.get(number, sum_) != sum_}
+        return contents | versions, contents - versions
+
+
 def described(tensor: Tensor) -> str:
     """Data type and shape: "float32 [3, 4]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -86,14 +107,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def unsharded(tensor: Any) -> Iterator[Tensor]:
-    """The tensor itself, or this rank's shards of a ShardedTensor, which is not a ``Tensor``."""
-    if hasattr(tensor, "local_shards"):
-        yield from (shard.tensor for shard in tensor.local_shards())
-    else:
-        yield tensor
 
 
 def nbytes(tensor: Tensor) -> dict[StorageId, int]:

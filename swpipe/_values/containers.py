@@ -1,7 +1,6 @@
-"""Open containers, and make new ones like them with other children.
+"""Open containers, and make new ones like them: each type is a tensor, a leaf, or of a kind below.
 
-Every type has a kind: a tensor, a leaf, or one of the kinds of container below.
-``swpipe._tensors.pytree`` lists the types that are opened, and walks over values.
+``swpipe._values.walk`` lists the types that are opened, and walks over values.
 """
 
 from __future__ import annotations

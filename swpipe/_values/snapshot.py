@@ -9,7 +9,8 @@ them stay valid (an optimizer's to its parameters, a view's to its base).
 - generators: the default ones of torch, Python and numpy, and those that were found;
 - other objects: through ``state_dict`` and ``load_state_dict``.
 
-Of plain objects within modules nothing is saved; a change of their tensors is told.
+Of plain objects within modules nothing is saved: a module has many, which share tensors with it or
+belong to a library. A change of their tensors is told.
 
 Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
 and buffers that are initialized after the snapshot keep their values.
@@ -22,30 +23,48 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
-from swpipe._state.copies import SavedTensors
-from swpipe._state.generators import (
+from swpipe._values.copies import SavedTensors
+from swpipe._values.fingerprint import version_of
+from swpipe._values.generators import (
     default_generators,
-    saved_state,
     set_back,
     set_default_generators,
+    state_of,
 )
-from swpipe._state.owners import Found
-from swpipe._state.unsaved import UnsavedTensors
-from swpipe._tensors.pytree import nodes_in, parts_of, tensors_in
-from swpipe._tensors.stateful import WHOLE, has_state_dict, modules_in
+from swpipe._values.owners import Owner, modules_of, modules_restored_by
+from swpipe._values.stateful import (
+    PLAIN,
+    WHOLE,
+    Named,
+    has_state_dict,
+    is_foreign,
+    modules_in,
+    optimizers_in,
+    reached,
+)
+from swpipe._values.walk import nodes_in, parts_of, tensors_in, unsharded
 from swpipe.core.messages import listed
 from swpipe.device import Device
 from swpipe.errors import add_note
 
 Restore: TypeAlias = Callable[[], object]
 """Restores what was saved when it was created; can be called repeatedly."""
+
+MAX_ITEMS = 1000
+"""Larger containers in plain objects are data, not state."""
+
+MAX_DEPTH = 4
+"""How many objects and containers deep a module's attribute is searched for tensors."""
 
 
 class Snapshot:
@@ -58,28 +77,43 @@ class Snapshot:
             such as a queue: their containers are left alone.
     """
 
-    def __init__(self, owners: Sequence[Found], device: Device, *, within: bool = False) -> None:
+    def __init__(self, owners: Sequence[Owner], device: Device, *, within: bool = False) -> None:
         self._device = device
         device.synchronize()
-        self._modules = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
+        self._modules = [*modules_of(owners)]
         _reshard(self._modules)
         self._saved = tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
-        wrapped = [one for found in owners for one in _wrapped(found)]
+        wrapped = [
+            Owner(one.path, inner)
+            for one in owners
+            if isinstance(one.owner, Optimizer)
+            for inner in optimizers_in(one.owner)
+            if inner is not one.owner
+        ]
         saved = [_save(one, tensors, within) for one in (*owners, *wrapped)]
         self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
-        self._unsaved = UnsavedTensors([] if within else _watched(owners), tensors)
-        self._told: set[str] = set()
-        self._fresh: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
         self._addresses = tensors.addresses()
-        self._registered = _registered_in(owners)
+        by_others = [*modules_restored_by(owners)]
+        others = {id(module) for module in by_others}
+        self._watched = [m for m in self._modules if id(m) not in others] if not within else []
+        self._unsaved = {
+            path: (tensor, version_of(tensor))
+            for path, tensor in _unsaved_tensors(self._watched)
+            if tensor.untyped_storage().data_ptr() not in self._addresses
+        }
+        self._told: set[str] = set()
+        self._fresh: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
+        modules = (*by_others, *self._modules)
+        registered = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+        self._registered = set(map(id, registered))  # initialized or not
         self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
         self._in_others = {
             id(optimizer)
-            for found in owners
-            if not isinstance(found.owner, WHOLE) and has_state_dict(found.owner)
-            for optimizer in optimizers_in(found.owner)
+            for one in owners
+            if not isinstance(one.owner, WHOLE) and has_state_dict(one.owner)
+            for optimizer in optimizers_in(one.owner)
         }
 
     def restore(self) -> None:
@@ -98,7 +132,7 @@ class Snapshot:
                 optimizer.state.clear()
                 for group, kept in zip(optimizer.param_groups, options, strict=False):
                     group.update(kept)
-        if changed := [path for path in self._unsaved.changed() if path not in self._told]:
+        if changed := [path for path in self._changed() if path not in self._told]:
             self._told.update(changed)
             warnings.warn(
                 f"{listed(changed)} changed and cannot be restored: plain objects within a module "
@@ -108,13 +142,20 @@ class Snapshot:
                 stacklevel=3,
             )
 
-    def add_fresh(self, optimizer: torch.optim.Optimizer) -> None:
+    def _changed(self) -> Iterator[str]:
+        """The paths at which a tensor was modified or replaced that is not saved."""
+        for path, tensor in _unsaved_tensors(self._watched):
+            before, version = self._unsaved.get(path, (tensor, version_of(tensor)))
+            if tensor is not before or version_of(tensor) != version:
+                yield path
+
+    def add_fresh(self, optimizer: Optimizer) -> None:
         """Restore the options of one more optimizer, which has no state yet; it is not kept."""
         groups = optimizer.param_groups
         options = [{name: v for name, v in one.items() if name != "params"} for one in groups]
         self._fresh.append((weakref.ref(optimizer), options))
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """Restore one more optimizer, with its parameters, as it is now."""
         tensors = SavedTensors()
         restore = _save_optimizer(optimizer, tensors)
@@ -122,10 +163,10 @@ class Snapshot:
         self._addresses |= tensors.addresses()
         self._optimizers.add(id(optimizer))
 
-    def saves(self, tensor: Tensor) -> bool:
+    def saves(self, tensor: Any) -> bool:
         """Whether a tensor, or the memory that it shares, is restored."""
         if hasattr(tensor, "local_shards"):
-            return all(self.saves(shard.tensor) for shard in tensor.local_shards())
+            return all(map(self.saves, unsharded(tensor)))
         return (
             tensor in self._saved
             or id(tensor) in self._registered
@@ -136,7 +177,7 @@ class Snapshot:
             )
         )
 
-    def unsaved_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+    def unsaved_of(self, optimizer: Optimizer) -> list[Any]:
         """What a step of an optimizer changes and is not restored: itself, or some parameters.
 
         An object with ``state_dict`` that holds the optimizer restores all of it.
@@ -149,80 +190,57 @@ class Snapshot:
         return [parameter for parameter in parameters if not self.saves(parameter)]
 
 
-def optimizers_in(owner: Any) -> Iterator[torch.optim.Optimizer]:
-    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
-    seen: dict[int, Any] = {}
-    ahead = [owner]
-    while ahead:
-        one = ahead.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, torch.optim.Optimizer):
-            yield one
-        for value in dict(getattr(one, "__dict__", {})).values():
-            items = [value, *(child for node in nodes_in(value) for child in node.children)]
-            ahead += [item for item in items if isinstance(item, torch.optim.Optimizer)]
+def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of plain objects within modules, and where they are."""
+    roots = ((type(m).__name__, name, value) for m in modules for name, value in [*vars(m).items()])
+    for path, value in reached(((f"{m}.{n}", v) for m, n, v in roots), _in_plain, MAX_DEPTH):
+        strided = type(value) in (Tensor, Parameter) and value.layout is torch.strided
+        if strided and not value.is_inference():
+            yield path, value
 
 
-def _wrapped(found: Found) -> Iterator[Found]:
-    """The optimizers that a saved optimizer wraps."""
-    if isinstance(found.owner, torch.optim.Optimizer):
-        yield from (
-            Found(found.path, one) for one in optimizers_in(found.owner) if one is not found.owner
-        )
+def _in_plain(path: str, value: Any) -> Iterator[Named]:
+    """What a plain object, or a container, holds; no code of the user's is run."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for number, (key, child) in enumerate(items if len(value) <= MAX_ITEMS else ()):
+            name = repr(key) if type(key) in PLAIN else f"{type(key).__name__} {number}"
+            yield f"{path}[{name}]", child
+    elif not (isinstance(value, _SKIPPED) or is_foreign(type(value).__module__)):
+        for name, child in dict(getattr(value, "__dict__", {})).items():
+            yield f"{path}.{name}", child
 
 
-def _registered_in(owners: Sequence[Found]) -> set[int]:
-    """Ids of parameters and buffers of all modules that are restored, initialized or not."""
-    roots = [module for one in owners for module in getattr(one.owner, "restored_modules", ())]
-    roots += [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
-    modules = [module for root in roots for module in modules_in(root)]
-    return {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+_SKIPPED = (*PLAIN, *WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
-def _reshard(roots: Sequence[torch.nn.Module]) -> None:
+def _reshard(modules: Iterable[Module]) -> None:
     """Let fully sharded modules release gathered parameters, and register the shards again.
 
     A forward without a backward leaves them gathered, with the values of then.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", ())
-    for module in (module for root in roots for module in modules_in(root)):
+    for module in modules:
         if isinstance(module, kind):
             module.reshard()
 
 
-def _watched(owners: Sequence[Found]) -> list[torch.nn.Module]:
-    """All modules whose plain objects nobody restores.
-
-    An object with state that does so for some modules names these in ``restored_modules``.
-    """
-    restored = {
-        id(module)
-        for one in owners
-        for root in getattr(one.owner, "restored_modules", ())
-        for module in modules_in(root)
-    }
-    roots = [one.owner for one in owners if isinstance(one.owner, torch.nn.Module)]
-    return [m for root in roots for m in modules_in(root) if id(m) not in restored]
-
-
-def _save(found: Found, tensors: SavedTensors, within: bool) -> Restore:
-    owner = found.owner
+def _save(one: Owner, tensors: SavedTensors, within: bool) -> Restore:
+    owner = one.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
         return lambda: None
-    if isinstance(owner, torch.nn.Module):
+    if isinstance(owner, Module):
         return _save_module(owner, tensors, within)
-    if isinstance(owner, torch.optim.Optimizer):
+    if isinstance(owner, Optimizer):
         return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
-        return _save_state_dict(found)
-    return partial(set_back, owner, saved_state(owner))
+        return _save_state_dict(one)
+    return partial(set_back, owner, state_of(owner))
 
 
-def _save_optimizer(optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> Restore:
+def _save_optimizer(optimizer: Optimizer, tensors: SavedTensors) -> Restore:
     """Save which containers it has, which ``load_state_dict`` replaces, and what is in them."""
     held = {
         name: value
@@ -233,7 +251,7 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> 
     return lambda: (vars(optimizer).update(held), refill())
 
 
-def _save_module(root: torch.nn.Module, tensors: SavedTensors, within: bool) -> Restore:
+def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
     restores: list[Restore] = []
     modules = list(modules_in(root))
     for module in modules:
@@ -243,8 +261,9 @@ def _save_module(root: torch.nn.Module, tensors: SavedTensors, within: bool) -> 
         restores.append(_save_registered(module, tensors))
         if not within:
             restores.append(_save_containers(held, tensors))
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            restores.append(_save_extra_state(module))
+        if type(module).get_extra_state is not Module.get_extra_state:
+            extra = copy.deepcopy(module.get_extra_state())
+            restores.append(partial(_set_extra_state, module, extra))
     restores += [partial(setattr, module, "training", module.training) for module in modules]
     return lambda: [restore() for restore in restores]
 
@@ -253,35 +272,29 @@ def _holds_tensors(value: Any) -> bool:
     return next(tensors_in(value), None) is not None
 
 
-def _save_registered(module: torch.nn.Module, tensors: SavedTensors) -> Restore:
+def _save_registered(module: Module, tensors: SavedTensors) -> Restore:
     """Save parameters and buffers; those registered later stay."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for tensor in tensors_in((parameters, buffers)):
         tensors.add(tensor)
-
-    def restore() -> None:
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
-
-    return restore
+    return lambda: (module._parameters.update(parameters), module._buffers.update(buffers))
 
 
-def _save_extra_state(module: torch.nn.Module) -> Restore:
-    state = copy.deepcopy(module.get_extra_state())
-    return lambda: module.set_extra_state(copy.deepcopy(state))
+def _set_extra_state(module: Module, state: Any) -> None:
+    module.set_extra_state(copy.deepcopy(state))
 
 
-def _save_state_dict(found: Found) -> Restore:
+def _save_state_dict(one: Owner) -> Restore:
     try:
-        state = copy.deepcopy(found.owner.state_dict())
+        state = copy.deepcopy(one.owner.state_dict())
     except Exception as error:
         add_note(
             error,
-            f"swpipe: while saving the state of {found} to restore it later. If it need not be "
+            f"swpipe: while saving the state of {one} to restore it later. If it need not be "
             "restored, name what has to be: state=[model, optimizer]",
         )
         raise
-    return lambda: found.owner.load_state_dict(copy.deepcopy(state))
+    return lambda: one.owner.load_state_dict(copy.deepcopy(state))
 
 
 def _save_containers(value: Any, tensors: SavedTensors) -> Restore:

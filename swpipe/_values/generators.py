@@ -35,44 +35,35 @@ def set_default_generators(device: Device, states: Mapping[str, Any]) -> None:
         numpy.set_state(tuple(states["numpy"]))
 
 
-def generator_states(device: Device, found: Mapping[str, Any]) -> dict[str, object]:
-    """Name to state, to be compared, of the default generators and of ``found``."""
-    states: dict[str, object] = {
-        TORCH: [_bytes(state) for state in device.generator_states().values()],
-        PYTHON: random.getstate(),
+def generator_states(device: Device, others: Mapping[str, Any]) -> dict[str, object]:
+    """Name to state, to be compared, of the default generators and of others."""
+    defaults = default_generators(device)
+    states = {
+        TORCH: [bytes(state.numpy()) for state in defaults["torch"].values()],
+        PYTHON: defaults["python"],
+        **({NUMPY: defaults["numpy"]} if "numpy" in defaults else {}),
     }
-    if numpy := sys.modules.get("numpy.random"):
-        states[NUMPY] = pickle.dumps(numpy.get_state())
-    return states | {name: state_of(generator) for name, generator in found.items()}
+    return states | {name: state_of(generator) for name, generator in others.items()}
 
 
-def state_of(generator: Any) -> object:
-    """The state of a generator of torch, Python or numpy, to be compared."""
+def state_of(generator: Any) -> Any:
+    """The state of a generator of torch, Python or numpy, to be compared and set back."""
     if isinstance(generator, torch.Generator):
-        return _bytes(generator.get_state())
+        return bytes(generator.get_state().numpy())
     if isinstance(generator, random.Random):
         return generator.getstate()
     return pickle.dumps(_bits(generator).state)
 
 
 def set_back(generator: Any, state: Any) -> None:
-    """Set a state that ``saved_state`` returned."""
+    """Set a state that ``state_of`` returned."""
     if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
         _bits(generator).state = pickle.loads(state)
 
 
-def saved_state(generator: Any) -> Any:
-    """The state of a generator, for ``set_back``."""
-    return generator.get_state() if isinstance(generator, torch.Generator) else state_of(generator)
-
-
 def _bits(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or generator._bit_generator
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.numpy())

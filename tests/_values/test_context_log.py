@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from swpipe._values.context_log import AttributeLog
 from swpipe.core.context import IterContext
-from swpipe.shortcut.writes import AttributeWrites
 
 
 def context() -> IterContext:
@@ -34,7 +34,7 @@ def test_writes_of_other_threads_are_logged() -> None:
         ctx.theirs = ctx.both = 1
         del ctx.old
 
-    with AttributeWrites(ctx) as bindings:
+    with AttributeLog(ctx) as bindings:
         ctx.own = ctx.both = 2
         elsewhere(act)
     names = ("theirs", "old", "own", "both", "batch")
@@ -44,7 +44,7 @@ def test_writes_of_other_threads_are_logged() -> None:
 def test_a_watched_context_behaves_as_usual() -> None:
     """It is an IterContext by name and kind, attributes come and go, and the error still helps."""
     ctx = context()
-    with AttributeWrites(ctx):
+    with AttributeLog(ctx):
         assert isinstance(ctx, IterContext)
         assert type(ctx).__name__ == "IterContext"
         ctx.new = 1
@@ -59,7 +59,7 @@ def test_a_watched_context_behaves_as_usual() -> None:
 def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
     """Also after a failure; two may watch one context and exit in any order."""
     ctx = context()
-    first, second = AttributeWrites(ctx), AttributeWrites(ctx)
+    first, second = AttributeLog(ctx), AttributeLog(ctx)
     with first:
         second.__enter__()
     ctx.late = 1
@@ -67,7 +67,7 @@ def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
     second.__exit__()
     assert type(ctx) is IterContext
     assert not first.only_by_others("late")
-    with pytest.raises(KeyError), AttributeWrites(ctx):
+    with pytest.raises(KeyError), AttributeLog(ctx):
         raise KeyError
     assert type(ctx) is IterContext
 
@@ -77,18 +77,18 @@ def test_the_class_may_be_restored_while_another_thread_writes(
     delete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The write goes on as it would."""
-    from swpipe.shortcut import writes as module
+    from swpipe._values import context_log as module
 
     ctx = context()
-    watch = AttributeWrites(ctx)
+    watch = AttributeLog(ctx)
 
-    class Watchers(dict[int, tuple[AttributeWrites, ...]]):
+    class Watchers(dict[int, tuple[AttributeLog, ...]]):
         def get(self, key: Any, default: Any = ()) -> Any:
             if watchers := super().get(key, default):
                 watch.__exit__()
             return watchers
 
-    monkeypatch.setattr(module, "_WATCHERS", Watchers())
+    monkeypatch.setattr(module, "_LOGS", Watchers())
     watch.__enter__()
     if delete:
         del ctx.old
@@ -101,18 +101,18 @@ def test_the_class_may_be_restored_while_another_thread_writes(
 def test_two_watching_threads_have_separate_logs() -> None:
     """The writes of each are foreign to the other."""
     ctx = context()
-    notes: list[AttributeWrites] = []
+    notes: list[AttributeLog] = []
     inside, go_on = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with AttributeWrites(ctx) as bindings:
+        with AttributeLog(ctx) as bindings:
             notes.append(bindings)
             ctx.a = 1
             inside.set()
             assert go_on.wait(10)
 
     thread = threading.Thread(target=watch)
-    with AttributeWrites(ctx) as bindings:
+    with AttributeLog(ctx) as bindings:
         thread.start()
         assert inside.wait(10)
         ctx.b = 2
@@ -125,7 +125,7 @@ def test_two_watching_threads_have_separate_logs() -> None:
 def test_a_context_whose_class_cannot_change_is_not_watched() -> None:
     """It works as usual; nothing is logged."""
     ctx = SimpleNamespace()
-    with AttributeWrites(ctx) as bindings:
+    with AttributeLog(ctx) as bindings:
         elsewhere(lambda: setattr(ctx, "theirs", 1))
     assert type(ctx) is SimpleNamespace
     assert not bindings.only_by_others("theirs")
@@ -133,8 +133,8 @@ def test_a_context_whose_class_cannot_change_is_not_watched() -> None:
 
 def test_no_watcher_stays_after_the_block() -> None:
     """The next object may have the same id."""
-    from swpipe.shortcut import writes as module
+    from swpipe._values import context_log as module
 
-    with AttributeWrites(context()):
+    with AttributeLog(context()):
         pass
-    assert module._WATCHERS == {}
+    assert module._LOGS == {}

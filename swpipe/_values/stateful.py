@@ -5,18 +5,24 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from swpipe._tensors.pytree import nodes_in
+from swpipe._values.walk import nodes_in
+
+Named: TypeAlias = tuple[str, Any]
+"""A path, such as "model.net.weight", and what is there."""
 
 FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
 """Modules whose objects are not searched."""
 
-WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+WHOLE = (Module, Optimizer, torch.Tensor)
 """Saved as a whole. Other objects are searched: their state_dict may be incomplete."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -73,33 +79,48 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *types))
 
 
-def modules_in(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def modules_in(root: Module) -> Iterator[Module]:
     """``root`` and all modules below it, including those in plain lists and dicts."""
     return (module for _, module in named_modules_in("", root))
 
 
-def named_modules_in(name: str, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules_in(name: str, root: Module) -> Iterator[tuple[str, Module]]:
     """The same with their paths, which begin with ``name`` and leave wrappers out."""
-    seen = {id(root)}
-    queue: deque[tuple[str, torch.nn.Module]] = deque([(name, root)])
+    return reached([(name, root)], partial(_of_kind, Module))
+
+
+def optimizers_in(owner: Any) -> Iterator[Optimizer]:
+    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
+    found = reached([("", owner)], partial(_of_kind, Optimizer))
+    return (one for _, one in found if isinstance(one, Optimizer))
+
+
+def reached(
+    roots: Iterable[Named], children: Callable[[str, Any], Iterable[Named]], most: int = sys.maxsize
+) -> Iterator[Named]:
+    """The roots and what they lead to, each once, outer before inner, up to ``most`` steps away."""
+    seen: dict[int, Any] = {}
+    queue = deque((path, value, 0) for path, value in roots)
     while queue:
-        path, module = queue.popleft()
-        yield path, module
-        for attribute, value in list(vars(module).items()):
-            for key, item in value.items() if attribute == "_modules" else [(attribute, value)]:
-                wrapped = key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL))
-                for where, child in _children(path if wrapped else f"{path}.{key}", item):
-                    if id(child) not in seen:
-                        seen.add(id(child))
-                        queue.append((where, child))
-
-
-def _children(path: str, value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The module itself, or the modules in a plain list or dict."""
-    if isinstance(value, torch.nn.Module):
+        path, value, steps = queue.popleft()
+        if type(value) not in PLAIN and id(value) in seen:
+            continue
+        seen[id(value)] = value
         yield path, value
-    elif not isinstance(value, _CLOSED) and not (type(value) in _DICTS and not value):
-        for node in nodes_in(value):
-            for index, item in enumerate(node.children):
-                if isinstance(item, torch.nn.Module):
-                    yield f"{path}[{node.keys[index] if node.keys else index}]", item
+        if steps < most:
+            queue.extend((where, child, steps + 1) for where, child in children(path, value))
+
+
+def _of_kind(kind: type, path: str, owner: Any) -> Iterator[Named]:
+    """The objects of a kind among the attributes, themselves or in a plain list or dict."""
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        for key, item in value.items() if attribute == "_modules" else [(attribute, value)]:
+            wrapped = key in _WRAPPED or (key == "module" and isinstance(owner, _PARALLEL))
+            where = path if wrapped else f"{path}.{key}"
+            if isinstance(item, kind):
+                yield where, item
+            elif not isinstance(item, _CLOSED) and not (type(item) in _DICTS and not item):
+                for node in nodes_in(item):
+                    for index, child in enumerate(node.children):
+                        if isinstance(child, kind):
+                            yield f"{where}[{node.keys[index] if node.keys else index}]", child

@@ -1,4 +1,4 @@
-"""Find the tensors in a nested value, and rebuild the value with other tensors.
+"""The walk over a nested value: its tensors and containers, and the value with other tensors.
 
 What is opened:
 
@@ -10,20 +10,18 @@ What is opened:
 - nodes registered with ``torch.utils._pytree``.
 
 Everything else is a leaf: modules, arrays, iterators, objects of plain classes. To have your own
-class opened, make it a dataclass, give it a ``record_stream`` method, or register it.
-
-Objects with a ``to`` method are leaves, too: an amount with a unit, a storage, a pipeline with open
-files may have one. They are never made anew; ``tensors_held`` and ``record_stream``, which only
-look, search their attributes as well.
+class opened, make it a dataclass, give it a ``record_stream`` method, or register it. Objects with
+a ``to`` method (an amount with a unit, a storage, a pipeline with open files) are leaves, too: they
+are never made anew; ``tensors_held`` and ``record_stream``, which only look, open them as well.
 
 Unlike torch's pytree functions, these handle cycles and keep shared objects shared. Dictionary
-keys are not searched. The nesting depth is limited by Python's recursion limit.
+keys are not searched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +29,11 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from swpipe._tensors.containers import (
+from swpipe._values.containers import (
     KINDS,
     LEAF,
     TENSOR,
+    Kind,
     by_attributes,
     has_record_stream,
     has_to,
@@ -42,6 +41,10 @@ from swpipe._tensors.containers import (
 )
 
 T = TypeVar("T")
+
+
+Part: TypeAlias = tuple[Any, Kind, tuple[Any, ...]]
+"""A tensor or a container, its kind, and what is in it now, one level deep."""
 
 
 class Node(NamedTuple):
@@ -53,23 +56,69 @@ class Node(NamedTuple):
 
     @classmethod
     def of(cls, container: Any) -> Node:
-        """The contents now."""
-        kind = kind_of(type(container))
+        """The contents now; those of an object that is no container are its attributes."""
+        of: Any = type(container)
+        kind = by_attributes(of) if kind_of(of) is LEAF else kind_of(of)
         return cls(container, tuple(kind.keys(container)), tuple(kind.children(container)))
+
+
+def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> Iterator[Part]:
+    """Every tensor and container in ``value``, each once, depth-first, outer before inner.
+
+    ``opens`` returns the kind of a leaf that is to be a part as well; None: it is none.
+    """
+    # What was seen is kept, not only its id: the flatten function of a registered node may create
+    # its children, and the id of a freed object can be used again.
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        kind = KINDS.get(type(value)) or kind_of(type(value))
+        if kind is LEAF:
+            opened = None if opens is None else opens(value)
+            if opened is None:
+                continue
+            kind = opened
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if kind is TENSOR:
+            yield value, kind, ()
+            continue
+        children = tuple(kind.children(value))
+        yield value, kind, children
+        # Most children are plain values: a turn for each would be most of the walk's time.
+        stack += [child for child in reversed(children) if KINDS.get(type(child)) is not LEAF]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in ``value``, each once, in depth-first order."""
-    found: list[Tensor] = []
-    _collect(value, {}, found, [], False)
-    return iter(found)
+    return iter([part for part, kind, _ in parts_in(value) if kind is TENSOR])
 
 
 def tensors_held(value: Any) -> Iterator[Tensor]:
     """These, and those in attributes of objects with a ``to`` method."""
-    found: list[Tensor] = []
-    _collect(value, {}, found, [], True)
-    return iter(found)
+    return iter([part for part, kind, _ in parts_in(value, _with_to) if kind is TENSOR])
+
+
+def _with_to(value: Any) -> Kind | None:
+    cls: Any = type(value)
+    return by_attributes(cls) if has_to(cls) else None
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """Every container in ``value``, itself included, each once, outer before inner."""
+    for container, kind, children in parts_in(value):
+        if kind is not TENSOR:
+            yield Node(container, tuple(kind.keys(container)), children)
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
+    if kind_of(type(value)) is LEAF:
+        yield value
+    for _, _, children in parts_in(value):
+        yield from (child for child in children if kind_of(type(child)) is LEAF)
 
 
 def map_tensors(
@@ -83,33 +132,46 @@ def map_tensors(
     ``fn`` is called once per tensor, and objects shared within ``value`` are shared within the
     result. Mutable containers are always new; leaves, and tuples and frozensets in which nothing
     changed, are the same objects. With ``own``, objects with a ``to`` method are replaced by
-    ``own(object)``, and not opened.
+    ``own(object)``, and not opened. The nesting depth is limited by Python's recursion limit.
     """
-    result: T = _rebuild(value, fn, leaf, own, {})
+    result: T = _rebuilt(value, fn, leaf, own, {})
     return result
 
 
-def nodes_in(value: Any) -> Iterator[Node]:
-    """Every container in ``value``, itself included, each once, outer before inner."""
-    seen: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        kind = kind_of(type(value))
-        if kind is LEAF or kind is TENSOR or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        node = Node.of(value)
-        yield node
-        stack.extend(reversed(node.children))
-
-
-def leaves_in(value: Any) -> Iterator[Any]:
-    """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
-    if kind_of(type(value)) is LEAF:
-        yield value
-    for node in nodes_in(value):
-        yield from (child for child in node.children if kind_of(type(child)) is LEAF)
+# Not a function within the one above: it would hold itself, and all that it has seen, in a cycle.
+def _rebuilt(
+    value: Any,
+    fn: Callable[[Tensor], Any],
+    leaf: Callable[[Any], Any] | None,
+    own: Callable[[Any], Any] | None,
+    memo: dict[int, tuple[Any, Any]],
+) -> Any:
+    cls = type(value)
+    kind = KINDS.get(cls) or kind_of(cls)
+    if kind is LEAF and (own is None or not has_to(cls)):
+        return value if leaf is None else leaf(value)
+    known = memo.get(id(value))
+    if known is not None:
+        return known[1]
+    if kind is TENSOR:
+        new = fn(value)
+    elif own is not None and has_to(cls):
+        new = own(value)
+    elif kind.fill is not None:
+        new = kind.empty(value)
+        # Stored before its children are built: one of them may contain the container itself.
+        memo[id(value)] = (value, new)
+        children = [_rebuilt(child, fn, leaf, own, memo) for child in kind.children(value)]
+        kind.fill(new, value, children)
+    else:
+        old = tuple(kind.children(value))
+        remade = tuple(_rebuilt(child, fn, leaf, own, memo) for child in old)
+        known = memo.get(id(value))
+        if known is not None:  # built in the meantime, through a cycle
+            return known[1]
+        new = kind.make(value, old, remade) if kind.make else value
+    memo[id(value)] = (value, new)
+    return new
 
 
 def grad_or_none(tensor: Tensor) -> Tensor | None:
@@ -151,12 +213,20 @@ def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
     """The tensors on an accelerator, gradients included, and objects without a tensor."""
     found: list[Tensor] = []
     opaque: list[Any] = []
-    _collect(value, {}, found, opaque, True)
+    for part, kind, children in parts_in(value, _with_to):
+        if kind is TENSOR:
+            found.append(part)
+        elif has_record_stream(type(part)) and not any(map(_holds_tensor, children)):
+            opaque.append(part)
     leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
     found += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
     there = [t for t in found if not (t.is_cpu or t.is_meta)]
     return [part for t in there for part in parts_of(t) if not part.is_cpu], opaque
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(kind is TENSOR for _, kind, _ in parts_in(value, _with_to))
 
 
 def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:
@@ -185,75 +255,9 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
         yield tensor
 
 
-# Both traversals keep references to the objects they have seen, not only ids: the flatten function
-# of a registered node may create its children, and the id of a freed object can be used again.
-
-
-def _collect(
-    value: Any,
-    seen: dict[int, tuple[Any, bool]],
-    found: list[Tensor],
-    opaque: list[Any],
-    held: bool,
-) -> bool:
-    """Append tensors, and objects whose own ``record_stream`` is needed.
-
-    Returns whether ``value`` contains a tensor.
-    """
-    cls: Any = type(value)
-    kind = KINDS.get(cls) or kind_of(cls)
-    if kind is LEAF:
-        if not (held and has_to(cls)):
-            return False
-        kind = by_attributes(cls)
-    known = seen.get(id(value))
-    if known is not None:
-        return known[1]
-    seen[id(value)] = (value, kind is TENSOR)
-    if kind is TENSOR:
-        found.append(value)
-        return True
-    met = False
-    for child in kind.children(value):
-        # Most children are leaves: a call for each would be most of the walk's time.
-        if KINDS.get(type(child)) is not LEAF and _collect(child, seen, found, opaque, held):
-            met = True
-    seen[id(value)] = (value, met)
-    if not met and has_record_stream(cls):
-        opaque.append(value)
-    return met
-
-
-def _rebuild(
-    value: Any,
-    fn: Callable[[Tensor], Any],
-    leaf: Callable[[Any], Any] | None,
-    own: Callable[[Any], Any] | None,
-    memo: dict[int, tuple[Any, Any]],
-) -> Any:
-    cls = type(value)
-    kind = KINDS.get(cls) or kind_of(cls)
-    if kind is LEAF and (own is None or not has_to(cls)):
-        return value if leaf is None else leaf(value)
-    known = memo.get(id(value))
-    if known is not None:
-        return known[1]
-    if kind is TENSOR:
-        new = fn(value)
-    elif own is not None and has_to(cls):
-        new = own(value)
-    elif kind.fill is not None:
-        new = kind.empty(value)
-        # Stored before its children are built: one of them may contain the container itself.
-        memo[id(value)] = (value, new)
-        children = [_rebuild(child, fn, leaf, own, memo) for child in kind.children(value)]
-        kind.fill(new, value, children)
+def unsharded(tensor: Any) -> Iterator[Any]:
+    """The tensor itself, or this rank's shards of a ShardedTensor, which is not a ``Tensor``."""
+    if hasattr(tensor, "local_shards"):
+        yield from (shard.tensor for shard in tensor.local_shards())
     else:
-        old = tuple(kind.children(value))
-        remade = tuple(_rebuild(child, fn, leaf, own, memo) for child in old)
-        known = memo.get(id(value))
-        if known is not None:  # built in the meantime, through a cycle
-            return known[1]
-        new = kind.make(value, old, remade) if kind.make else value
-    memo[id(value)] = (value, new)
-    return new
+        yield tensor

@@ -1,1 +1,0 @@
-"""Tensors in nested containers."""

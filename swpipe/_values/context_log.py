@@ -1,0 +1,166 @@
+"""What a thread does to the attributes of a context, and which ones others write meanwhile.
+
+Tasks of one iteration without dependences between them may run at the same time on one context, and
+what one does must not be attributed to another. Usually nobody logs, and an attribute costs nothing
+extra; while somebody does, the context has a subclass that logs::
+
+    logging thread       another thread       logged
+    enter
+      ctx.y = ctx.x                           reads: x; sets: y
+                         ctx.z = ...          by others: z    before it is set, so that a thread
+      what differs? y, z                                      that sees the attribute sees the entry
+    exit                                      of y and z, y is the logging thread's
+
+A thread that a task starts counts as another thread. Contexts whose class cannot be changed
+(``SimpleNamespace``) are not logged; the engine's own can be. ``vars(ctx)`` counts as reading
+everything. What methods and properties of the context's class do to attributes is logged like what
+the task itself does; methods and properties are no attributes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+_LOCK = threading.Lock()
+_LOGS: dict[int, tuple[AttributeLog, ...]] = {}
+"""Id of a context to its logs; a log keeps its context alive."""
+
+
+class AttributeLog:
+    """What happens to the attributes of a context within a ``with`` block.
+
+    Attributes:
+        reads: Read by the thread that entered, before it set or deleted them, whether they existed
+            or not; never ``iter_idx``.
+        sets: Set by that thread, for the first time or again.
+        deletes: Deleted by that thread.
+        by_others: Set or deleted by other threads.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self._thread = threading.get_ident()
+        self._paused = False
+        self.reads: set[str] = set()
+        self.sets: set[str] = set()
+        self.deletes: set[str] = set()
+        self.by_others: set[str] = set()
+
+    def only_by_others(self, name: str) -> bool:
+        """Whether other threads set or deleted an attribute, and the logging thread did not."""
+        return name in self.by_others and name not in self.sets and name not in self.deletes
+
+    def compare(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Note what was set or deleted directly in the context's ``__dict__``."""
+        self.sets |= {n for n, v in after.items() if n not in before or before[n] is not v}
+        self.deletes |= before.keys() - after.keys()
+
+    def __enter__(self) -> AttributeLog:
+        with _LOCK:
+            logs = _LOGS.get(id(self._ctx), ())
+            _LOGS[id(self._ctx)] = (*logs, self)
+            if not logs:
+                original: Any = type(self._ctx)
+                _set_class(self._ctx, _logging(original))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        with _LOCK:
+            logs = tuple(log for log in _LOGS.pop(id(self._ctx)) if log is not self)
+            if logs:
+                _LOGS[id(self._ctx)] = logs
+            elif original := vars(type(self._ctx)).get("_original"):
+                _set_class(self._ctx, original)
+
+    def _read(self, name: str) -> None:
+        if threading.get_ident() == self._thread and not self._paused:
+            if name == "__dict__":
+                names = {*attributes(self._ctx)}
+            else:
+                names = {name} if _is_stored(self._ctx, name) else set()
+            self.reads |= names - self.sets - self.deletes - {"iter_idx"}
+
+    def _pause(self) -> bool:
+        """Whether it logs reads no more, since the logging thread asks; one pauses only once."""
+        own = threading.get_ident() == self._thread and not self._paused
+        self._paused |= own
+        return own
+
+    def _write(self, name: str, own: set[str]) -> None:
+        (own if threading.get_ident() == self._thread else self.by_others).add(name)
+
+
+def attributes(ctx: Any) -> dict[str, Any]:
+    """The context's current attributes, in one atomic copy, without logging a read."""
+    return dict(object.__getattribute__(ctx, "__dict__"))
+
+
+@cache
+def _logging(original: Any) -> Any:
+    """A subclass of a context's class that logs.
+
+    It adds nothing to its instances, so that a context can get its own class back: also while
+    another thread is within these methods, so they name that class instead of asking ``super()``.
+    """
+
+    class Logging(original):  # type: ignore[misc]
+        __slots__ = ()
+        _original = original
+
+        def __getattribute__(self, name: str) -> Any:
+            for log in _LOGS.get(id(self), ()):
+                log._read(name)
+            return original.__getattribute__(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            for log in () if _is_computed(original, name) else _LOGS.get(id(self), ()):
+                log._write(name, log.sets)
+            original.__setattr__(self, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            for log in () if _is_computed(original, name) else _LOGS.get(id(self), ()):
+                log._write(name, log.deletes)
+            original.__delattr__(self, name)
+
+    if hasattr(original, "__getattr__"):
+        Logging.__getattr__ = _getattr_of(original)
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(Logging, name, getattr(original, name))
+    return Logging
+
+
+def _getattr_of(original: Any) -> Callable[[Any, str], Any]:
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        # The error lists all attributes, which is not a read.
+        paused = [log for log in _LOGS.get(id(self), ()) if log._pause()]
+        try:
+            return original.__getattr__(self, name)
+        finally:
+            for log in paused:
+                log._paused = False
+
+    return __getattr__
+
+
+def _is_stored(ctx: Any, name: str) -> bool:
+    """Whether a name is that of an attribute: in ``vars(ctx)``, missing, or a class's default."""
+    if name in object.__getattribute__(ctx, "__dict__"):
+        return True
+    member = inspect.getattr_static(type(ctx), name, None)
+    return not (name.startswith("__") or hasattr(type(member), "__get__"))
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    """Whether the class computes the attribute, as a property does, whatever ``vars(ctx)`` has."""
+    return inspect.isdatadescriptor(inspect.getattr_static(cls, name, None))
+
+
+def _set_class(ctx: Any, cls: type) -> None:
+    try:
+        object.__setattr__(ctx, "__class__", cls)
+    except TypeError:
+        return  # not logged, see above

@@ -1,0 +1,156 @@
+"""Notes on a recording: what to declare, which words are broken, what it did not observe."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+from swpipe._values.generators import TORCH
+from swpipe.core.effects import Effects, EffectTable, Location
+from swpipe.core.messages import listed
+from swpipe.core.task import PipelineTask
+from swpipe.inference.accesses import TaskAccesses, Transfer
+from swpipe.inference.observing import TaskObservation
+from swpipe.inference.states import StateItem
+
+NEVER_RECORDED = (
+    "Never recorded: what threads started by a task do; Python values and objects outside the "
+    "context, such as files; which tasks read data in a kernel outside torch's dispatcher; what "
+    "other batches do (another branch, another shape). Tasks of which nothing is declared keep "
+    "their serial order in any case. Where something is declared, such state has to be, too: "
+    'DeclaredIO(state="its name", mode="r", "w" or "rw").'
+)
+
+_MOST = 3
+"""So many states are written out as declarations."""
+
+
+def notes_on(
+    tasks: Sequence[PipelineTask],
+    seen: EffectTable,
+    states: Mapping[str, Sequence[StateItem]],
+    trained: Set[StateItem],
+    observed: Sequence[TaskObservation],
+    accesses: Mapping[str, TaskAccesses],
+    transfers: Iterable[Transfer],
+) -> tuple[str, ...]:
+    """All notes on a recording, each once; the last one applies to every recording.
+
+    Args:
+        tasks: In serial order.
+        seen: Task to what it was seen to touch, whatever it declares.
+        states: State to its members.
+        trained: Members that require grad.
+        observed: All runs.
+        accesses: Task to its accesses.
+        transfers: What passed between tasks besides.
+    """
+    inside = {name for name, items in states.items() if trained & {*items}}
+    found = [*_on_words(tasks, seen, inside), *_on_unseen(tasks, observed, accesses)]
+    found += [
+        f"{consumer!r} uses memory ({description}) that {producer!r} created or wrote, and that no "
+        f"attribute led to: it passed inside an object or along autograd's graph. {consumer!r} is "
+        f"ordered after {producer!r}."
+        for consumer, producer, description in transfers
+    ]
+    return (*dict.fromkeys(found), NEVER_RECORDED)
+
+
+def _on_words(tasks: Sequence[PipelineTask], seen: EffectTable, trained: Set[str]) -> Iterator[str]:
+    """Which tasks say nothing, and how to say it; and which pure ones do not keep their word."""
+    written = {place for effects in seen.values() for place in effects.writes}
+    free: list[str] = []
+    for task in tasks:
+        effects = seen[task.name]
+        lasting = {place for place in effects.reads | effects.writes if place.persistent}
+        if task.pure:
+            yield from _broken(task, effects, trained)
+        elif task.undeclared and not lasting & written:
+            free.append(task.name)
+        elif task.undeclared:
+            yield _serial(task.name, effects, lasting)
+    if free:
+        yield (
+            f"Nothing is declared of {listed([repr(name) for name in free])}, seen to change the "
+            "context only, and to use what no task changes; Python values were not looked at. Say "
+            "so with pure=True, if it is always so, and they may run ahead of what is undeclared."
+        )
+
+
+def _broken(task: PipelineTask, effects: Effects, trained: Set[str]) -> Iterator[str]:
+    """What a pure task does that it says it does not."""
+    drawn = {place for place in effects.writes if place.name.endswith(_GENERATORS)}
+    changed = {place for place in effects.writes - drawn if place.persistent}
+    read = {place for place in effects.reads - changed if place.name in trained}
+    seed = "say random=True, too" if {place.name for place in drawn} == {TORCH} else _NOT_PURE
+    for places, does, why, mend in (
+        (drawn, "draws from", "", seed),
+        (changed, "changes", "", _NOT_PURE),
+        (
+            read,
+            "reads",
+            ", which is trained",
+            f"detach a copy, if it is not trained; otherwise {_NOT_PURE}",
+        ),
+    ):
+        if places:
+            names = listed(sorted(map(str, places)))
+            yield f"{task.name!r} says pure=True, but {does} {names}{why}: {mend}."
+
+
+_GENERATORS = ("default generators", "default generator")
+_NOT_PURE = "take pure=True away, or declare the state, DeclaredIO(state=..., mode=...)"
+
+
+def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
+    """Why a task keeps its serial order, and what says what it was seen to do."""
+    modes = {
+        place.name: "r" * (place in effects.reads) + "w" * (place in effects.writes)
+        for place in sorted(lasting)
+    }
+    said = [f'DeclaredIO(state="{state}", mode="{mode}")' for state, mode in modes.items()]
+    more = f" and {len(said) - _MOST} more" if len(said) > _MOST else ""
+    return (
+        f"Nothing is declared of {name!r}, so it keeps its serial order with all of its like. "
+        f"What was seen of it would be io=[{', '.join(said[:_MOST])}]{more}."
+    )
+
+
+def _on_unseen(
+    tasks: Sequence[PipelineTask],
+    observed: Sequence[TaskObservation],
+    accesses: Mapping[str, TaskAccesses],
+) -> Iterator[str]:
+    """What is unsure, was not looked at, or does not show on one rank."""
+    for name, of_task in accesses.items():
+        if of_task.silent:
+            yield (
+                f"{name!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "
+                "writes there (numpy, or a kernel whose schema does not declare it). The write was "
+                "detected by its content; reads of this kind are not detected: declare them."
+            )
+    drawing = {one.task for one in observed if TORCH in one.generators}
+    for task in tasks:
+        if task.name in drawing and not task.pure:  # that is told elsewhere
+            yield (
+                f"{task.name!r} draws from {TORCH} without random=True: tasks that draw keep their "
+                "serial order. With random=True each run is seeded by its task and iteration, and "
+                "no order is needed."
+            )
+    collectives: dict[str, set[str]] = defaultdict(set)
+    for one in observed:
+        collectives[one.task] |= one.operators.collectives
+    for name, operators in collectives.items():
+        if operators:
+            yield (
+                f"{name!r} communicates ({listed(sorted(operators))}): it is scheduled as globally "
+                "ordered. The plan sets the order of collectives across ranks, which a recording "
+                "of one rank cannot check; library hooks may communicate without being recorded."
+            )
+    kinds = {f"ctx.{name} ({kind})": None for one in observed for name, kind in one.opaque.items()}
+    if kinds:
+        yield (
+            f"Not inspected: {listed(list(kinds))}. Setting, reading and deleting these "
+            "attributes is recorded; changes inside them are not. A task that modifies such a "
+            "value in place should set the attribute again."
+        )

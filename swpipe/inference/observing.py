@@ -1,0 +1,322 @@
+"""Runs an iteration serially and observes each task.
+
+What operators and the context do not show is found by comparing a task's beginning with its end:
+however it changes something, it shows in which tensors there are, in version counters, or in the
+content of memory. An observation is plain data and holds no tensor, so that it keeps no memory
+alive.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swpipe._engine.randomness import TaskSeeds
+from swpipe._state.guard import before_steps
+from swpipe._values.context_log import AttributeLog, attributes
+from swpipe._values.fingerprint import Fingerprint, is_fixed
+from swpipe._values.generators import TORCH, generator_states
+from swpipe._values.owners import Owner, modules_of
+from swpipe._values.stateful import modules_in
+from swpipe._values.storages import MemoryPrint, StorageId, Storages, nbytes
+from swpipe._values.walk import grad_or_none, leaves_in, tensors_in, unsharded
+from swpipe.core.context import IterContext, TypedContext
+from swpipe.core.task import PipelineTask
+from swpipe.device import Device
+from swpipe.errors import add_note
+from swpipe.inference.operators import OperatorAccesses, OperatorRecorder, copied, eager
+from swpipe.inference.states import StateItem, assign_declared, items_in
+from swpipe.inference.watched_modes import ModuleModes
+
+
+class TaskObservation(NamedTuple):
+    """One task in one iteration.
+
+    Attributes:
+        task: Its name.
+        reads: Attributes of the context that it read.
+        sets: Those that it set, deleted or modified in place.
+        operators: Accesses by operators.
+        held: Attribute to the storages that it held when the task began.
+        items: State item to its storages when the task began.
+        replaced: State items that were added or removed, or whose tensor was replaced.
+        changed: Storages with another content or version.
+        silent: Those of them whose version counter did not change.
+        generators: Names of generators that were drawn from.
+        options: Names of optimizers whose options changed.
+        stepped: Names of the optimizers whose ``step`` ran.
+        sizes: Attribute that it set to its bytes; 0 where it deleted it.
+        opaque: Attribute that it set to the class of something in it that cannot be inspected.
+        ran: Names of the modules of which some part was called.
+        switched: Of those of which some part ran in the other mode, or was left in it.
+    """
+
+    task: str
+    reads: frozenset[str]
+    sets: frozenset[str]
+    operators: OperatorAccesses
+    held: Mapping[str, frozenset[StorageId]]
+    items: Mapping[StateItem, frozenset[StorageId]]
+    replaced: frozenset[StateItem]
+    changed: set[StorageId]
+    silent: set[StorageId]
+    generators: frozenset[str]
+    options: frozenset[str]
+    stepped: frozenset[str]
+    sizes: Mapping[str, int]
+    opaque: Mapping[str, str]
+    ran: frozenset[str]
+    switched: frozenset[str]
+
+    @property
+    def writes(self) -> set[StorageId]:
+        """Storages that it modified, by operators or otherwise."""
+        return self.operators.writes | self.changed
+
+    @property
+    def touched(self) -> frozenset[object]:
+        """What it touched; memory of the iteration itself does not count."""
+        used = self.operators.all_reads | self.writes
+        items = [item for item, storages in self.items.items() if storages & used]
+        return frozenset(
+            {(item.owner, item.kind) for item in (*items, *self.replaced)}
+            | self.reads.union(self.sets, self.stepped, self.options, self.generators)
+            | self.ran.union(self.switched)
+            | ({"memory"} if self.operators.writes - self.operators.created else frozenset())
+        )
+
+
+class IterationObservation(NamedTuple):
+    """One iteration.
+
+    Attributes:
+        tasks: In serial order.
+        before: Storages that existed before it began, without the batch's.
+        survivors: Storages that still existed after its context was released.
+    """
+
+    tasks: tuple[TaskObservation, ...]
+    before: frozenset[StorageId]
+    survivors: frozenset[StorageId]
+
+
+class IterationObserver:
+    """Runs iterations of some tasks, given in serial order, and observes them.
+
+    Attributes:
+        storages: All that was seen.
+        owners: What has state, the given ones and optimizers that have stepped besides.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[PipelineTask],
+        device: Device,
+        seeds: TaskSeeds,
+        context: type[TypedContext] = IterContext,
+        owners: Sequence[Owner] = (),
+    ) -> None:
+        self.storages = Storages()
+        self.owners = [*owners]
+        self._name_of: dict[int, str] = {}  # of the outermost module
+        for path, owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                for module in modules_in(owner):
+                    self._name_of.setdefault(id(module), path)
+        self._tasks, self._device, self._seeds = tasks, device, seeds
+        self._context = context
+        self._seen: frozenset[StorageId] = frozenset()
+        self._alive: frozenset[StorageId] = frozenset()
+
+    def run(self, batch: Any, iter_idx: int) -> IterationObservation:
+        """Run one iteration on a copy of the batch: tensors found in it are cloned."""
+        observed, at_begin, at_end = self._run(batch, iter_idx)
+        before = self._alive | at_begin
+        self._seen |= at_begin.union(*(one.operators.seen for one in observed))
+        if any(self.storages.alive(number) for number in self._seen - before - at_end):
+            gc.collect()  # memory that only reference cycles keep does not survive
+        self._alive = frozenset(number for number in self._seen if self.storages.alive(number))
+        return IterationObservation(observed, before, self._alive)
+
+    def _run(
+        self, batch: Any, iter_idx: int
+    ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId], frozenset[StorageId]]:
+        """The tasks' observations; the storages of all state items at the beginning and the end."""
+        ctx = self._context(copied(batch), iter_idx)
+        before = self._moment(ctx)
+        at_begin = before.of_items()
+        observed = []
+        for task in self._tasks:
+            log, operators = AttributeLog(ctx), OperatorRecorder(self._device, self.storages)
+            modes, stepped = ModuleModes(modules_of(self.owners), eager=True), set[int]()
+            with modes:
+                self._call(task, ctx, log, operators, stepped)
+            after = self._moment(ctx)
+            log.compare(before.attributes, after.attributes)
+            values = {n: after.attributes[n] for n in log.sets if n in after.attributes}
+            changed, silent = before.memory.changed_until(after.memory)
+            generators = _differing(before.generators, after.generators)
+            # A generator that is new was just created, or its library imported.
+            generators &= before.generators.keys()
+            if operators.draws.keys() & {0} and not task.random:  # which has states of its own
+                generators |= {TORCH}
+            gone = log.deletes - after.attributes.keys()
+            observed.append(
+                TaskObservation(
+                    task=task.name,
+                    reads=frozenset(log.reads),
+                    sets=frozenset(log.sets | log.deletes | {*before.modified()}),
+                    operators=operators.accesses,
+                    held=before.held,
+                    items={item: one.storages for item, one in before.items.items()},
+                    replaced=before.replaced_until(after),
+                    changed=changed,
+                    silent=silent,
+                    generators=generators,
+                    options=_differing(before.options, after.options),
+                    stepped=frozenset(
+                        after.optimizers[number] for number in stepped & after.optimizers.keys()
+                    ),
+                    sizes={n: _size(v) for n, v in values.items()} | dict.fromkeys(gone, 0),
+                    opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
+                    ran=self._names(modes.ran),
+                    switched=self._names(modes.switched),
+                )
+            )
+            before = after
+        return tuple(observed), at_begin, before.of_items()
+
+    def _moment(self, ctx: TypedContext) -> _Moment:
+        return _Moment(ctx, self._tasks, self.owners, self.storages, self._device)
+
+    def _names(self, modules: Iterable[int]) -> frozenset[str]:
+        return frozenset(self._name_of[number] for number in modules if number in self._name_of)
+
+    def _call(
+        self,
+        task: PipelineTask,
+        ctx: TypedContext,
+        log: AttributeLog,
+        operators: OperatorRecorder,
+        stepped: set[int],
+    ) -> None:
+        def step(optimizer: torch.optim.Optimizer) -> None:
+            stepped.add(id(optimizer))
+            if not any(one.owner is optimizer for one in self.owners):
+                self.owners.append(Owner(type(optimizer).__name__, optimizer))
+
+        try:
+            with eager(), before_steps(step), operators, log:
+                run_alone(task, ctx, self._device, self._seeds)
+        except BaseException as error:
+            add_note(
+                error,
+                f"swpipe: raised by task {task.name!r}, iteration {ctx.iter_idx}, while its "
+                "effects were being recorded; the state of models and optimizers was restored",
+            )
+            raise
+
+
+def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: TaskSeeds) -> None:
+    """Run a task on the current stream, seeded if it is random."""
+    seeded = seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
+    with device.on(device.current_stream()), seeded:
+        task.fn(ctx)
+
+
+class _Item(NamedTuple):
+    tensor: Tensor
+    storages: frozenset[StorageId]
+    requires_grad: bool
+
+
+class _Moment:
+    """A context, and the objects with state that are known by now, between two tasks.
+
+    Attributes:
+        attributes: The context's attributes.
+        held: Attribute to the storages of the tensors in it.
+        items: State item to its tensor.
+        memory: The memory of all of them.
+        generators: Name to state.
+        options: Name of an optimizer to its options.
+        optimizers: An optimizer's id to its name.
+    """
+
+    def __init__(
+        self,
+        ctx: TypedContext,
+        tasks: Iterable[PipelineTask],
+        owners: Sequence[Owner],
+        storages: Storages,
+        device: Device,
+    ) -> None:
+        device.synchronize()
+        found = items_in(owners)
+        self.items = {
+            item: _Item(tensor, storages.of(tensor), tensor.requires_grad)
+            for item, tensor in assign_declared(found.tensors, tasks).items()
+        }
+        self.attributes = attributes(ctx)
+        known = {id(one.tensor) for one in self.items.values()}
+        self._prints = {n: Fingerprint(v, objects=False) for n, v in self.attributes.items()}
+        self.held: dict[str, frozenset[StorageId]] = {}
+        tensors = [one.tensor for one in self.items.values()]
+        for name, value in self.attributes.items():
+            inside = [part for one in tensors_in(value) for part in unsharded(one)]
+            # A parameter's gradient is a state item, and no part of the context.
+            grads = [grad_or_none(one) for one in inside if id(one) not in known]
+            inside += [grad for grad in grads if grad is not None]
+            self.held[name] = frozenset[StorageId]().union(*map(storages.of, inside))
+            tensors += inside
+        self.memory = MemoryPrint(tensors, storages)
+        self.generators = generator_states(device, found.generators)
+        self.optimizers = {number: name for name, (number, _) in found.options.items()}
+        self.options = {name: options for name, (_, options) in found.options.items()}
+
+    def of_items(self) -> frozenset[StorageId]:
+        """The storages of all state items."""
+        return frozenset[StorageId]().union(*(one.storages for one in self.items.values()))
+
+    def modified(self) -> Iterator[str]:
+        """Attributes in which a container or a tensor was modified in place."""
+        return (name for name, one in self._prints.items() if one.changed())
+
+    def replaced_until(self, later: _Moment) -> frozenset[StateItem]:
+        """State items added or removed since, or with another tensor or other memory."""
+        replaced = {
+            item
+            for item in self.items.keys() & later.items.keys()
+            if self.items[item].tensor is not later.items[item].tensor
+            or self.items[item][1:] != later.items[item][1:]
+        }
+        return frozenset((self.items.keys() ^ later.items.keys()) | replaced)
+
+
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:
+    kept = before.keys() & after.keys()
+    # As items of a list, so that NaN equals itself.
+    changed = {name for name in kept if [before[name]] != [after[name]]}
+    return frozenset((before.keys() ^ after.keys()) | changed)
+
+
+def _size(value: Any) -> int:
+    """Bytes of the tensors' storages, of bytes objects, and of whatever has ``nbytes``."""
+    storages: dict[StorageId, int] = {}
+    for tensor in tensors_in(value):
+        for one in unsharded(tensor):
+            storages |= nbytes(one)
+    leaves = list(leaves_in(value))
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, bytes | bytearray)]
+    sizes += [leaf.nbytes for leaf in leaves if isinstance(getattr(leaf, "nbytes", None), int)]
+    return sum(storages.values()) + sum(sizes)
+
+
+def _opaque(value: Any) -> str:
+    kinds = (type(leaf).__name__ for leaf in leaves_in(value) if not is_fixed(leaf))
+    return next(kinds, "")
