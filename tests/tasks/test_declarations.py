@@ -11,8 +11,7 @@ pytest.importorskip("torchrec")
 
 from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
-from swpipe.analysis.validation import validate
-from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sharded_clicks, sparse_dist
@@ -42,29 +41,26 @@ def _unproved(
                 found.append(f"{name}: {undeclared} are undeclared")
         except PlanError as error:
             found.append(f"{name}: {error}")
-        resolved = validate(make(), tasks)
         found += [
             f"{name}: is not proved, with streams={streams}"
             for streams in (False, True)
-            if not is_proved_by_declarations(resolved, tasks, streams=streams)
+            if not verify_for_run(
+                make(), tasks, None, device="cpu", streams=streams
+            ).proved_by_declarations()
         ]
     return found
-
-
-def test_the_click_job_is_declared(small_log: Path) -> None:
-    """In one process, under both of its plans."""
-    tasks = ClickJob(ClickConfig([small_log], batch_size=8, model=SMALL)).tasks()
-    assert _unproved(tasks, clicks.PLANS) == []
-    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
 
 
 def _sharded_clicks(config: ClickConfig) -> list[str]:
     return _unproved(ShardedClickJob(config).tasks(), sharded_clicks.PLANS)
 
 
-def test_the_sharded_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
-    """Under all of its plans."""
+def test_the_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
+    """In one process and sharded, under all of their plans."""
     config = ClickConfig([small_log], batch_size=8, model=SMALL)
+    tasks = ClickJob(config).tasks()
+    assert _unproved(tasks, clicks.PLANS) == []
+    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
     assert two_ranks.run(_sharded_clicks, config) == [[], []]
 
 
