@@ -4,47 +4,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
 import swpipe
-from swpipe.cli import diff_command, options, plan_commands, report_command
 from swpipe.cli import launched as ranks
-from swpipe.cli.arguments import (
-    AUTO,
+from swpipe.cli import options, plan_commands
+from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
+from swpipe.cli.user_inputs import (
     MEASURED,
-    OpenWorkload,
+    SERIAL,
+    Opened,
     Output,
     check_outputs,
-    configured,
-    context_of,
     find_workload,
-    load_plan,
+    load_file,
     load_timeline,
-    loader_of,
     save,
 )
-from swpipe.cli.held_memory import format_memory
-from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
-from swpipe.core.messages import in_ms, plain
+from swpipe.core.messages import in_bytes, in_ms, plain
+from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
-from swpipe.pipeline import SWPipeline
-from swpipe.tasks.job_run import JobRun, alternate, report
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
+from swpipe.planning.simulation.simulator import peak_of
+from swpipe.plans.torchrec import sparse_dist
+from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
+from swpipe.tasks import job_run
+from swpipe.tasks.job_run import JobRun, alternate
+from swpipe.tasks.workload import DEFAULT, MOST_SEED, Workload
 from swpipe.trace import Trace
-
-if TYPE_CHECKING:
-    from swpipe.profiler import ProfileResults
-    from swpipe.tuning.autotuning import Tuned
-
-SERIAL = "serial"
-"""The plan that every workload has."""
+from swpipe.tuning.autotuning import Tuned
 
 _TRACED = 12  # steps in a timeline
 _WARM_UP = 3  # steps before it, where only these steps are run
@@ -64,8 +60,6 @@ app = typer.Typer(
 )
 
 app.add_typer(plan_commands.app, name="plan")
-app.command("report")(report_command.report)
-app.command("diff")(diff_command.diff)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -77,9 +71,9 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always: 0 when all went well, 2 for a mistake of the user.
     """
-    given = (sys.argv[1:] if args is None else args) or ["--help"]
-    options.declare_workload_options()
-    run = partial(app, args=options.spread_lists(given), prog_name="swpipe", standalone_mode=False)
+    given = [*(sys.argv[1:] if args is None else args)] or ["--help"]
+    spread = options.declare_workload_options(given)
+    run = partial(app, args=spread, prog_name="swpipe", standalone_mode=False)
     if ranks.joins(given):
         sys.exit(exit_code(lambda: ranks.run_on_ranks(lambda rank: run(obj=rank))))
     sys.exit(exit_code(run))
@@ -128,35 +122,18 @@ def train(
     """Train a workload: the click model, unless another is named, or your own."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
-    rank: ranks.Rank | None = context.obj
-    check_outputs(rank, timeline)
-    work = find_workload(workload, rank)
-    wanted = (compare or plan or work.usual_plan).split(",")
-    known = [name for name in wanted if name != AUTO and (work.plans or name != SERIAL)]
-    plans = {name: load_plan(name, work.plans) for name in known}
-    if rank is not None:
-        rank.agree(
-            ranks.command_facts("train", context.params, [plans.get(name) for name in wanted])
-        )
-    config = configured(work, given, rank)
-    tuned = None
-    if unknown := {*wanted} - {*known}:
-        with closing(work.open_job(config)) as job:
-            opened = OpenWorkload(work, job, config.device)
-            if AUTO in unknown:
-                tuned = opened.tune()
-                plans[AUTO] = tuned.plan
-                echo(f"auto: {tuned.format()}")
-            if SERIAL in unknown:
-                plans[SERIAL] = opened.plans[SERIAL]()
-    labelled = list(zip(numbered(wanted), map(plans.__getitem__, wanted), strict=True))
-    with open_runs(work, config, labelled, steps) as runs:
+    check_outputs(context, timeline)
+    # The job that a plan is made with is closed before others train.
+    with Opened(context, workload, given, (compare or plan).split(","), auto=True) as opened:
+        plans = [opened.plan(name) for name in opened.plans]
+    labelled = list(zip(numbered(opened.plans), plans, strict=True))
+    with open_runs(opened.workload, opened.config, labelled, steps) as runs:
         recorded = train_runs(runs)
-        echo(report(runs))
-        if tuned is not None:
-            echo(format_outcome(tuned, runs[wanted.index(AUTO)]))
+        echo(job_run.report(runs))
+        if opened.tuned is not None:
+            echo(format_outcome(opened.tuned, runs[opened.plans.index("auto")]))
         what = f"timeline of the last steps under {runs[-1].name}:"
-        save(rank, Output(what, timeline, recorded.save))
+        save(context, Output(what, timeline, recorded.save))
 
 
 @app.command("profile")
@@ -169,9 +146,7 @@ def profile(
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
     batches: Annotated[int, options.count("Batches to show side by side.", 100)] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=2, max=MOST_COUNT, help="Visits to each task.")
-    ] = ROUNDS,
+    rounds: Annotated[int, options.count("Visits to each task.", least=2)] = ROUNDS,
     seconds: Annotated[
         float | None,
         typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
@@ -180,25 +155,19 @@ def profile(
     **given: Any,
 ) -> None:
     """Show what each task of a workload really costs: its exposed time."""
-    rank: ranks.Rank | None = context.obj
-    check_outputs(rank, output)
-    work = find_workload(workload, rank)
-    plan = plan or work.usual_plan
-    loaded = load_plan(plan, work.plans) if work.plans and plan != AUTO else None
-    if rank is not None:
-        rank.agree(ranks.command_facts("profile", context.params, [loaded]))
-    opened = OpenWorkload.of(workload, given, rank)
-    with closing(opened.job), about_plan(plan):
-        loaded = loaded or named_plan(opened, plan)
-        results = profile_job(opened, loaded, batches, rounds, not serially, seconds=seconds)
-        held = format_memory(opened.loop(), None if serially else loaded, results[0])
+    check_outputs(context, output)
+    with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
+        under = opened.plan()
+        results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
+        held = format_memory(opened, None if serially else under, results[0])
     echo(f"{format_breakdown(results)}\n{held}")
-    save(rank, Output("written to", output, results.save))
+    save(context, Output("written to", output, results.save))
 
 
 @app.command("trace")
 @options.takes_workload_options
 def draw_trace(
+    context: typer.Context,
     saved: Annotated[
         Path | None,
         typer.Argument(
@@ -223,17 +192,17 @@ def draw_trace(
             raise UserError("--timeline: it is for what is recorded; name a --workload")
         output = output or saved.with_suffix(".png")
         recorded, what = load_timeline(saved), saved.stem
-        check_outputs(None, pictures=[output])
-    else:
-        check_outputs(None, timeline, pictures=[output])
-        opened = OpenWorkload.of(workload, given, None)
-        plan = plan or opened.workload.usual_plan
-        with closing(opened.job), about_plan(plan):
-            recorded = record_job(opened, named_plan(opened, plan), steps)
-        what = f"{workload}, plan {plan}"
+    check_outputs(context, timeline, pictures=[output])
+    if saved is None:
+        with (
+            Opened(context, workload, given, [plan], auto=True) as opened,
+            about_plan(opened.plans[0]),
+        ):
+            recorded = record_job(opened, steps)
+        what = f"{workload}, plan {opened.plans[0]}"
     echo(recorded.format_summary())
     save(
-        None,
+        context,
         Output("timeline:", timeline, recorded.save),
         Output("drawn into", output, partial(draw, recorded, what)),
     )
@@ -253,7 +222,7 @@ def doctor(
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=2, max=MOST_COUNT, help="For the headroom.")] = 4,
+    rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
     **given: Any,
 ) -> None:
     """Find what keeps work from overlapping, and how much overlap can gain at most."""
@@ -264,27 +233,90 @@ def doctor(
             raise UserError("--plan: name the workload, too")
         echo(str(diagnose(device=given["device"])))
         return
-    rank: ranks.Rank | None = context.obj
-    if rank is not None:
-        plans = find_workload(workload, rank).plans
-        known = [load_plan(plan, plans)] if plan and plans else []
-        rank.agree(ranks.command_facts("doctor", context.params, known))
-    opened = OpenWorkload.of(workload, given, rank)
-    with closing(opened.job):
-        loader = loader_of(opened.job)
+    with Opened(context, workload, given, [plan] if plan else []) as opened:
+        loader = opened.loader
         found = diagnose(
-            opened.job.tasks(),
+            opened.tasks,
             opened.take(MEASURED) if loader is None else loader,
-            plan=load_plan(plan, opened.plans) if plan else None,
-            device=opened.device,
-            context=context_of(opened.job),
+            plan=opened.plan() if plan else None,
+            device=opened.config.device,
+            context=opened.job.context,
             rounds=rounds,
         )
     echo(str(found))
 
 
+@app.command("report")
+@options.takes_workload_options
+def report(
+    context: typer.Context,
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Of yours, that returns (tasks, batches[, context]); or a workload's name.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT.html", help="The page.")
+    ] = Path("report.html"),
+    plan: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help="What the loop runs under: a ready-made plan of the workload, or a file.",
+            show_default="the plain loop",
+        ),
+    ] = "",
+    rounds: Annotated[
+        int, options.count("Visits to each task, and trials of each plan.", 1000, least=2)
+    ] = 5,
+    **given: Any,
+) -> None:
+    """Say what bounds a loop, how much overlap can still gain, and what to do next."""
+    from swpipe.reporting.measuring import report_on
+
+    check_outputs(context, output)
+    plain_loop = plan in ("", SERIAL)
+    with (
+        Opened(context, workload, given, [] if plain_loop else [plan]) as opened,
+        about_plan(plan or workload),
+    ):
+        known = {**sparse_dist.PLANS, **opened.workload.plans}
+        found = report_on(
+            opened.loop(MEASURED),
+            None if plain_loop else opened.plan(),
+            name=workload,
+            ready_made={name: make() for name, make in known.items() if name != SERIAL},
+            rounds=rounds,
+        )
+    echo(found.format())
+    save(context, Output("written to", output, found.save))
+
+
+@app.command("diff")
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE.json", help="From `swpipe profile`.")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER.json", help="The same, later.")],
+) -> None:
+    """Compare two saved profiles; exit with 1 if iterations take longer, beyond the intervals."""
+    profiles = [load_file(_profiles, path) for path in (before, after)]
+    try:
+        changes = profiles[0].diff(profiles[1])
+    except ValueError as error:
+        raise UserError(f"diff: {error}") from error
+    for path, results in zip((before, after), profiles, strict=True):
+        loads = [each.other_load for each in results if each.other_load is not None]
+        for load in [load for load in loads if load.is_busy][:1]:
+            echo(f"{plain(str(path))}: {load.text}")
+    echo("\n\n".join(map(str, changes)))
+    if any(each.iteration.is_longer for each in changes):
+        raise typer.Exit(1)
+
+
 @app.command("demo")
 def demo(
+    context: typer.Context,
     workload: Annotated[
         str,
         typer.Option(
@@ -299,42 +331,47 @@ def demo(
     steps: Annotated[int, options.count("Under each plan.")] = 322,
     batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
-        int, typer.Option(min=0, max=MOST_SEED, help="Of the model, and of the generated data.")
+        int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
     ] = 0,
 ) -> None:
     """Train serially and pipelined, compare, break down, draw; in under three minutes."""
-    from swpipe.profiler import ProfileResults
-
-    work = find_workload(workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images"))
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
-    check_outputs(None, *files, pictures=pictures)
-    values = {option.name: option.default for option in work.options}
-    chosen = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
-    config = configured(work, {**values, **chosen}, None)
-    echo(f"Training the same model ({work.name}) under both plans, in turns.")
-    plans = {name: work.plans[name]() for name in ("serial", work.usual_plan)}
-    with open_runs(work, config, list(plans.items()), steps) as runs:
+    check_outputs(context, *files, pictures=pictures)
+    workload = workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images")
+    work = find_workload(workload)
+    given = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
+    opening = partial(Opened, context, workload, given, [""])
+    opened = opening()
+    echo(f"Training the same model ({workload}) under both plans, in turns.")
+    plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
+    with open_runs(opened.workload, opened.config, list(plans.items()), steps) as runs:
         recorded = train_runs(runs)
         echo("\nWhat each task costs, in the plain loop and under the plan.")
         breakdown = []
         for label, pipelined in (("plain loop", False), ("under the plan", True)):
-            with closing(work.open_job(config)) as job:
-                opened = OpenWorkload(work, job, config.device)
-                plan = plans[work.usual_plan]
-                measured = profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label])
-                breakdown.append(measured)
+            with opening() as opened:
+                plan = opened.plan()
+                breakdown.append(profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label]))
         for results in breakdown:
             echo(f"\n{format_breakdown(results)}")
-        echo(f"\n{report(runs)}\nfiles:")
+        echo(f"\n{job_run.report(runs)}\nfiles:")
         both = ProfileResults(results[0] for results in breakdown)
-        writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
         drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+        writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
         writes += [drawn, both.plot][: len(pictures)]
-        save(None, *map(partial(Output, " "), [*files, *pictures], writes))
+        save(context, *map(partial(Output, " "), [*files, *pictures], writes))
 
 
 # ------------------------------------------------------------------------------ train and profile
+
+
+def _profiles(path: Path) -> ProfileResults:
+    """A saved profile, of one batch or of several."""
+    text = path.read_text(encoding="utf-8")
+    if isinstance(parse_json(text), list):
+        return ProfileResults.from_json(text)
+    return ProfileResults([ProfileResult.from_json(text)])
 
 
 @contextmanager
@@ -375,20 +412,10 @@ def format_outcome(tuned: Tuned, run: JobRun) -> str:
     return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
 
 
-def named_plan(opened: OpenWorkload, name: str) -> PipelinePlan:
-    """The plan of that name, a workload's own or from a file; auto makes one by trial."""
-    if name != AUTO:
-        return load_plan(name, opened.plans)
-    tuned = opened.tune()
-    echo(f"auto: {tuned.format()}")
-    return tuned.plan
-
-
-def record_job(opened: OpenWorkload, plan: PipelinePlan, steps: int) -> Trace:
-    """Run a few steps of a job under a plan; record those after them, and the loader's calls."""
-    batches = opened.pulled(_WARM_UP + steps)
-    tasks, context = opened.job.tasks(), context_of(opened.job)
-    with SWPipeline(plan, tasks, device=opened.device, context=context) as pipe:
+def record_job(opened: Opened, steps: int) -> Trace:
+    """Run a few steps of a job under its plan; record those after them, and the loader's calls."""
+    plan, batches = opened.plan(), opened.pulled(_WARM_UP + steps)
+    with opened.pipeline(plan) as pipe:
         pipe.run(islice(batches, _WARM_UP))
         with pipe.trace() as recorded:
             pipe.run(batches)
@@ -403,7 +430,7 @@ def draw(recorded: Trace, what: str, path: Path) -> None:
 
 
 def profile_job(
-    opened: OpenWorkload,
+    opened: Opened,
     plan: PipelinePlan,
     batches: int,
     rounds: int,
@@ -412,10 +439,7 @@ def profile_job(
     seconds: float | None = None,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop."""
-    from swpipe.profiler import TaskProfiler
-
-    tasks, context = opened.job.tasks(), context_of(opened.job)
-    with SWPipeline(plan, tasks, device=opened.device, context=context) as pipe:
+    with opened.pipeline(plan) as pipe:
         return TaskProfiler(pipe).profile_many(
             opened.take(batches),
             num_rounds=rounds,
@@ -423,13 +447,30 @@ def profile_job(
             verbose=True,
             seconds=seconds,
             labels=labels,
-            loader=loader_of(opened.job),
+            loader=opened.loader,
         )
 
 
 def format_breakdown(results: ProfileResults) -> str:
     """One batch in full, or several side by side."""
     return results[0].format_report() if len(results) == 1 else results.format_report()
+
+
+def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResult) -> str:
+    """What a plan, or else the plain loop, holds by the simulator, with the costs of a profile.
+
+    On a device a second line has what its allocator counted in this process, parameters and all.
+    """
+    loop = opened.loop()
+    costs = replace(result.costs, memory=loop.measure_memory())
+    plan = PipelinePlan.serial(loop.tasks) if plan is None else plan
+    held = peak_of(plan, costs, streams=loop.has_streams)
+    lines = [] if held is None else [held.format()]
+    if loop.has_streams:
+        most = (torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved)
+        allocated, reserved = (in_bytes(count()) for count in most)
+        lines.append(f"the device's allocator: at most {allocated} allocated, {reserved} reserved")
+    return "\n".join(lines)
 
 
 def numbered(names: Sequence[str]) -> list[str]:

@@ -1,26 +1,22 @@
 """The command line on several ranks: rank 0 prints, and all ranks end alike.
 
-Under torchrun the same command runs on every rank. Rank 0 prints; the output of the others is
-discarded. A mistake of the user is often seen by one rank only (a malformed row of its own share)
-while the others wait for it in a collective, which Python cannot interrupt. So::
+Under torchrun the same command runs on every rank; only rank 0 prints. A mistake of the user is
+often seen by one rank only (a malformed row of its own share) while the others wait for it in a
+collective, which Python cannot interrupt. So::
 
     rank that sees it     puts a verdict (message, exit code) into the job's store; the first counts
     rank 0                prints the message, once, and notes in the store that it did
     every rank            then, when all are ready, ends with the verdict's exit code
 
-A rank waits for the others before anything else, at most ``JOIN_S``. The variables that torchrun
-sets may come from elsewhere, as in a container of a cluster; so only the commands that several
-ranks run together join them, and outside of torchrun they say that they wait.
+A thread on each rank polls for a verdict, and ends the process where the main thread cannot. The
+variables that torchrun sets may come from elsewhere, as in a container of a cluster: so only the
+commands that several ranks run together join them, and outside of torchrun they say that they wait.
 
-A thread on each rank polls for a verdict, and ends the process where the main thread cannot. Other
-exceptions are not changed: the rank that raised prints its traceback and ends with exit code 1,
-torchrun ends the job, and other ranks' errors name the first one
-(``swpipe._distributed.rank_checks``).
-
-A rank that fails skips the interpreter's shutdown, in which gloo sometimes aborts (exit code -6,
-after the traceback): a pending collective is completed by another rank, and gloo's thread releases
-the last reference to a tensor. For that it needs the interpreter lock, and an interpreter that is
-shutting down ends each thread that asks for it; inside a C++ destructor, that aborts.
+Other exceptions are not changed: the rank that raised prints its traceback and ends with exit code
+1, without the interpreter's shutdown, in which gloo sometimes aborts (exit code -6): a pending
+collective is completed by another rank, and gloo's thread releases the last reference to a tensor.
+For that it needs the interpreter lock, and an interpreter that is shutting down ends each thread
+that asks for it; inside a C++ destructor, that aborts.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partial
@@ -39,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+import typer
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
@@ -48,7 +45,7 @@ from swpipe.cli.user_errors import REPORTED, UserError, Verdict, echo, verdict_o
 from swpipe.core.messages import one_line, plain, shorten
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import on_cpu
-from swpipe.tasks.workload import MOST_COUNT, all_options
+from swpipe.tasks.workload import MOST_COUNT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -58,9 +55,7 @@ T = TypeVar("T")
 COMMANDS = ("train", "profile", "plan", "report", "doctor")
 """The commands that several ranks run together; of plan all but show."""
 
-JOIN_S = 300.0
-"""How long a rank waits for the others when it starts."""
-
+JOIN_S = 300.0  # within which all ranks must have started
 _POLL_S = 0.2  # between two looks for a verdict
 _REPORT_S = 10.0  # within which rank 0 must have printed a verdict
 _AFTER_S = 2.0  # by which a rank that fails later ends later
@@ -69,11 +64,6 @@ _FIRST_S = 600.0  # within which a node's first rank must have done what it does
 _VERDICT, _PRINTED = "swpipe/verdict", "swpipe/printed"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
 _COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
-
-_SAME = (
-    *("steps", "serially", "batches", "rounds", "device", "seed"),
-    *("workload", "in_flight", "threads", "frozen", "max_bytes"),
-)
 
 
 def launched() -> bool:
@@ -267,29 +257,35 @@ class Rank:
                 self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 
+def agree(context: typer.Context, plans: Sequence[PipelinePlan | None]) -> None:
+    """Make sure that all ranks were given the same command, if there are several.
+
+    Args:
+        context: The command's.
+        plans: Those that it runs under; None for one that is yet to be made.
+
+    Raises:
+        UserError: They were not; raised on all of them.
+    """
+    rank: Rank | None = context.obj
+    if rank is not None:
+        rank.agree(command_facts(context.command_path, context.params, plans))
+
+
 def command_facts(
-    command: str, options: Mapping[str, Any], plans: Collection[PipelinePlan | None]
+    command: str, options: Mapping[str, Any], plans: Sequence[PipelinePlan | None]
 ) -> dict[str, str]:
     """The parts of a command that have to be the same on all ranks.
 
-    Nodes may have files in different places: of several paths the number is compared, of a
-    workload's single path nothing.
-
-    Args:
-        command: Its name.
-        options: Parameter to value.
-        plans: Those that it runs under; files of different names may hold the same plan. None for
-            one that is yet to be made.
+    Nodes may have files in different places: their number is compared. Files of different names may
+    hold the same plan: plans are compared.
     """
-    declared = all_options()
-    same = [*_SAME, *(option.name for option in declared if option.kind not in (list, Path))]
     facts = {"command": command}
-    facts |= {flag(name): str(options[name]) for name in same if name in options}
-    for option in declared:
-        if option.kind is list:
-            facts[flag(option.name)] = f"{len(options.get(option.name) or ())} files"
-    facts["--costs"] = "a file" if options.get("costs") else "none"
-    facts["plans"] = str(len(plans))
+    for name, value in options.items():
+        if name not in ("plan", "compare"):
+            some = value if isinstance(value, list | tuple) else [value]
+            files = sum(isinstance(one, Path) for one in some)
+            facts[flag(name)] = f"{files} files" if files else str(value or "none")
     for number, plan in enumerate(plans, start=1):
         found = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
         facts |= {f"plan {number}, {fact}": what for fact, what in found.items()}

@@ -1,15 +1,16 @@
-"""Options of the commands: those that several commands share, and those of the workloads."""
+"""Options of the commands: those that several commands share, and those of the workload."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT, Option, all_options
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, Option, workloads
 
 Plan = Annotated[
     str,
@@ -26,14 +27,15 @@ Workload = Annotated[
     typer.Option(
         "--workload",
         metavar=f"{DEFAULT}|NAME|MODULE:FUNCTION",
-        help="A workload by name, or a function of yours that returns (tasks, batches[, context]).",
+        help="A workload by name, or a function of yours that returns (tasks, batches[, context]). "
+        "With --help: its own options.",
     ),
 ]
 
 
-def count(text: str, most: int = MOST_COUNT) -> Any:
-    """An option that is a number from 1."""
-    return typer.Option(min=1, max=most, help=text)
+def count(text: str, most: int = MOST_COUNT, least: int = 1) -> Any:
+    """An option that is a number."""
+    return typer.Option(min=least, max=most, help=text)
 
 
 def file(metavar: str, text: str) -> Any:
@@ -60,7 +62,7 @@ _TAKES_OPTIONS: list[tuple[Callable[..., Any], list[inspect.Parameter]]] = []
 
 
 def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command whose ``**given`` are the device and the options of all workloads."""
+    """Decorate a command whose ``**given`` are the device and the options of the workload."""
     hints = get_type_hints(command, include_extras=True)
     own = [
         parameter.replace(annotation=hints[parameter.name])
@@ -71,15 +73,26 @@ def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def declare_workload_options() -> None:
-    """Give the decorated commands the options of all workloads that are registered by now.
+def declare_workload_options(args: Sequence[str]) -> list[str]:
+    """Give the decorated commands the options of the workload that a command line names.
 
     Typer reads a command's signature each time that it parses a command line.
+
+    Returns:
+        The command line as the parser wants it: ``--data a --data b`` for ``--data a b``.
     """
-    extra = [_DEVICE, *map(_parameter, all_options())]
+    known = workloads()
+    named = [arg.partition("=")[2] for arg in args if arg.startswith("--workload=")]
+    named += [arg for before, arg in pairwise(args) if before == "--workload"]
+    if args[0] in ("doctor", "report"):
+        named = [arg for arg in args if arg in known or ":" in arg]
+    name = named[-1] if named else DEFAULT
+    declared = known[name].options if name in known else ()
+    extra = [_DEVICE, *map(_parameter, declared)]
     for command, own in _TAKES_OPTIONS:
         command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}
+    return spread_lists(args, {flag(option.name) for option in declared if option.kind is list})
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -104,9 +117,8 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def spread_lists(args: Iterable[str]) -> list[str]:
-    """``--data a b`` as ``--data a --data b``, which is how the parser wants it."""
-    lists = {flag(option.name) for option in all_options() if option.kind is list}
+def spread_lists(args: Sequence[str], lists: set[str]) -> list[str]:
+    """``--data a b`` as ``--data a --data b``, for options of ``lists``."""
     spread: list[str] = []
     current = ""  # the option whose values may still follow
     for arg in args:

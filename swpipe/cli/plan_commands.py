@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
 
 from swpipe.analysis import verify
 from swpipe.cli import options
-from swpipe.cli.arguments import (
+from swpipe.cli.launched import agree
+from swpipe.cli.user_errors import UserError, about_plan, echo
+from swpipe.cli.user_inputs import (
     MEASURED,
     TUNING_S,
-    OpenWorkload,
+    Opened,
     Output,
     check_outputs,
     find_workload,
     load_file,
     load_plan,
     load_timeline,
-    names,
     save,
 )
-from swpipe.cli.launched import Rank, command_facts
-from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
 from swpipe.core.plan import PipelinePlan
@@ -36,7 +36,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds
 from swpipe.planning import simulate as simulate_plan
-from swpipe.tasks.workload import DEFAULT, Plans, workloads
+from swpipe.tasks.workload import DEFAULT, workloads
 from swpipe.trace import Trace, format_stacked, plot_stacked
 from swpipe.tuning.autotuning import EFFORT
 
@@ -67,9 +67,10 @@ def show(
     output: PlanFile = None,
 ) -> None:
     """Show a plan: which task works on which iteration when, and what waits for what."""
-    rank: Rank | None = context.obj
-    check_outputs(rank, output)
-    loaded = load_plan(plan, {**_all_plans(), **_ready_made(rank)})
+    check_outputs(context, output)
+    forms = [form for work in workloads().values() for form in (work, work.on_ranks) if form]
+    every = {name: make for form in forms for name, make in form.plans.items()}
+    loaded = load_plan(plan, {**every, **find_workload(DEFAULT, context.obj).plans})
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
         streams = any(entry.stream is not None for entry in loaded.schedule.values())
@@ -77,10 +78,9 @@ def show(
         echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
         echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
         if costs is not None:
-            model = load_file(CostModel.load, costs, "costs ")
-            on_device = any(cost.device_us for cost in model.tasks.values())
-            echo(f"\n{simulate_plan(loaded, model, streams=on_device).format()}")
-    save(rank, Output("written to", output, loaded.save))
+            model, streams = _costs(costs)
+            echo(f"\n{simulate_plan(loaded, model, streams=streams).format()}")
+    save(context, Output("written to", output, loaded.save))
 
 
 @app.command("infer")
@@ -95,16 +95,16 @@ def infer(
     **given: Any,
 ) -> None:
     """Record two iterations: what each task touches, and the dependences that follow."""
-    rank = _agreed(context)
-    check_outputs(rank, output)
-    opened = OpenWorkload.of(workload, given, rank)
-    compared = load_plan(plan, opened.plans) if plan else None
-    loop = opened.loop()
-    with about_plan(plan or workload):
+    check_outputs(context, output)
+    with (
+        Opened(context, workload, given, [plan] if plan else []) as opened,
+        about_plan(plan or workload),
+    ):
+        loop = opened.loop()
         recording = loop.record()
-        echo(str(recording.report(compared)))
+        echo(str(recording.report(opened.plan() if plan else None)))
         inferred = loop.inferred_plan(recording)
-    save(rank, Output("written to", output, inferred.save))
+    save(context, Output("written to", output, inferred.save))
 
 
 @app.command("check")
@@ -120,13 +120,15 @@ def check(
     **given: Any,
 ) -> None:
     """Check a plan against what its tasks touch: the same numbers in every interleaving?"""
-    opened = OpenWorkload.of(workload, given, _agreed(context))
-    loaded = load_plan(plan, opened.plans)
-    loop = opened.loop()
-    recording = loop.record()
-    with about_plan(plan):
+    with Opened(context, workload, given, [plan]) as opened, about_plan(plan):
+        loop = opened.loop()
+        recording = loop.record()
         verified = verify(
-            loaded, loop.tasks, recording.effects, sizes=recording.sizes, budget_bytes=budget
+            opened.plan(),
+            loop.tasks,
+            recording.effects,
+            sizes=recording.sizes,
+            budget_bytes=budget,
         )
     echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
     if verified.footprint is not None:
@@ -146,24 +148,18 @@ def simulate(
     picture: Annotated[
         Path | None, options.file("OUT.png", "Draw the timeline: PNG, SVG or PDF.")
     ] = None,
-    timeline: Annotated[
-        Path | None, options.file("OUT.json", "Save it, for Perfetto or `trace`.")
-    ] = None,
-    width: Annotated[int, typer.Option(min=40, max=500, help="Columns of the timeline.")] = 100,
     keep: KeepCosts = None,
     **given: Any,
 ) -> None:
     """Predict a plan's timeline and interval from what its tasks cost."""
-    rank = _agreed(context)
-    check_outputs(rank, timeline, keep, pictures=[picture])
+    check_outputs(context, keep, pictures=[picture])
     if costs is not None:
-        loaded, model, streams = _with_costs(plan, costs, rank)
+        loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
-        opened = OpenWorkload.of(workload, given, rank)
-        loaded = load_plan(plan, opened.plans)
-        loop = opened.loop(MEASURED)
-        model = replace(loop.measure(loaded), memory=loop.measure_memory())
-        streams = loop.has_streams
+        with Opened(context, workload, given, [plan]) as opened:
+            loaded, loop = opened.plan(), opened.loop(MEASURED)
+            model = replace(loop.measure(loaded), memory=loop.measure_memory())
+            streams = loop.has_streams
     with about_plan(plan):
         result = simulate_plan(loaded, model, streams=streams)
         bounds = lower_bounds(loaded, model, streams=streams)
@@ -171,15 +167,11 @@ def simulate(
     if measured is not None:
         whole = load_timeline(measured)
         traces["measured"] = last_iterations(whole, result.iterations)
-    try:
-        chart = format_stacked(traces, width)
-    except ValueError as error:
-        raise UserError(f"--width {width}: {error}") from error
-    echo(f"{chart}\n\n{result.format()}\n\n{bounds.format()}")
+    width = min(max(get_terminal_size().columns, 60), 200)
+    echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
     save(
-        rank,
+        context,
         Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
-        Output("timeline:", timeline, result.trace().save),
         Output("costs written to", keep, model.save),
     )
 
@@ -211,17 +203,20 @@ def auto(
     **given: Any,
 ) -> None:
     """Choose the best plan under limits, and say why."""
-    rank = _agreed(context)
-    check_outputs(rank, keep, output)
-    limits = Limits(in_flight=in_flight, threads=threads, frozen=names(frozen))
+    check_outputs(context, keep, output)
+    groups = tuple(name for text in frozen or () for name in text.split(",") if name)
+    limits = Limits(in_flight=in_flight, threads=threads, frozen=groups)
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
-        opened = OpenWorkload.of(workload, given, rank)
-        tuned = opened.tune(limits, seconds, max_bytes)
+        with Opened(context, workload, given) as opened:
+            tuned = opened.tune(limits, seconds, max_bytes)
         text, chosen, model = tuned.format(), tuned.plan, tuned.costs
     else:
-        loaded, model, streams = _with_costs(plan, costs, rank)
+        loaded = _planned(context, plan)
+        if costs is None:
+            raise UserError("--costs: say what the plan's tasks cost, or name no plan")
+        model, streams = _costs(costs)
         with about_plan(plan):
             effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
             choice = auto_plan(
@@ -230,44 +225,26 @@ def auto(
         text, chosen = choice.format(), choice.plan
     echo(text)
     save(
-        rank,
+        context,
         Output("costs written to", keep, model.save),
         Output("written to", output, chosen.save),
     )
 
 
-def _all_plans() -> Plans:
-    """All ready-made plans by name."""
-    forms = [form for work in workloads().values() for form in (work, work.on_ranks) if form]
-    return {name: make for form in forms for name, make in form.plans.items()}
+def _planned(context: typer.Context, name: str) -> PipelinePlan:
+    """A plan that needs no tasks, the same on all ranks."""
+    loaded = load_plan(name, find_workload(DEFAULT, context.obj).plans)
+    agree(context, [loaded])
+    return loaded
 
 
-def _ready_made(rank: Rank | None) -> Plans:
-    """The default workload's ready-made plans."""
-    return find_workload(DEFAULT, rank).plans
-
-
-def _with_costs(
-    plan: str, costs: Path | None, rank: Rank | None
-) -> tuple[PipelinePlan, CostModel, bool]:
-    """A plan, its costs, and whether they are those of a device with streams."""
-    loaded = load_plan(plan, _ready_made(rank))
-    if costs is None:
-        raise UserError("--costs: say what the plan's tasks cost, or name no plan")
-    model = load_file(CostModel.load, costs, "costs ")
-    return loaded, model, any(cost.device_us for cost in model.tasks.values())
+def _costs(path: Path) -> tuple[CostModel, bool]:
+    """Costs, and whether they are those of a device with streams."""
+    model = load_file(CostModel.load, path, "costs ")
+    return model, any(cost.device_us for cost in model.tasks.values())
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:
     """The last iterations of a trace."""
     numbers = sorted({span.iteration for span in trace.spans})
     return trace.window(numbers[max(0, len(numbers) - count)], numbers[-1])
-
-
-def _agreed(context: typer.Context) -> Rank | None:
-    """This process as one rank of several, if it is; all of them were given the same command."""
-    rank: Rank | None = context.obj
-    if rank is not None:
-        facts = command_facts(f"plan {context.info_name}", context.params, ())
-        rank.agree({**facts, "the plan": str(context.params["plan"] or "none")})
-    return rank

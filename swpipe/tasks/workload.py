@@ -163,19 +163,10 @@ def register(workload: Workload) -> None:
     """Make a workload known by its name.
 
     Raises:
-        ValueError: Another workload has its name, or declares one of its options otherwise.
+        ValueError: Another workload has its name.
     """
-    others = [one for name, one in _registered.items() if name != workload.name]
     if _registered.setdefault(workload.name, workload) is not workload:
         raise ValueError(f"workload {workload.name!r} is registered already: give another name")
-    known = {option.name: option for one in others for option in one.options}
-    for option in workload.options:
-        if known.get(option.name, option) != option:
-            del _registered[workload.name]
-            raise ValueError(
-                f"workload {workload.name!r}: option {option.name!r} is declared otherwise by "
-                "another workload; declare it alike, or give another name"
-            )
 
 
 def workloads() -> Mapping[str, Workload]:
@@ -185,8 +176,3 @@ def workloads() -> Mapping[str, Workload]:
             parts = file.relative_to(folder).with_suffix("").parts
             importlib.import_module(".".join(("swpipe.tasks", *parts)))
     return MappingProxyType(_registered)
-
-
-def all_options() -> tuple[Option, ...]:
-    """The options of all workloads, each once."""
-    return tuple(dict.fromkeys(option for work in workloads().values() for option in work.options))

@@ -28,7 +28,7 @@ from swpipe.core.plan_entries import MOST_ITERATIONS
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
 from swpipe.errors import PlanError
-from swpipe.trace.span import Kind, Row, Span, in_order, rows_of
+from swpipe.trace.span import Kind, Row, Span, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to the number and name of its process."""
@@ -47,27 +47,6 @@ class Arrow(NamedTuple):
     distance: int = 0
 
 
-class Document(NamedTuple):
-    """The content of a file, as the attributes of a ``Trace``."""
-
-    spans: tuple[Span, ...]
-    arrows: tuple[Arrow, ...]
-    origin_ns: int
-    clock_error_ns: int = 0
-
-    def events(self, shift_ns: int = 0) -> list[Event]:
-        """The events, later by ``shift_ns``; each has the process and track of its row."""
-        rows = enumerate(rows_of(self.spans), start=1)
-        places: dict[Row, Event] = {
-            row: {"pid": PROCESSES[row.kind][0], "tid": tid} for tid, row in rows
-        }
-        events = [*_tracks(places), *_tasks(self.spans, places)]
-        events += _flows(self.spans, self.arrows, places)
-        if shift_ns:
-            events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
-        return events
-
-
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     """The dependences of a plan; and ``<retire>`` waits for the pull of the same period."""
     found = [Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences]
@@ -76,14 +55,32 @@ def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     return tuple(found)
 
 
-def save(path: Path, content: Document) -> None:
-    """Write the file, compressed if its name ends in ``.gz``."""
-    other = {"producer": "swpipe", **content._asdict()}
-    del other["spans"]
-    _write(path, {"traceEvents": content.events(), "displayTimeUnit": "ms", "otherData": other})
+def events_of(spans: Sequence[Span], arrows: Iterable[Arrow], shift_ns: int = 0) -> list[Event]:
+    """The events, later by ``shift_ns``; each has the process and track of its row."""
+    places: dict[Row, Event] = {
+        row: {"pid": PROCESSES[row.kind][0], "tid": tid}
+        for tid, row in enumerate(rows_of(spans), start=1)
+    }
+    events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
+    if shift_ns:
+        events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
+    return events
 
 
-def add_to(path: Path, other: Path, content: Document) -> None:
+def save(path: Path, spans: Sequence[Span], about: Mapping[str, Any]) -> None:
+    """Write the file, compressed if its name ends in ``.gz``.
+
+    Args:
+        path: The file.
+        spans: What to write.
+        about: The other attributes of a ``Trace``.
+    """
+    events = events_of(spans, about["arrows"])
+    other = {"producer": "swpipe", **about}
+    _write(path, {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def add_to(path: Path, other: Path, spans: Sequence[Span], about: Mapping[str, Any]) -> None:
     """Write what torch.profiler has exported to ``other``, with these spans beside it.
 
     Raises:
@@ -97,7 +94,7 @@ def add_to(path: Path, other: Path, content: Document) -> None:
             f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
             "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
         )
-    added = content.events(content.origin_ns - base_ns)
+    added = events_of(spans, about["arrows"], about["origin_ns"] - base_ns)
     _write(path, {**given, "traceEvents": events + added})
 
 
@@ -128,8 +125,8 @@ def _read(path: Path) -> str:
     return data.decode()
 
 
-def load(path: Path) -> Document:
-    """Read a file that ``save`` wrote; see ``Trace.load``."""
+def load(path: Path) -> dict[str, Any]:
+    """The arguments of a ``Trace``, from a file that ``save`` wrote; see ``Trace.load``."""
     try:
         document = parse_json(_read(path))
         events, other = document["traceEvents"], document["otherData"]
@@ -142,12 +139,12 @@ def load(path: Path) -> Document:
             if event["name"] == "thread_name"
         }
         tasks = (event for event in events if event.get("cat") == "task")
-        return Document(
-            in_order(_span(event, rows[event["pid"], event["tid"]]) for event in tasks),
-            tuple(map(_arrow, other["arrows"])),
-            _count(other.get("origin_ns", 0), "time in nanoseconds"),
-            _count(other.get("clock_error_ns", 0), "time in nanoseconds"),
-        )
+        ns = {
+            name: _count(other.get(name, 0), "time in nanoseconds")
+            for name in ("origin_ns", "clock_error_ns")
+        }
+        spans = [_span(event, rows[event["pid"], event["tid"]]) for event in tasks]
+        return {"spans": spans, "arrows": tuple(map(_arrow, other["arrows"])), **ns}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
         raise ValueError(

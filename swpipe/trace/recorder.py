@@ -25,7 +25,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from swpipe._engine.iterations import Engine
 from swpipe._engine.program import ADMIT, OWN, Instruction, Program
@@ -40,30 +40,16 @@ _GOOD_READING_NS, _READINGS = 50_000, 10
 """How closely the device's clock is read beside the host's, and in how many tries."""
 
 
-@runtime_checkable
-class TimedEvent(Protocol):
-    """An event with the time at which the device reached it."""
-
-    def record(self, stream: Stream) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to ``end_event``, if the device has reached both."""
-
-
-def timed_event(device: Device) -> TimedEvent | None:
-    """A new timing event; None if the device's events have no timing.
+def timed_event(device: Device) -> Any:
+    """A new event with the time at which the device reached it; None if it has no such events.
 
     A device with streams but without timing is told in a warning.
     """
     if not device.has_streams:
         return None
     try:
-        event = device.new_event(timing=True)
-        if isinstance(event, TimedEvent):
+        event: Any = device.new_event(timing=True)
+        if hasattr(event, "elapsed_time"):
             event.record(device.current_stream())
             event.synchronize()
             event.elapsed_time(event)
@@ -226,7 +212,7 @@ class DeviceClock:
     """
 
     def __init__(
-        self, device: Device, streams: Mapping[Any, Stream], base: TimedEvent, origin_ns: int
+        self, device: Device, streams: Mapping[Any, Stream], base: Any, origin_ns: int
     ) -> None:
         self.device = device
         self._names = {stream: stream_name(ref) for ref, stream in streams.items()}
@@ -247,9 +233,10 @@ class DeviceClock:
         """The row of a stream; a stream without a name in the plan is the caller's."""
         return Row("stream", self._names.get(stream) or stream_name(None))
 
-    def time_ns(self, event: TimedEvent) -> int:
+    def time_ns(self, event: Any) -> int:
         """When the device reached ``event``, which it must have reached."""
-        return self._base_ns + round(self._base.elapsed_time(event) * 1e6)
+        after_ms: float = self._base.elapsed_time(event)
+        return self._base_ns + round(after_ms * 1e6)
 
 
 class _StreamLog:
@@ -258,9 +245,9 @@ class _StreamLog:
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
         self.spans: deque[Span] = deque()
-        self._in_flight: deque[tuple[str, int, Row, TimedEvent, TimedEvent]] = deque()
-        self._pool: list[TimedEvent] = []
-        self._open: TimedEvent | None = None
+        self._in_flight: deque[tuple[str, int, Row, Any, Any]] = deque()
+        self._pool: list[Any] = []
+        self._open: Any | None = None
 
     def start(self) -> None:
         self._open = self._mark()
@@ -282,11 +269,11 @@ class _StreamLog:
             self._resolve()
         return self.spans
 
-    def _mark(self) -> TimedEvent:
+    def _mark(self) -> Any:
         device = self._clock.device
-        event: Any = self._pool.pop() if self._pool else device.new_event(timing=True)
+        event = self._pool.pop() if self._pool else device.new_event(timing=True)
         event.record(device.current_stream())
-        return event  # type: ignore[no-any-return]
+        return event
 
     def _resolve(self) -> None:
         task, iteration, row, start, end = self._in_flight.popleft()

@@ -45,7 +45,8 @@ class TaskTimes:
 class Trace(Rows):
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
-    What cannot be said or drawn of an empty trace raises a ValueError.
+    What cannot be said or drawn of an empty trace raises a ValueError. Pictures need matplotlib,
+    ``swpipe[plot]``; without it they raise a ModuleNotFoundError.
 
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
@@ -75,11 +76,7 @@ class Trace(Rows):
         return f"<swpipe.trace.Trace of {len(self.spans)} spans in {iterations} iterations>"
 
     def window(self, first_iteration: int, last_iteration: int) -> Trace:
-        """The trace of some iterations, both ends included. Others in that time become ``beside``.
-
-        Raises:
-            ValueError: There is no span of these iterations.
-        """
+        """The trace of some iterations, both ends included; others in that time are ``beside``."""
         wanted = [s for s in self.spans if first_iteration <= s.iteration <= last_iteration]
         if not wanted:
             have = sorted({span.iteration for span in self.spans})
@@ -90,8 +87,7 @@ class Trace(Rows):
         begin_ns, end_ns = extent_ns(wanted)
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
-        return Trace(wanted, beside=beside, arrows=self.arrows, **times)
+        return Trace(wanted, beside=beside, **self._about)
 
     def steady(self, count: int = 4) -> Trace:
         """The trace of a few successive iterations that take as long as most do.
@@ -251,7 +247,7 @@ class Trace(Rows):
 
         A file whose name ends in ``.gz`` is compressed, to a tenth or so; Perfetto reads it.
         """
-        perfetto.save(Path(path), self._document)
+        perfetto.save(Path(path), self.spans, self._about)
 
     def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         """Write what ``torch.profiler`` has exported, and this trace beside it, on one clock.
@@ -266,36 +262,24 @@ class Trace(Rows):
         """
         if not self.origin_ns:
             raise ValueError("it is not known when this trace was recorded: record it again")
-        perfetto.add_to(Path(path), Path(profiled), self._document)
+        perfetto.add_to(Path(path), Path(profiled), self.spans, self._about)
 
     @property
-    def _document(self) -> perfetto.Document:
-        return perfetto.Document(self.spans, self.arrows, self.origin_ns, self.clock_error_ns)
+    def _about(self) -> dict[str, Any]:
+        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
+        return {"arrows": self.arrows, **times}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a file that ``save`` wrote.
-
-        Raises:
-            ValueError: The file has another format.
-        """
-        spans, arrows, origin_ns, clock_error_ns = perfetto.load(Path(path))
-        return cls(spans, arrows=arrows, origin_ns=origin_ns, clock_error_ns=clock_error_ns)
+        """Read a file that ``save`` wrote."""
+        return cls(**perfetto.load(Path(path)))
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
-        """
+        """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``."""
         plot_stacked({"": self}, path, title=title)
 
     def format(self, width: int = 100) -> str:
-        """Draw the trace for a terminal of ``width`` columns.
-
-        Raises:
-            ValueError: ``width`` is too small.
-        """
+        """Draw the trace for a terminal of ``width`` columns."""
         return format_stacked({"": self}, width)
 
 
@@ -322,23 +306,16 @@ def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
     Args:
         traces: The name of each rank to its trace.
     """
-    by_task: dict[tuple[str, Row], dict[str, float]] = defaultdict(dict)
+    by_task: dict[tuple[str, Row], list[tuple[float, str]]] = defaultdict(list)
     for rank, trace in traces.items():
         for times in trace.task_times():
-            by_task[times.task, times.row][rank] = times.mean_s
-    found = []
-    for (task, row), of in by_task.items():
-        fastest, slowest = (end(of, key=lambda rank: of[rank]) for end in (min, max))
-        found.append(OverRanks(task, row, of[fastest], fastest, of[slowest], slowest))
+            by_task[times.task, times.row].append((times.mean_s, rank))
+    found = [OverRanks(*key, *min(of), *max(of)) for key, of in by_task.items()]
     return tuple(sorted(found, key=lambda each: each.least_s - each.most_s))
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:
-    """Draw several traces, by heading, for a terminal, below each other on one scale.
-
-    Raises:
-        ValueError: A trace is empty, or ``width`` is too small.
-    """
+    """Draw several traces, by heading, for a terminal, below each other on one scale."""
     return chart(_panels(traces), width)
 
 
@@ -350,11 +327,7 @@ def plot_stacked(
 
 
 def svg_stacked(traces: Mapping[str, Trace]) -> str:
-    """Draw several traces, by heading, as one ``<svg>`` element.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; see ``swpipe[plot]``.
-    """
+    """Draw several traces, by heading, as one ``<svg>`` element."""
     return timeline.svg(_panels(traces))
 
 

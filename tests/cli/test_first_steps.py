@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from swpipe import IterContext, PipelineTask, TypedContext
 from swpipe.cli import app
-from tests.cli.test_cli import refused, run
+from tests.cli.test_cli import out, refused
 from tests.docs.pages import ROOT
 
 
@@ -50,19 +51,14 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def out(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["loop", "typed"])
 def test_train_trains_a_loop_of_ones_own(
     capsys: pytest.CaptureFixture[str], own: list[int], tmp_path: Path, name: str
 ) -> None:
     """Once through its data, under each plan anew; speed, losses and whether they are equal."""
-    timeline = tmp_path / "timeline.json"
+    timeline = tmp_path / "new" / "timeline.json"
     args = ("--workload", f"my_loop:{name}", "--compare", "serial,serial", "--timeline", timeline)
-    assert run("train", *args) == 0
-    said = out(capsys)
+    said = out(capsys, "train", *args)
     assert re.search(r"^serial +24 .* 0\.\d+ to -?\d+\.\d+$", said, re.MULTILINE)
     assert re.search(r"^serial and serial \(2\): bit-equal: 24 losses$", said, re.MULTILINE)
     assert len(own) == 3  # one for the plan, and one for each run
@@ -75,8 +71,7 @@ def test_train_makes_a_plan_for_a_loop_of_ones_own(
     """``auto``, beside the serial one."""
     monkeypatch.setattr("swpipe.tuning.autotuning.EFFORT", 0.1)
     args = ("--workload", "my_loop:loop", "--compare", "serial,auto", "--steps", 6)
-    assert run("train", *args) == 0
-    said = out(capsys)
+    said = out(capsys, "train", *args)
     assert "auto over serial: " in said
     assert "bit-equal: 6 losses" in said
 
@@ -89,28 +84,26 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
     assert "--steps: say how many; the workload's batches have no length" in told
     told = refused(capsys, "train", "--workload", "my_loop:empty", "--steps", 3)
     assert "plan serial: the workload gives no batch; return some" in told
-    assert run("train", "--workload", "my_loop:silent", "--compare", "serial,serial") == 0
-    assert "no ctx.loss to compare" in out(capsys)
+    args = ("--workload", "my_loop:silent", "--compare", "serial,serial")
+    assert "no ctx.loss to compare" in out(capsys, "train", *args)
 
 
 @pytest.mark.slow
 def test_the_demo_runs_with_torch_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On generated images, where the click job's packages, and those for pictures, are missing."""
-    monkeypatch.setattr(app, "find_spec", lambda name: None)
-    monkeypatch.setattr(app, "ROUNDS", 2)
-    assert run("demo", "--directory", tmp_path, "--steps", 24) == 0
-    said = out(capsys)
+    """On generated images, whose loss falls, where the click job's packages are missing."""
+    pictures = find_spec("matplotlib")
+    profile = app.profile_job
+    monkeypatch.setattr(app, "find_spec", lambda name: pictures if name == "matplotlib" else None)
+    monkeypatch.setattr(app, "profile_job", lambda *a, **given: profile(*a, **given, seconds=0.2))
+    said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
     assert "Training the same model (images) under both plans" in said
-    assert "bit-equal: 24 losses and 6 parameters" in said
-    assert {path.name for path in tmp_path.iterdir()} == set(app.DEMO_FILES)
-
-
-def test_the_image_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its loss falls, so that the demo shows training."""
-    assert run("train", "--workload", "images", "--plan", "serial", "--steps", 30) == 0
-    first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", out(capsys), re.MULTILINE)[0])
+    assert "bit-equal: 40 losses and 6 parameters" in said
+    files = [Path(line.strip()) for line in said.split("files:\n")[1].splitlines()]
+    assert {file.name for file in files} == {*app.DEMO_FILES, *(app.DEMO_PICTURES * bool(pictures))}
+    assert all(file.stat().st_size > 0 for file in files)
+    first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", said, re.MULTILINE)[0])
     assert last < first / 2
 
 

@@ -24,7 +24,6 @@ from tests.support.scripts import Script, Scripts
 from tests.trace.test_fuzz import SAVED
 
 QUICK = 10
-SLOW = 25
 ADDRESS_SPACE = 4 * 2**30
 CPU_S = 60  # ends a command that would never end; how long one takes is no verdict here
 
@@ -52,68 +51,42 @@ def outcome(*args: object) -> None:
     assert len(said) <= MOST_IN_ONE_LINE
 
 
-def run_on_plan(text: str, suffix: str, folder: Path) -> None:
-    """Show a plan and write it again."""
-    plan = folder / f"plan.{suffix}"
-    plan.write_text(text, encoding="utf-8", errors="surrogatepass")
-    outcome("plan", "show", plan, "--output", folder / "written.toml")
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """A folder with a plan and its costs."""
+    (tmp_path / "good.json").write_text(GOOD.to_json())
+    GOOD_COSTS.save(tmp_path / "good_costs.json")
+    return tmp_path
 
 
-def run_on_costs(text: str, folder: Path) -> None:
-    """Simulate a good plan with some costs, and choose a plan for them."""
-    plan, costs = folder / "plan.json", folder / "costs.json"
-    plan.write_text(GOOD.to_json())
-    costs.write_text(text, encoding="utf-8", errors="surrogatepass")
-    outcome("plan", "simulate", plan, "--costs", costs)
-    outcome("plan", "auto", plan, "--costs", costs)
+def written(folder: Path, name: str, text: str) -> Path:
+    """A file with any text."""
+    (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    return folder / name
 
 
-def run_on_timeline(text: str, folder: Path) -> None:
-    """Show a prediction above a measured timeline."""
-    timeline, plan, costs = (folder / f"{name}.json" for name in ("timeline", "plan", "costs"))
-    plan.write_text(GOOD.to_json())
-    GOOD_COSTS.save(costs)
-    timeline.write_text(text, encoding="utf-8", errors="surrogatepass")
-    outcome("plan", "simulate", plan, "--costs", costs, "--measured", timeline)
-
-
-@given(text=PLAN_TEXTS)
+@given(json_text=PLAN_TEXTS, toml_text=edited(GOOD.to_toml()))
 @settings(max_examples=QUICK)
-def test_plans_of_any_values(text: str, tmp_path: Path) -> None:
-    """JSON with strange values, and a good file with a part of it replaced."""
-    run_on_plan(text, "json", tmp_path)
-
-
-@given(text=edited(GOOD.to_toml()))
-@settings(max_examples=QUICK)
-def test_plans_of_any_toml(text: str, tmp_path: Path) -> None:
-    """A good file with a part of it replaced."""
-    run_on_plan(text, "toml", tmp_path)
+def test_plans_of_any_values(json_text: str, toml_text: str, tmp_path: Path) -> None:
+    """JSON with strange values, and good files with a part replaced; shown, and written again."""
+    for name, text in (("plan.json", json_text), ("plan.toml", toml_text)):
+        plan = written(tmp_path, name, text)
+        outcome("plan", "show", plan, "--output", tmp_path / "written.toml")
 
 
 @given(text=COST_TEXTS)
 @settings(max_examples=QUICK)
-def test_costs_of_any_values(text: str, tmp_path: Path) -> None:
-    """Strange names and numbers, and a good file with a part of it replaced."""
-    run_on_costs(text, tmp_path)
+def test_costs_of_any_values(text: str, good: Path) -> None:
+    """Strange names and numbers, and a good file with a part replaced; a plan is simulated."""
+    outcome("plan", "simulate", good / "good.json", "--costs", written(good, "costs.json", text))
 
 
 @given(text=TIMELINE_TEXTS)
 @settings(max_examples=QUICK)
-def test_timelines_of_any_values(text: str, tmp_path: Path) -> None:
-    """Infinite times, strange names, text cut anywhere."""
-    run_on_timeline(text, tmp_path)
-
-
-@pytest.mark.slow
-@given(plan=PLAN_TEXTS, toml=edited(GOOD.to_toml()), costs=COST_TEXTS, timeline=TIMELINE_TEXTS)
-@settings(max_examples=SLOW)
-def test_many_more_files(plan: str, toml: str, costs: str, timeline: str, tmp_path: Path) -> None:
-    """The same, longer."""
-    run_on_plan(plan, "json", tmp_path)
-    run_on_plan(toml, "toml", tmp_path)
-    run_on_costs(costs, tmp_path)
-    run_on_timeline(timeline, tmp_path)
+def test_timelines_of_any_values(text: str, good: Path) -> None:
+    """Infinite times, strange names, text cut anywhere; shown below a prediction."""
+    args = ("--costs", good / "good_costs.json", "--measured", written(good, "t.json", text))
+    outcome("plan", "simulate", good / "good.json", *args)
 
 
 # ------------------------------------------------------------------------------ limited processes
@@ -146,7 +119,6 @@ def unknown_names() -> dict[str, Any]:
 LIMITED = f"""
 import resource
 from swpipe.cli import main
-from swpipe.core.costs import CostModel, TaskCost
 resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE}, {ADDRESS_SPACE}))
 resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
 main()

@@ -10,7 +10,8 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -18,9 +19,8 @@ import torch.distributed as dist
 from swpipe import PipelinePlan
 from swpipe._distributed.agreement import Facts, differences
 from swpipe.cli import launched as ranks
-from swpipe.cli.app import main
-from swpipe.cli.arguments import Output, load_plan, save
 from swpipe.cli.user_errors import UserError
+from swpipe.cli.user_inputs import Output, load_plan, save
 from swpipe.inference import Recording
 from swpipe.plans.clicks import PLANS
 from swpipe.plans.torchrec import sharded_clicks
@@ -28,6 +28,7 @@ from swpipe.tasks.clicks.clicks_workload import open_sharded_job
 from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop
+from tests.cli.test_cli import out, run
 from tests.support.scripts import Script, Scripts, as_torchrun
 from tests.tasks.clicks.rows import lines, row, write_log
 
@@ -142,18 +143,6 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 
 
 @pytest.mark.slow
-def test_two_ranks_are_examined_together(click_scripts: Scripts, tmp_path: Path) -> None:
-    """One diagnosis, that of rank 0."""
-    log = write_log(tmp_path / "log.tsv", 60)
-    done = on_two_ranks(
-        click_scripts, "doctor", "clicks", "--data", log, "--batch-size", 8, "--rounds", 2
-    )
-    assert done.codes == {}, done.err
-    assert done.out.count("on device cpu") == 1
-    assert done.out.count("headroom: a step takes") == 1
-
-
-@pytest.mark.slow
 def test_ranks_with_different_plan_files_are_told_so_once(
     click_scripts: Scripts, tmp_path: Path
 ) -> None:
@@ -184,7 +173,7 @@ def test_ranks_have_to_be_told_the_same_command() -> None:
     assert differences(same) == ""
     apart = facts(steps=6, held_out=[Path("here")]), facts(steps=7, held_out=None)
     assert differences(apart) == (
-        "--steps: 6 on rank 0, 7 on rank 1; --held-out: 1 files on rank 0, 0 files on rank 1"
+        "--steps: 6 on rank 0, 7 on rank 1; --held-out: 1 files on rank 0, none on rank 1"
     )
     planned = ranks.command_facts("train", {}, [None]), ranks.command_facts("train", {}, [plan])
     assert "plan 1, digest: yet to be made on rank 0, " in differences(planned)
@@ -328,15 +317,6 @@ def _reraise(_: ranks.Rank) -> None:
     raise  # noqa: PLE0704 - what is being handled
 
 
-def run(*args: object) -> int:
-    """Run the command line; its exit code."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    code = caught.value.code
-    assert isinstance(code, int)
-    return code
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_a_breakdown_is_of_every_task(
@@ -345,10 +325,9 @@ def test_a_breakdown_is_of_every_task(
     """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
     log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
     args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)
-    assert run("profile", *args) == 0
-    out = capsys.readouterr().out
+    said = out(capsys, "profile", *args)
     for task in sharded_clicks.TASKS:
-        assert len(re.findall(rf"^{task} ", out, re.MULTILINE)) == 1
+        assert len(re.findall(rf"^{task} ", said, re.MULTILINE)) == 1
     assert figures.exists()
     assert not dist.is_initialized()
     assert one_rank == []
@@ -371,25 +350,21 @@ def loop():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
-@pytest.mark.parametrize("workload", ["clicks", "my_ranked_loop:loop"])
 def test_plans_are_inferred_and_checked_on_ranks(
-    workload: str,
     one_rank: list[ranks.Verdict],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The job of several ranks, and tasks of the user's own that communicate."""
+    """Of tasks of the user's own that communicate."""
     (tmp_path / "my_ranked_loop.py").write_text(LOOP)
     monkeypatch.syspath_prepend(str(tmp_path))
-    log, plan = write_log(tmp_path / "log.tsv", 60), tmp_path / "plan.toml"
-    args = ("--workload", workload, "--data", log, "--batch-size", 8, "--device", "cpu")
-    assert run("plan", "infer", *args, "--output", plan) == 0
-    tasks = sharded_clicks.TASKS if workload == "clicks" else ("reduce",)
-    assert tuple(PipelinePlan.load(plan).schedule) == tasks
-    assert any(entry.globally_ordered for entry in PipelinePlan.load(plan).schedule.values())
-    assert run("plan", "check", plan, *args) == 0
-    assert "orders are kept in every interleaving" in capsys.readouterr().out
+    plan = tmp_path / "plan.toml"
+    args = ("--workload", "my_ranked_loop:loop", "--device", "cpu")
+    out(capsys, "plan", "infer", *args, "--output", plan)
+    assert tuple(PipelinePlan.load(plan).schedule) == ("reduce",)
+    assert PipelinePlan.load(plan).schedule["reduce"].globally_ordered
+    assert "orders are kept in every interleaving" in out(capsys, "plan", "check", plan, *args)
     assert not dist.is_initialized()
     assert one_rank == []
 
@@ -418,31 +393,29 @@ def test_the_plans_of_ranks_pass_their_check(
     log = write_log(tmp_path / "log.tsv", 60)
     for plan in sharded_clicks.PLANS:
         args = ("--data", log, "--batch-size", 8, "--device", "cpu")
-        assert run("plan", "check", plan, *args) == 0
-        assert f"{plan}: all " in (out := capsys.readouterr().out)
-        assert "orders are kept in every interleaving" in out
+        said = out(capsys, "plan", "check", plan, *args)
+        assert f"{plan}: all " in said
+        assert "orders are kept in every interleaving" in said
     assert one_rank == []
 
 
 def test_ranks_have_to_be_told_the_same_planning_command(
-    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
+    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before anything is measured: one that measured where others do not would wait for them."""
     told: list[Facts] = []
     monkeypatch.setattr(ranks.Rank, "agree", lambda _, facts: told.append(facts))
-    run("plan", "auto", "here.toml", "--threads", 2)
-    run("plan", "simulate", "there.toml", "--costs", "costs.json")
+    PipelinePlan.serial(["a"]).save(tmp_path / "here.toml")
+    run("plan", "auto", tmp_path / "here.toml", "--threads", 2)
+    run("plan", "simulate", tmp_path / "here.toml", "--costs", "no_costs.json")
     assert [verdict.message.partition(":")[0] for verdict in one_rank] == [
-        "plan here.toml",  # there are no such files
-        "plan there.toml",
+        "--costs",
+        "costs no_costs.json",
     ]
-    assert all(verdict.message.endswith("semi_sync") for verdict in one_rank)
-    assert differences(told).startswith("command: plan auto on rank 0, plan simulate on rank 1; ")
-    assert "--threads: 2 on rank 0, none on rank 1" in differences(told)
-    assert [(facts["the plan"], facts["--costs"]) for facts in told] == [
-        ("here.toml", "none"),
-        ("there.toml", "a file"),
-    ]
+    said = differences(told)
+    assert said.startswith("command: swpipe plan auto on rank 0, swpipe plan simulate on rank 1; ")
+    assert "--costs: none on rank 0, 1 files on rank 1" in said
+    assert "--threads: 2 on rank 0, none on rank 1" in said
 
 
 def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path) -> None:
@@ -451,8 +424,9 @@ def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path)
     second.number = 1
     written: list[Path] = []
     for rank in (None, first, second):
-        save(rank, Output("written to", tmp_path / "plan.toml", written.append))
-    save(None, Output("written to", None, written.append))
+        context: Any = SimpleNamespace(obj=rank)
+        save(context, Output("written to", tmp_path / "plan.toml", written.append))
+        save(context, Output("written to", None, written.append))
     assert written == [tmp_path / "plan.toml"] * 2
 
 

@@ -126,22 +126,10 @@ def test_a_workloads_own_options_are_checked(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("toy")
 def test_names_are_unique() -> None:
-    """Of workloads; an option of the same name has to be declared alike."""
+    """Of workloads."""
     with pytest.raises(ValueError, match="'toy' is registered already"):
         register(replace(TOY, usual_plan="serial"))
     register(replace(TOY, name="other"))
-    option = Option("toy_size", int, 3, "Another default.")
-    with pytest.raises(ValueError, match="option 'toy_size' is declared otherwise"):
-        register(replace(TOY, name="third", options=(option,)))
-    assert "third" not in registry.workloads()
-
-
-def test_a_workload_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """With those that are."""
-    told = refused(capsys, "train", "--workload", "gone")
-    assert told == (
-        "swpipe: workload gone: name one of clicks, hstu, images, transformer, or module:function"
-    )
 
 
 def test_the_outcome_of_a_plan_is_compared_with_prediction_and_trial() -> None:

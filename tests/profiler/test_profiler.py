@@ -230,69 +230,6 @@ def test_copies_for_tasks_that_modify_the_batch() -> None:
     assert batch.item() == 0.0
 
 
-class _Deep:
-    """Holds something in a chain of objects, too long for the search for state."""
-
-    def __init__(self, held: Any, hops: int = 4) -> None:
-        self.inner = held if hops == 0 else _Deep(held, hops - 1)
-
-    @property
-    def held(self) -> Any:
-        inner = self.inner
-        return inner.held if isinstance(inner, _Deep) else inner
-
-
-def test_training_of_what_is_many_attributes_deep_is_undone() -> None:
-    """A model four attributes deep once was trained by the profile, without a word."""
-    weight = torch.nn.Parameter(torch.ones(3))
-    trainer = _Deep(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
-    weight.grad = torch.zeros(3)
-    trainer.held.step()  # now it has moments
-
-    def forward(ctx: IterContext) -> None:
-        ctx.loss = (ctx.batch * weight).sum()
-
-    def step(ctx: IterContext) -> None:
-        ctx.loss.backward()
-        trainer.held.step()
-
-    tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, step)]
-    plan = overlapped({"io": ["forward"], "default": ["step"]})
-    with SWPipeline(plan, tasks) as pipe:
-        found = TaskProfiler(pipe).profile(torch.ones(3), pipelined=True, **QUICK)
-        assert found.put_back == ("SGD",)  # with its parameters
-        assert torch.equal(weight, torch.ones(3))
-        given = TaskProfiler(pipe, state=[weight, trainer.held])
-        given.profile(torch.ones(3), **QUICK)
-    assert torch.equal(weight, torch.ones(3))
-
-
-class _Metrics:
-    """Sums in plain tensors, in place and by replacement; and a table that is trained by hand."""
-
-    def __init__(self) -> None:
-        self.seen = torch.zeros(())
-        self.mean = torch.zeros(())
-        self.table = torch.ones(3)
-
-    def update(self, ctx: IterContext) -> None:
-        self.seen += 1
-        self.table.sub_(0.1 * ctx.batch)
-
-    def replace(self, ctx: IterContext) -> None:
-        self.mean = 0.9 * self.mean + 0.1 * ctx.batch.mean()
-
-
-def test_plain_tensors_are_restored() -> None:
-    """A table in a plain tensor once was trained by the profile, without a word."""
-    metrics = _Metrics()
-    tasks = [PipelineTask("update", metrics.update)]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        result = TaskProfiler(pipe).profile(torch.ones(3), **QUICK)
-    assert [metrics.seen.item(), metrics.table.tolist()] == [0.0, [1.0] * 3]
-    assert "memory (float32 [3])" in result.put_back
-
-
 def test_a_task_that_does_nothing_is_marked(host: TimedHost) -> None:
     """It takes no time, and nothing else takes less without it; a short task is not that."""
     tasks = sleepers(host, read=1, nothing=0, train=2, short=0.1)

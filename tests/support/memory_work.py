@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe.cli.arguments import context_of
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import measure_memory
@@ -102,7 +101,7 @@ class Peaks(NamedTuple):
 
 def peaks_of_job(job: Any, plan: PipelinePlan, iterations: int = 12) -> Peaks:
     """Run a workload's job under a plan, each operator taking 1 us."""
-    context = context_of(job)
+    context = job.context
     tasks = [*job.tasks()]
     memory = measure_memory(tasks, [*job.batches(1)], device="cpu", context=context)
     counts: dict[str, float] = {}

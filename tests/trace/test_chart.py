@@ -55,17 +55,6 @@ def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
     ]
 
 
-def test_admit_does_not_put_its_row_first() -> None:
-    """Rows are sorted by their first task of the user's."""
-    spans = [span("<admit>", 0, 0, 1, row=DEFAULT), *PIPELINE[:4]]
-    assert [text[:7] for text in drawn(spans).splitlines()] == ["io     ", "default", " " * 7]
-
-
-def test_iterations_alternate_in_shade() -> None:
-    """Neighbours of one task can be told apart without reading."""
-    assert line([span("a", 0, 0, 10), span("a", 1, 10, 20)]) == "▌a 0██████▌a 1▓▓▓▓▓▓"
-
-
 def test_names_are_cut_to_their_boxes() -> None:
     """First the task's name is shortened; then only the iteration is left, and at last the edge."""
     spans = [
@@ -120,19 +109,6 @@ def test_too_narrow_a_chart_is_refused() -> None:
     with pytest.raises(ValueError, match="width 30 is too narrow: these rows need 35 columns"):
         drawn(PIPELINE, 30)
     assert max(map(len, drawn(PIPELINE, 35).splitlines())) <= 35
-
-
-def test_an_empty_chart_is_refused() -> None:
-    """There is no time to draw."""
-    with pytest.raises(ValueError, match="there are no spans"):
-        drawn([])
-
-
-def test_a_trace_draws_its_spans_beside() -> None:
-    """``format`` is the chart of the trace's spans."""
-    window = Trace(PIPELINE).window(0, 0)
-    assert window.format(60) == drawn(list(window.spans), 60, window.beside)
-    assert "·" in window.format(60)
 
 
 def test_stacked_charts_share_one_scale() -> None:

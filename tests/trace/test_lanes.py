@@ -17,7 +17,6 @@ from swpipe.trace.causes import Cause, Causes
 from swpipe.trace.lanes import ELSE, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import extent_ns
-from tests.support.plans_for_tests import spread, tasks
 
 IO = Row("thread", "io")
 DEFAULT = Row("thread", "default")
@@ -70,12 +69,6 @@ def test_the_caller_waits_for_a_slow_loader(tmp_path: Path) -> None:
         assert caller.waiting_ns["read"] > 0.5 * sum(caller.waiting_ns.values())
         path = {link.span.task for link in found.critical_path().links}
         assert "<pull>" in path
-
-
-def test_an_empty_trace_has_no_lanes() -> None:
-    """The error says what is missing."""
-    with pytest.raises(ValueError, match="there are no spans"):
-        Trace().lanes()
 
 
 ROWS = (IO, DEFAULT, MEMCPY)
@@ -155,14 +148,3 @@ def test_communication_on_a_stream_is_hidden_behind_work_on_streams() -> None:
     ]
     assert Trace(spans).hidden("dist") == 0.5
     assert Trace(spans).hidden("gone") is None
-
-
-def test_the_summary_of_a_run_says_what_threads_wait_for() -> None:
-    """All of it on a real pipeline: shares that add up, and a path to the end."""
-    with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
-        pipe.run(range(10))
-    for lane in trace.lanes():
-        assert lane.length_ns == extent_ns(trace.spans)[1] - extent_ns(trace.spans)[0]
-    path = trace.critical_path()
-    assert path.length_ns <= lane.length_ns
-    assert "critical path" in trace.format_summary()

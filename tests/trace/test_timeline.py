@@ -45,41 +45,33 @@ def texts(source: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", source)
 
 
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
-    """Ten inches wide at 200 dots per inch, whatever it shows."""
+def test_traces_are_stacked(tmp_path: Path) -> None:
+    """Each has its heading and rows, starts at 0, and names its kinds of rows if there are both."""
     pytest.importorskip("matplotlib")
-    Trace([*READS, *TRAINS]).plot(tmp_path / "timeline.png")
-    head = (tmp_path / "timeline.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(head[16:20]) == 2000
-
-
-def test_more_rows_make_a_higher_picture(tmp_path: Path) -> None:
-    """A row is as high as another."""
+    later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
     heights = []
-    for spans in (
-        READS,
-        [*READS, *TRAINS],
-        [*READS, *TRAINS, Span("x", 0, Row("thread", "t"), 0, 9)],
-    ):
-        found = re.search(r'height="([\d.]+)pt"', svg(tmp_path, spans))
-        assert found is not None
-        heights.append(float(found[1]))
-    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1])
+    for traces in ({"predicted": Trace(READS)}, {"a": Trace(later), "b": Trace([*READS, *COPIES])}):
+        plot_stacked(traces, tmp_path / "both.svg")
+        source = (tmp_path / "both.svg").read_text()
+        heights.append(float(re.findall(r'height="([\d.]+)pt"', source)[0]))
+    written = texts(source)
+    assert {"a", "b, thread groups", "streams", "memcpy", "30"} <= {*written}
+    assert written.index("a") < written.index("b, thread groups")
+    assert (written.count("io"), written.count("read")) == (2, 8)
+    assert "900" not in written
     assert heights[0] < heights[1]
 
 
 def test_rows_boxes_and_the_axis_are_named(tmp_path: Path) -> None:
-    """A box has its task and iteration, the axis counts milliseconds from the first start."""
+    """A box has its task and iteration, the axis counts milliseconds; threads need no heading."""
     written = texts(svg(tmp_path, [*READS, *TRAINS], title="Two threads"))
     assert {"io", "default", "read", "train", "3", "0 ms", "20", "Two threads"} <= set(written)
     assert written.count("read") == 4
-
-
-def test_kinds_of_rows_have_headings_where_there_are_both(tmp_path: Path) -> None:
-    """Threads alone need none."""
-    assert "thread groups" not in texts(svg(tmp_path, READS))
-    assert {"thread groups", "streams", "memcpy"} <= set(texts(svg(tmp_path, [*READS, *COPIES])))
+    assert "thread groups" not in written
+    Trace(READS).plot(tmp_path / "timeline.png")
+    head = (tmp_path / "timeline.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(head[16:20]) == 2000
 
 
 def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
@@ -121,32 +113,6 @@ def test_admit_is_drawn_if_it_takes_time(tmp_path: Path) -> None:
     slow = Span("<admit>", 1, DEFAULT, 15 * MS, 20 * MS)
     assert svg(tmp_path, [quick, *TRAINS]).count("<path") == svg(tmp_path, TRAINS).count("<path")
     assert "&lt;admit&gt;" in texts(svg(tmp_path, [slow, *TRAINS]))
-
-
-def test_panels_are_stacked(tmp_path: Path) -> None:
-    """Each has its heading and rows and starts at 0."""
-    later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
-    source = svg_of(tmp_path, [Panel("predicted", READS), Panel("measured", later)])
-    written = texts(source)
-    assert written.index("predicted") < written.index("measured")
-    assert (written.count("io"), written.count("read")) == (2, 8)
-    assert "900" not in written
-    assert "30" in written
-
-
-def test_headings_of_timelines_and_of_rows_share_a_line(tmp_path: Path) -> None:
-    """The first heading of a timeline names both."""
-    written = texts(svg_of(tmp_path, [Panel("measured", [*READS, *COPIES])]))
-    assert {"measured, thread groups", "streams"} <= set(written)
-
-
-def test_traces_are_stacked_into_a_file(tmp_path: Path) -> None:
-    """What users call."""
-    pytest.importorskip("matplotlib")
-    plot_stacked({"predicted": Trace(READS), "measured": Trace(TRAINS)}, tmp_path / "both.svg")
-    assert {"predicted", "measured", "io", "default"} <= set(
-        texts((tmp_path / "both.svg").read_text())
-    )
 
 
 def test_an_empty_picture_is_refused(tmp_path: Path) -> None:

@@ -132,15 +132,16 @@ def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> B
 
 
 def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: Cycle | None) -> Bounds:
-    load = dict(threads_us)
+    load = {what: ticks(us) for what, us in threads_us.items()}  # as times in cycles are rounded
     if graph.pull_group is not None:
-        load[f"thread {graph.pull_group!r}: {PULL}"] = graph.pull_us
+        load[f"thread {graph.pull_group!r}: {PULL}"] = ticks(graph.pull_us)
     for name, users in graph.users.items():
         tasks = ", ".join(graph.names[v] for v in users)
-        load[f"{name}: {tasks}"] = sum(map(ticks, users.values())) / TICKS_PER_US
+        load[f"{name}: {tasks}"] = sum(map(ticks, users.values()))
     busiest = max(load, key=lambda what: load[what])
     words = "" if cycle is None else _words(graph, cycle)
-    return Bounds(load[busiest], 0.0 if cycle is None else cycle.ratio_us, busiest, words)
+    rec_mii_us = 0.0 if cycle is None else cycle.ratio_us
+    return Bounds(load[busiest] / TICKS_PER_US, rec_mii_us, busiest, words)
 
 
 def least_load(graph: ScheduleGraph, threads: int) -> float:

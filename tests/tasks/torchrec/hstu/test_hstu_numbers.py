@@ -93,7 +93,7 @@ def _workload() -> tuple[float, bool]:
 
 def test_the_workload_learns_and_pipelined_it_learns_the_same(two_ranks: Ranks) -> None:
     """Its AUC rises above chance, the same under all plans, as are losses and parameters."""
-    (auc, equal), (other, alike) = two_ranks.run(_workload)
+    (auc, equal), (other, alike) = two_ranks.run(_workload, deadline_s=300)
     assert auc == other
     assert equal
     assert alike

@@ -1,7 +1,8 @@
-"""`swpipe diff`: two saved profiles, and an exit code for a job that checks them."""
+"""`swpipe diff`, `report` and `doctor`."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 
 from swpipe.profiler import ProfileResults
 from swpipe.profiler.other_load import OtherLoad
-from tests.cli.test_cli import refused, run
+from tests.cli.test_cli import out, refused, run
+from tests.cli.test_plan_commands import here
+from tests.doctor.conftest import NAMES
 from tests.profiler.test_result import OTHER, RESULT
+
+__all__ = ["here"]  # the fixture
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,31 @@ def test_what_cannot_be_compared_is_refused(
     assert "diff: the profiles are of different batches" in refused(capsys, "diff", *files)
     for name in ("odd.json", "gone.json"):
         assert name in refused(capsys, "diff", tmp_path / "before.json", tmp_path / name)
+
+
+def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verdict, ceiling and next step are printed; the page is where the user wants it."""
+    page = here / "out" / "my.html"
+    said = out(capsys, "report", "my_loop:slowly_loaded", "-o", page, "--rounds", 2)
+    assert "-bound" in said or "balanced" in said
+    assert "ceiling: any overlap can save" in said
+    assert "next step: " in said
+    assert f"written to {page}" in said
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the machine's own is found."""
+    monkeypatch.setattr("swpipe.doctor.examination.load_so_far", lambda **given: None)
+    for name in [name for name in os.environ if name.startswith(NAMES)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("idle", "here")
+def test_a_loop_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tasks are named, its plan's threads counted, the headroom is measured; or the machine."""
+    said = out(capsys, "doctor", "my_loop:loop", "--plan", "serial", "--rounds", 2)
+    assert "load, learn, on device cpu" in said
+    assert "headroom: a step takes" in said
+    assert out(capsys, "doctor") == "no findings: machine and settings, for device cpu\n"

@@ -1,4 +1,4 @@
-"""What the user names on the command line: plans, workloads, files.
+"""What the user names on the command line: workloads, plans, files.
 
 A ``UserError`` says what of that is not there, is something else, or cannot be written.
 """
@@ -9,36 +9,36 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
+import typer
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.cli.launched import Rank
+from swpipe.cli.launched import Rank, agree
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason
-from swpipe.core.context import TypedContext, context_class
+from swpipe.core.context import context_class
 from swpipe.core.files import check_writable
 from swpipe.core.messages import plain, shown
-from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.errors import add_note
+from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.profiler import ProfileResult, ProfileResults
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, Tuned, autotune
 
 T = TypeVar("T")
 
-AUTO = "auto"
-"""The plan that is yet to be made."""
+AUTO, SERIAL = "auto", "serial"
+"""The plan that is yet to be made, and the one that every workload has."""
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -48,7 +48,135 @@ MEASURED = 3
 TUNING_S = 60.0
 """What it takes to choose a plan, at most, unless the user gives another time."""
 
-# ------------------------------------------------------------------------------------- workloads
+
+class Opened:
+    """A workload for one command, under named plans; its job is opened when it is first needed.
+
+    On several ranks each makes one, and all must have been given the same command. A context
+    manager, which closes the job.
+
+    Args:
+        context: The command's.
+        workload: As the user names it.
+        given: Values of the workload's options, and of ``device``.
+        plans: Names; "" is the workload's usual plan.
+        auto: Whether a plan may be made by trial.
+
+    Attributes:
+        workload: The workload, in its form for ranks where there are ranks.
+        config: Its configuration.
+        tuned: How the plan ``AUTO`` was made, once it was.
+    """
+
+    def __init__(
+        self,
+        context: typer.Context,
+        workload: str,
+        given: Mapping[str, Any],
+        plans: Sequence[str] = (),
+        *,
+        auto: bool = False,
+    ) -> None:
+        rank: Rank | None = context.obj
+        self.workload = find_workload(workload, rank)
+        self.plans = [name or self.workload.usual_plan for name in plans]
+        self.tuned: Tuned | None = None
+        ready_made: Plans = {SERIAL: lambda: PipelinePlan.serial(self.tasks), **self.workload.plans}
+        later = {AUTO} if auto else set()
+        later |= {SERIAL} - {*self.workload.plans}
+        self._loaded = {
+            name: load_plan(name, ready_made) for name in self.plans if name not in later
+        }
+        agree(context, list(map(self._loaded.get, self.plans)))
+        defaults = {option.name: option.default for option in self.workload.options}
+        self.config = _configured(self.workload, {**defaults, **given}, rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if "job" in vars(self):
+            self.job.close()
+
+    @cached_property
+    def job(self) -> Job:
+        """A job of the workload."""
+        return self.workload.open_job(self.config)
+
+    @cached_property
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        """The job's."""
+        return tuple(self.job.tasks())
+
+    @property
+    def loader(self) -> Iterable[Any] | None:
+        """What the user's own job takes its batches from, if it can be begun again; else None."""
+        given = self.job.loader if isinstance(self.job, _OwnJob) else None
+        return None if isinstance(given, Sequence | Iterator) else given
+
+    def plan(self, name: str | None = None) -> PipelinePlan:
+        """The plan of that name, by default the first one; auto makes it by trial."""
+        name = self.plans[0] if name is None else name
+        if name not in self._loaded and name == SERIAL:
+            self._loaded[name] = PipelinePlan.serial(self.tasks)
+        elif name not in self._loaded:
+            self.tuned = self.tune()
+            self._loaded[name] = self.tuned.plan
+            echo(f"auto: {self.tuned.format()}")
+        return self._loaded[name]
+
+    def pipeline(self, plan: PipelinePlan) -> SWPipeline[Any]:
+        """The job's tasks under a plan."""
+        return SWPipeline(plan, self.tasks, device=self.config.device, context=self.job.context)
+
+    def take(self, count: int) -> list[Any]:
+        """The first few batches; on several ranks all take as many."""
+        return list(self.pulled(count))
+
+    def pulled(self, count: int) -> Iterator[Any]:
+        """The same, each of them pulled when it is asked for."""
+        taken = 0
+        for taken, batch in enumerate(self.job.batches(count), 1):  # noqa: B007 - for the error
+            yield batch
+        if taken < count:
+            raise UserError(
+                f"workload {self.workload.name}: it gives {taken} batches, where {count} are "
+                "needed; it may return a loader or a generator in place of a list"
+            )
+
+    def loop(self, batches: int = 1) -> Loop:
+        """Its tasks and first batches, with what its usual plan says about streams and order."""
+        return Loop(self.tasks, self.take(batches), **self._known())
+
+    def tune(
+        self, limits: Limits | None = None, seconds: float = TUNING_S, max_bytes: int | None = None
+    ) -> Tuned:
+        """Choose a plan for it, by trial."""
+        others = {name: make() for name, make in self.workload.plans.items() if name != SERIAL}
+        with about_plan(self.workload.name):
+            return autotune(
+                self.tasks,
+                self.take(MEASURED),
+                limits=limits,
+                seconds=seconds,
+                max_bytes=max_bytes,
+                verbose=True,
+                ready_made=others,
+                **self._known(),
+            )
+
+    def _known(self) -> dict[str, Any]:
+        make = self.workload.plans.get(self.workload.usual_plan)
+        schedule = {} if make is None else make().schedule
+        return {
+            "device": self.config.device,
+            "context": self.job.context,
+            "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
+            "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
+            "over_ranks": self.job.over_ranks,
+            "loader": self.loader,
+            "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
+        }
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:
@@ -60,8 +188,9 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
             raise UserError(f"workload {name}: it has no form for several ranks")
         return found
     if ":" not in name:
-        known_names = ", ".join(known)
-        raise UserError(f"workload {plain(name)}: name one of {known_names}, or module:function")
+        raise UserError(
+            f"workload {plain(name)}: name one of {', '.join(known)}, or module:function"
+        )
 
     def open_job(config: _OwnConfig) -> _OwnJob:
         return _OwnJob(name, rank)
@@ -69,24 +198,31 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
     return Workload(
         name,
         plans={},
-        usual_plan="serial",
+        usual_plan=SERIAL,
         configure=lambda options: _OwnConfig(options["device"]),
         open_job=open_job,
     )
 
 
-def configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
+def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
     """The workload's configuration, on this rank's device.
 
     On ranks, each node's first rank makes what is missing before the others look for it.
     """
-    if options["device"] is not None:
-        _check_device(options["device"])
+    if (device := options["device"]) is not None:
+        try:
+            resolve(device)
+            torch.empty(0, device=device)
+        except (RuntimeError, ValueError, AssertionError) as error:  # torch without CUDA asserts
+            raise UserError(f"--device {plain(device)}: {str(error).splitlines()[0]}") from error
     make = partial(workload.configure, options)
     if rank is None:
         return make()
     config = rank.first(make)
     return replace(config, device=rank.join(config.device or resolve(None).type))
+
+
+# ------------------------------------------------------------------------------ the user's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +274,6 @@ class _OwnJob(Job):
         return [value] if self._rank is None else gather(value)
 
 
-def context_of(job: Job) -> type[TypedContext] | None:
-    """The class of a job's contexts; None where the job names none."""
-    return job.context if isinstance(job, _OwnJob) else None
-
-
-def loader_of(job: Job) -> Iterable[Any] | None:
-    """What the user's own job takes its batches from, if that can be begun again; else None."""
-    given = job.loader if isinstance(job, _OwnJob) else None
-    return None if isinstance(given, Sequence | Iterator) else given
-
-
 def _call(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
     is_module = all(map(str.isidentifier, module_name.split("."))) and module_name[-3:] != ".py"
@@ -158,10 +283,9 @@ def _call(name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        function = getattr(importlib.import_module(module_name), function_name, None)
     except ModuleNotFoundError as error:
         raise UserError(f"workload {name}: {error}") from error
-    function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
     try:
@@ -179,95 +303,6 @@ def _call(name: str) -> Any:
         raise
 
 
-def _check_device(device: str) -> None:
-    try:
-        resolve(device)
-        torch.empty(0, device=device)
-    except (RuntimeError, ValueError, AssertionError) as error:  # torch without CUDA asserts
-        raise UserError(f"--device {plain(device)}: {str(error).splitlines()[0]}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class OpenWorkload:
-    """A workload with a job of it.
-
-    Attributes:
-        workload: The workload.
-        job: The job.
-        device: Where the job works; None for the machine's accelerator, or else the CPU.
-    """
-
-    workload: Workload
-    job: Job
-    device: str | None
-
-    @classmethod
-    def of(cls, name: str, options: Mapping[str, Any], rank: Rank | None) -> OpenWorkload:
-        """Open the workload of that name."""
-        workload = find_workload(name, rank)
-        config = configured(workload, options, rank)
-        return cls(workload, workload.open_job(config), config.device)
-
-    @property
-    def plans(self) -> Plans:
-        """The ready-made plans; the serial one is always there."""
-        tasks = tuple(self.job.tasks())
-        return {"serial": lambda: PipelinePlan.serial(tasks), **self.workload.plans}
-
-    def take(self, count: int) -> list[Any]:
-        """The first few batches; on several ranks all take as many."""
-        return list(self.pulled(count))
-
-    def pulled(self, count: int) -> Iterator[Any]:
-        """The same, each of them pulled when it is asked for."""
-        taken = 0
-        for taken, batch in enumerate(self.job.batches(count), 1):  # noqa: B007 - for the error
-            yield batch
-        if taken < count:
-            raise UserError(
-                f"workload {self.workload.name}: it gives {taken} batches, where {count} are "
-                "needed; it may return a loader or a generator in place of a list"
-            )
-
-    def loop(self, batches: int = 1) -> Loop:
-        """Its tasks and first batches, with what its usual plan says about streams and order."""
-        return Loop(tuple(self.job.tasks()), self.take(batches), **self._known())
-
-    def tune(
-        self,
-        limits: Limits | None = None,
-        seconds: float = TUNING_S,
-        max_bytes: int | None = None,
-    ) -> Tuned:
-        """Choose a plan for it, by trial."""
-        with about_plan(self.workload.name):
-            return autotune(
-                self.job.tasks(),
-                self.take(MEASURED),
-                limits=limits,
-                seconds=seconds,
-                max_bytes=max_bytes,
-                verbose=True,
-                ready_made={
-                    name: make() for name, make in self.workload.plans.items() if name != "serial"
-                },
-                **self._known(),
-            )
-
-    def _known(self) -> dict[str, Any]:
-        make = self.workload.plans.get(self.workload.usual_plan)
-        schedule = {} if make is None else make().schedule
-        return {
-            "device": self.device,
-            "context": context_of(self.job),
-            "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
-            "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
-            "over_ranks": self.job.over_ranks,
-            "loader": loader_of(self.job),
-            "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
-        }
-
-
 # ----------------------------------------------------------------------------------------- plans
 
 
@@ -275,54 +310,39 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
     """A ready-made plan by its name, or one from a file."""
     if name in plans:
         return plans[name]()
+    here = ", ".join(plans)
     if name == AUTO:
         raise UserError(
             "plan auto: train and profile make one; elsewhere name a file that `swpipe plan auto` "
-            f"has written; here there are {', '.join(plans)}"
+            f"has written; here there are {here}"
         )
-    if where := _elsewhere(name, plans):
-        raise UserError(f"plan {name}: it is for {where}; here there are {', '.join(plans)}")
+    for work in workloads().values():
+        forms = {"in one process": work, "under torchrun": work.on_ranks}
+        if any(form and {*form.plans} == {*plans} for form in forms.values()):
+            for place, form in forms.items():
+                if form and name in form.plans:
+                    raise UserError(
+                        f"plan {name}: it is for the job {place}; here there are {here}"
+                    )
     try:
         return PipelinePlan.load(name)
     except OSError as error:
         raise UserError(
-            f"plan {plain(name)}: {reason(error)}; name a file, or one of {', '.join(plans)}"
+            f"plan {plain(name)}: {reason(error)}; name a file, or one of {here}"
         ) from error
     except ValueError as error:  # PlanError, broken TOML or JSON, and bytes that are no text
         raise UserError(f"plan {plain(name)}: {reason(error)}") from error
-
-
-def _elsewhere(name: str, plans: Plans) -> str:
-    """Which form of a workload has the plan, where it is the other form's plans that count."""
-    for work in workloads().values():
-        forms = {"in one process": work, "under torchrun": work.on_ranks}
-        for other in (place for place, form in forms.items() if form and name in form.plans):
-            if any(form and set(plans) == set(form.plans) for form in forms.values()):
-                return f"the job {other}"
-    return ""
 
 
 # ----------------------------------------------------------------------------------------- files
 
 
 def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
-    """What ``load`` makes of a file, a timeline or a cost model; ``what`` begins the error."""
+    """What ``load`` makes of a file; ``what`` begins the error."""
     try:
         return load(path)
     except (OSError, ValueError) as error:  # PlanError, broken JSON, and bytes that are no text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
-
-
-def load_profile(path: Path) -> ProfileResults:
-    """A saved profile, of one batch or of several."""
-
-    def load(path: Path) -> ProfileResults:
-        text = path.read_text(encoding="utf-8")
-        if isinstance(parse_json(text), list):
-            return ProfileResults.from_json(text)
-        return ProfileResults([ProfileResult.from_json(text)])
-
-    return load_file(load, path)
 
 
 def load_timeline(path: Path) -> Trace:
@@ -334,26 +354,26 @@ def load_timeline(path: Path) -> Trace:
 
 
 def check_outputs(
-    rank: Rank | None, *paths: Path | None, pictures: Collection[Path | None] = ()
+    context: typer.Context, *paths: Path | None, pictures: Collection[Path | None] = ()
 ) -> None:
     """Make sure that files can be written, before there is anything to write.
 
     Args:
-        rank: This process as one rank of several, of which the first writes.
+        context: The command's; of several ranks the first writes.
         *paths: Their directories are made.
         pictures: More of them, which matplotlib draws.
     """
-    if not _writes(rank):
+    if not _writes(context):
         return
-    for path in (path for path in pictures if path is not None):
+    for path in filter(None, pictures):
+        why = ""
         if path.suffix.lower() not in PICTURES:
-            rule = f"pictures are {', '.join(PICTURES)} files"
-            raise UserError(f"{plain(str(path))}: {rule}; give it such a name")
-        if find_spec("matplotlib") is None:
-            raise UserError(
-                f"{plain(str(path))}: a picture needs matplotlib: pip install 'swpipe[plot]'"
-            )
-    for path in (path for path in (*paths, *pictures) if path is not None):
+            why = f"pictures are {', '.join(PICTURES)} files; give it such a name"
+        elif find_spec("matplotlib") is None:
+            why = "a picture needs matplotlib: pip install 'swpipe[plot]'"
+        if why:
+            raise UserError(f"{plain(str(path))}: {why}")
+    for path in filter(None, (*paths, *pictures)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path)
@@ -375,11 +395,11 @@ class Output(NamedTuple):
     write: Callable[[Path], object]
 
 
-def save(rank: Rank | None, *outputs: Output) -> None:
+def save(context: typer.Context, *outputs: Output) -> None:
     """Write files and say where they are; where one cannot be written, the others still are."""
     failed = []
     for what, path, write in outputs:
-        if path is not None and _writes(rank):
+        if path is not None and _writes(context):
             try:
                 write(path)
             except (OSError, ValueError) as error:  # a picture may be too large
@@ -390,10 +410,5 @@ def save(rank: Rank | None, *outputs: Output) -> None:
         raise UserError("; ".join(failed))
 
 
-def _writes(rank: Rank | None) -> bool:
-    return rank is None or rank.number == 0
-
-
-def names(given: Collection[str] | None) -> tuple[str, ...]:
-    """``a,b`` and ``a`` ``b`` alike."""
-    return tuple(name for text in given or () for name in text.split(",") if name)
+def _writes(context: typer.Context) -> bool:
+    return context.obj is None or context.obj.number == 0
