@@ -45,19 +45,6 @@ _LATE = {
     "report": "swpipe.reporting",
 }
 
-_MOVED = {
-    "AccelerateLoader": "swpipe.loops",
-    "InternalError": "swpipe.errors",
-    "Observer": "swpipe.trace",
-    "PlanError": "swpipe.errors",
-    "ResumableLoop": "swpipe.loops",
-    "RunReport": "swpipe.run_report",
-    "ShortcutError": "swpipe.errors",
-    "StallError": "swpipe.errors",
-    "Trace": "swpipe.trace",
-    "UnsavedStateError": "swpipe.errors",
-}
-
 
 def __getattr__(name: str) -> Any:
     """The names of the profiler, the planners and loops, and their doors, loaded when asked for."""
@@ -65,5 +52,4 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LATE[name]), name)
     if name in ("loops", "tuning"):
         return import_module(f"swpipe.{name}")
-    where = f": it is in {_MOVED[name]}" if name in _MOVED else ""
-    raise AttributeError(f"module 'swpipe' has no attribute {name!r}{where}")
+    raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

@@ -2,15 +2,9 @@
 
 - ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. It
   lists everything that is wrong at once.
-- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``). Plain
-  Python.
+- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``); and those
+  below that are derived from it.
 - ``InternalError``: a rule of swpipe's own was broken; please report it.
-
-``ShortcutError`` (a ``RuntimeError``): a task cannot be replayed instead of run.
-
-``UnsavedStateError`` (a ``RuntimeError``): something is trained that could not be restored.
-
-``StallError`` is what the watchdog raises when nothing has moved for the set time.
 """
 
 from __future__ import annotations

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from swpipe._engine.driver import Driver, Place, checked_start
+from swpipe._engine.driver import Driver, SourceLine, checked_start
 from swpipe._engine.iterations import Engine, make_streams
-from swpipe._engine.mode import checked_mode
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
+from swpipe._engine.torch_state import checked_mode
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
 from swpipe.accelerate_check import PreparedCheck
-from swpipe.analysis.last_readers import compile_for_run
-from swpipe.analysis.verification import given_for_run, refuse_beside_body, resolve_for_run
+from swpipe.analysis.verification import verify_for_run
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
@@ -101,41 +100,47 @@ class SWPipeline(ShortcutControl[C]):
         run_ahead: int | None = None,
         host: Host | None = None,
     ) -> None:
-        plan, given = given_for_run(plan, tasks, keep, run_ahead)
-        self.plan, self.device, self.context = plan, resolve(device), context_class(context)
-        streams = self.device.has_streams
-        resolved = resolve_for_run(plan, given, effects, device=self.device.name, streams=streams)
-        self._resolved, self._alike, self._effects = resolved, check_ranks, effects
-        by_name = {task.name: task for task in given}
-        self.tasks = tuple(by_name[name] for name in resolved.serial_order)
-        compiled = compile_for_run(resolved, self.tasks, effects, streams, record_all_events)
+        self.device, self.context = resolve(device), context_class(context)
+        verified = verify_for_run(
+            plan,
+            tasks,
+            effects,
+            device=self.device.name,
+            streams=self.device.has_streams,
+            keep=keep,
+            run_ahead=run_ahead,
+            record_all=record_all_events,
+        )
+        self._verified, self._alike = verified, check_ranks
+        self.plan, self.tasks = verified.plan, verified.tasks
         self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         engine = Engine(
-            program=compiled[0],
-            tasks=by_name,
+            program=verified.program,
+            tasks={task.name: task for task in self.tasks},
             device=self.device,
-            streams=make_streams(plan, self.device),
+            streams=make_streams(self.plan, self.device),
             host=host or Host(),
             shortcuts=Shortcuts(self.device),
             seeds=TaskSeeds(seed, self.device),
             context=self.context,
             observers=self._observers,
             mode=checked_mode(mode),
-            pull_check=PreparedCheck if plan.depth > 1 else None,
-            releases=compiled[1],
+            pull_check=PreparedCheck if verified.program.depth > 1 else None,
+            releases=verified.releases,
         )
-        if check_effects is not False and (check_effects is not None or plan.depth > 1):
+        if check_effects is not False and (check_effects is not None or engine.program.depth > 1):
             from swpipe.inference.chosen_check import checked
 
-            engine = checked(engine, resolved, self.tasks, check_effects)
-        timeout_s, at = self._stall_timeout_s, Place.of(sys._getframe(1))
-        self._driver = Driver[C](engine, plan, timeout_s, check_ranks=check_ranks, made_at=at)
+            engine = checked(engine, verified, check_effects)
+        timeout_s, at = self._stall_timeout_s, SourceLine.of(sys._getframe(1))
+        self._driver = Driver[C](engine, self.plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
         """How many of those in flight have been pulled from another iterator."""
-        return self._driver.in_flight_of_others(iterator)
+        run = self._driver.run
+        return 0 if run is None or run.admission.iterator is iterator else run.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -214,8 +219,7 @@ class SWPipeline(ShortcutControl[C]):
     def _refuse_beside_body(self) -> None:
         """Refuse a plan that is none for a loop with a body; asked once."""
         if self._asks_of_body:
-            streams = self.device.has_streams
-            refuse_beside_body(self._resolved, self.tasks, self._effects, streams=streams)
+            self._verified.refuse_beside_body()
             self._asks_of_body = False
 
     def push(self, batch: Any) -> C | None:
@@ -265,7 +269,9 @@ class SWPipeline(ShortcutControl[C]):
         iterations that were begun have been pulled then, or the data has ended. A pull that waits
         for its turn goes on out of turn.
         """
-        self._driver.settle()
+        with self._driver:
+            if self._driver.run is not None:
+                self._driver.run.settle()
 
     def await_turn(self) -> None:
         """For the iterator, within a pull: wait until the caller asks for this batch's iteration.
@@ -276,12 +282,13 @@ class SWPipeline(ShortcutControl[C]):
         out of turn, and ``is_in_turn`` is False then, for ``settle``, ``fill_pipeline``,
         ``state_dict`` and a call with another iterator, which wait for the loader.
         """
-        self._driver.await_turn()
+        if self._driver.run is not None:
+            self._driver.run.admission.await_turn()
 
     @property
     def is_in_turn(self) -> bool:
         """For the iterator: whether the caller has asked for this batch's iteration."""
-        return self._driver.is_in_turn
+        return self._driver.run is None or self._driver.run.admission.is_in_turn
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
         """Yield the context of every iteration over ``loader``, in order.
@@ -354,7 +361,7 @@ class SWPipeline(ShortcutControl[C]):
         """
         from swpipe.trace.recorder import traced
 
-        return traced(self._driver.engine, self._resolved, last, self.observe)
+        return traced(self._driver.engine, self._verified.resolved, last, self.observe)
 
     def check_idle(self, purpose: str) -> None:
         """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
@@ -380,11 +387,11 @@ class SWPipeline(ShortcutControl[C]):
 
     def format_schedule(self, periods: int) -> str:
         """The iteration that each task works on in each of the first ``periods`` periods."""
-        return format_grid(self.plan, self._resolved.period_order, periods)
+        return format_grid(self.plan, self._verified.resolved.period_order, periods)
 
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
-        return format_stages(self._resolved)
+        return format_stages(self._verified.resolved)
 
     def format_program(self, *, streams: bool | None = None) -> str:
         """What each thread group does in a period, and what it waits for; a line per group.
@@ -394,7 +401,7 @@ class SWPipeline(ShortcutControl[C]):
         from swpipe._engine.program_text import format_program
 
         streams = self.device.has_streams if streams is None else streams
-        return format_program(compile_plan(self._resolved, streams=streams))
+        return format_program(compile_plan(self._verified.resolved, streams=streams))
 
     @property
     def closed(self) -> bool:

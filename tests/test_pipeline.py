@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.errors import PlanError
 from swpipe.trace import Observer
 from tests.support.plans_for_tests import NAMES, NOBODY_ELSE, piped, spread, task, tasks
 from tests.support.sequencer import await_event
@@ -465,15 +464,6 @@ def test_where_nothing_is_in_flight_another_iterator_may_begin() -> None:
         assert [ctx.batch for ctx in pipe.iterate(other)] == [12]
 
 
-def test_what_is_no_iterator_is_refused() -> None:
-    """A list would start again at each call."""
-    with (
-        SWPipeline(piped(), tasks()) as pipe,
-        pytest.raises(TypeError, match=r"an iterator, not list: pass iter\(loader\)"),
-    ):
-        pipe.progress([1, 2, 3])  # type: ignore[arg-type]
-
-
 def test_a_second_thread_cannot_drive() -> None:
     """While one thread is inside ``progress``, another gets an error."""
     inside, refused = threading.Event(), threading.Event()
@@ -505,48 +495,6 @@ def test_a_task_cannot_drive_its_own_pipeline() -> None:
     with SWPipeline(piped(), tasks(forward=lambda ctx: pipe.drain())) as pipe:
         with pytest.raises(RuntimeError, match="by one of its own tasks"):
             pipe.run(range(2))
-
-
-def test_an_unknown_task_cannot_be_shortcut() -> None:
-    """The error lists those that can."""
-    with (
-        SWPipeline(piped(), tasks()) as pipe,
-        pytest.raises(ValueError, match="no task 'fwd'; it has h2d, dist, forward"),
-    ):
-        pipe.enable_shortcut("fwd")
-
-
-def test_an_unknown_device_is_refused() -> None:
-    """The error says what the machine has."""
-    with pytest.raises(ValueError, match="'xpu' is not on this machine"):
-        SWPipeline(piped(), tasks(), device="xpu")
-
-
-@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", 3])
-def test_what_is_no_device_is_refused(device: Any) -> None:
-    """The error gives names that would do."""
-    with pytest.raises(ValueError, match=f"device.*{device!r}.*give a name such as 'cpu'"):
-        SWPipeline(piped(), tasks(), device=device)
-
-
-@pytest.mark.parametrize("stall_timeout_s", [0, -1.5, "600", True, float("nan")])
-def test_a_stall_timeout_is_a_time(stall_timeout_s: Any) -> None:
-    """Seconds above 0, or None."""
-    with pytest.raises(ValueError, match=f"stall_timeout_s is {stall_timeout_s!r}: give seconds"):
-        SWPipeline(piped(), tasks(), stall_timeout_s=stall_timeout_s)
-
-
-@pytest.mark.parametrize("given", [5, task("h2d"), print])
-def test_tasks_come_in_a_list(given: Any) -> None:
-    """One task alone is no list of tasks."""
-    with pytest.raises(PlanError, match=r"tasks is .*: give the tasks in a list"):
-        SWPipeline(piped(), given)
-
-
-def test_plan_and_tasks_in_the_wrong_order_are_refused() -> None:
-    """The plan comes first."""
-    with pytest.raises(PlanError, match=r"the plan is \[.*\]: give a PipelinePlan, then the tasks"):
-        SWPipeline(tasks(), piped())  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------- pictures

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.inference import record
 from swpipe.loops import ResumableLoop
 from swpipe.plans import prefetch_plan
@@ -33,6 +34,16 @@ async def both(ctx: Any) -> AsyncIterator[int]:
 
 def decode(ctx: Any) -> None:
     """A function, which is no task yet."""
+
+
+def pipeline(**options: Any) -> SWPipeline[Any]:
+    """A pipeline with nothing in flight, which has no threads to end."""
+    return SWPipeline(piped(), tasks(), **{"device": "cpu", **options})
+
+
+def any_given(value: object) -> Any:
+    """A value of a wrong type."""
+    return value
 
 
 any_io: Any = DeclaredIO(state="model")
@@ -66,7 +77,57 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "observer's class": (lambda: pipeline().observe(Observer), "is no Observer: give an object"),  # type: ignore[arg-type]
     "no observer": (lambda: pipeline().observe(None), "None is no Observer"),  # type: ignore[arg-type]
     "periods": (lambda: pipeline().format_schedule(-1), "periods is -1: give how many"),
-    "no iterator": (lambda: pipeline().progress(None), "None.*iter"),  # type: ignore[arg-type]
+    "no iterator": (lambda: pipeline().progress(any_given([1, 2])), r"not list: pass iter\(loader"),
+    "None as iterator": (lambda: pipeline().progress(any_given(None)), "None.*iter"),
+    "an unknown task": (
+        lambda: pipeline().enable_shortcut("fwd"),
+        "no task 'fwd'; it has h2d, dist, forward",
+    ),
+    "a device elsewhere": (lambda: pipeline(device="xpu"), "'xpu' is not on this machine"),
+    "a plan after its tasks": (
+        lambda: SWPipeline(any_given(tasks()), any_given(piped())),
+        r"the plan is \[.*\]: give a PipelinePlan, then the tasks",
+    ),
+    **{
+        f"device {device!r}": (
+            partial(pipeline, device=device),
+            f"device.*{device!r}.*give a name such as 'cpu'",
+        )
+        for device in ("gpu", "", "cuda:x", 3)
+    },
+    **{
+        f"time {time_s!r}": (
+            partial(pipeline, stall_timeout_s=time_s),
+            f"stall_timeout_s is {time_s!r}: give seconds",
+        )
+        for time_s in (0, -1.5, "600", True, float("nan"))
+    },
+    **{
+        f"tasks {given!r:.20}": (
+            partial(SWPipeline, piped(), given),
+            "tasks is .*: give the tasks in a list",
+        )
+        for given in any_given((5, tasks()[0], print))
+    },
+    **{
+        f"name {name!r}": (partial(PipelineTask, name, print), "name")
+        for name in any_given(("", "<admit>", 3))
+    },
+    "no function": (partial(PipelineTask, "a", any_given(7)), "'a'.*callable"),
+    **{
+        f"order {order!r:.20}": (
+            partial(PipelinePlan, {"a": TaskSchedule()}, order=order),
+            "neither a task nor a task's name",
+        )
+        for order in any_given(([1], [None], ["a", print]))
+    },
+    **{
+        f"stale {stale!r}": (
+            partial(PipelinePlan, {"a": TaskSchedule()}, stale=stale),
+            "stale entry",
+        )
+        for stale in any_given(({"x": 0}, {"x": True}, {1: 1}, {"x": "1"}))
+    },
     "loop without pipeline": (lambda: ResumableLoop([1], pipeline()), r"\[1\] is no pipeline"),  # type: ignore[arg-type]
     "loop of a plan": (lambda: ResumableLoop(piped(), [1]), "is no pipeline"),  # type: ignore[arg-type]
     "no state": (lambda: ResumableLoop(pipeline(), [1]).load_state_dict(None), "is not one that"),  # type: ignore[arg-type]
@@ -79,11 +140,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "target_spread_ms is 0: give a number above 0",
     ),
 }
-
-
-def pipeline(**options: Any) -> SWPipeline[Any]:
-    """A pipeline with nothing in flight, which has no threads to end."""
-    return SWPipeline(piped(), tasks(), device="cpu", **options)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

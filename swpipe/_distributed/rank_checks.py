@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -109,11 +110,12 @@ class _Turns:
             return self.count - 1
 
 
-class Begun(NamedTuple):
+@dataclass(slots=True)
+class Begun:
     """A pipeline's number (from ``check_same_plan``; 0 before), and the periods it has begun."""
 
-    pipeline: int
-    periods: int
+    pipeline: int = 0
+    periods: int = 0
 
 
 _turns = _Turns()
@@ -195,7 +197,7 @@ def check_same_shortcuts(
     store = _line.store()
     own = json.dumps([digest, sorted(names)])
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
-    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(begun))
+    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(astuple(begun)))
     try:
         ranks = range(dist.get_world_size())
         others = [_said_by(rank, turn, store, act, timeout_s) for rank in ranks]

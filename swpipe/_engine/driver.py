@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Generic, NamedTuple, cast
 
@@ -42,30 +43,14 @@ from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
 
-class RankProgress:
-    """What other ranks may ask: which pipeline this is, and how many periods it has begun."""
-
-    def __init__(self) -> None:
-        self.number = 0  # among the pipelines that were compared across ranks
-        self.periods = 0  # begun, in all runs
-
-    def begun(self) -> Begun:
-        """Both, as they are now."""
-        return Begun(self.number, self.periods)
-
-    def answer(self) -> None:
-        """Answer a rank that waits for this one to change shortcuts."""
-        answer_check(self.begun())
-
-
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of source code."""
 
     filename: str
     line: int
 
     @classmethod
-    def of(cls, frame: FrameType) -> Place:
+    def of(cls, frame: FrameType) -> SourceLine:
         """Where a frame is."""
         return cls(frame.f_code.co_filename, frame.f_lineno)
 
@@ -76,7 +61,7 @@ PULL_GRACE_S = 1.0
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
-def end_dropped(run: Run, watchdog: Watchdog, made_at: Place) -> None:
+def end_dropped(run: Run, watchdog: Watchdog, made_at: SourceLine) -> None:
     """End a run whose pipeline nobody refers to any more, and say so."""
     if run.ended:  # and the call that ended it was cut short before it told this finalizer
         return
@@ -107,6 +92,7 @@ class Driver(Generic[C]):
         run: The one in flight; None if nothing is.
         drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
         next_iteration: The number of the next run's first iteration.
+        begun: What other ranks may ask: which pipeline this is, and its periods in all runs.
         lost: Why no state leads back to what was in flight last; empty if nothing was lost.
     """
 
@@ -117,14 +103,14 @@ class Driver(Generic[C]):
         stall_timeout_s: float | None,
         *,
         check_ranks: bool,
-        made_at: Place,
+        made_at: SourceLine,
     ) -> None:
         self.engine = engine
         self.run: Run | None = None
         self.drained: list[C] = []
         self.next_iteration = 0
         self.lost = ""
-        self.ranks = RankProgress()
+        self.begun = Begun()
         self.access = ExclusiveAccess()
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
@@ -136,11 +122,6 @@ class Driver(Generic[C]):
         self._ended: Iterator[Any] | None = None
         self._oldest = 0  # the iteration that would have been handed out next when a run ended
         self._pushed = PushedBatches()
-
-    def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
-        """How many iterations in flight have been pulled from another iterator."""
-        run = self.run
-        return 0 if run is None or run.admission.iterator is iterator else run.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -185,7 +166,13 @@ class Driver(Generic[C]):
             ended, self._ended = self._ended, None
             if self.run is None and ended is not None and ended is iterator:
                 raise StopIteration
-            return self._next(self._prepared(iterator))
+            run = self._prepared(iterator)
+            if (ctx := self._next(run)) is not None:
+                return ctx
+            if self.run is run:  # the end of the data was found between two calls
+                self._end(run)
+            self._ended = None
+            raise StopIteration
 
     def push(self, batch: Any) -> C | None:
         """Run one period on a batch; what it handed out."""
@@ -211,8 +198,9 @@ class Driver(Generic[C]):
             if run is not None:
                 run.read_callers_settings()
                 run.stop_admitting()
-                while not run.over:
-                    self.drained.append(self._next(run))
+                # The data may turn out to have ended before the last one that was admitted.
+                while (ctx := self._next(run)) is not None:
+                    self.drained.append(ctx)
                 self._end(run)
             contexts, self.drained = self.drained, []
             return contexts
@@ -230,7 +218,9 @@ class Driver(Generic[C]):
                 "between two calls, as in the body of the loop"
             )
         if check and not self.access.closed:
-            self.settle()
+            with self:
+                if self.run is not None:
+                    self.run.settle()
         run, number = self.run, self.next_iteration
         if check and (self.lost or (run is not None and run.interrupted)):
             raise RuntimeError(
@@ -270,22 +260,6 @@ class Driver(Generic[C]):
             elif self.lost:  # by a failure of the oldest, which keeps its number
                 self.next_iteration = self._oldest + 1
             return dropped
-
-    def settle(self) -> None:
-        """Wait until the batches of all iterations that were admitted are pulled."""
-        with self:
-            if self.run is not None:
-                self.run.settle()
-
-    def await_turn(self) -> None:
-        """Within a pull, or before it: wait until the caller asks for its iteration."""
-        if self.run is not None:
-            self.run.admission.await_turn()
-
-    @property
-    def is_in_turn(self) -> bool:
-        """Whether the caller has asked for the iteration whose batch is pulled next, or is now."""
-        return self.run is None or self.run.admission.is_in_turn
 
     def refuse_in_flight(self, purpose: str) -> None:
         """Raise RuntimeError if iterations are in flight; within a call."""
@@ -367,7 +341,7 @@ class Driver(Generic[C]):
             )
         if self._check_ranks:
             seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
-            self.ranks.number = check_same_plan(self._plan, *seeds[:1])
+            self.begun.pipeline = check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
         self.lost = ""
@@ -375,7 +349,7 @@ class Driver(Generic[C]):
             run.stop()
         try:
             run.start()
-            answer = self.ranks.answer if self.ranks.number else None
+            answer = partial(answer_check, self.begun) if self.begun.pipeline else None
             watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, answer)
             self._watchdog = watchdog
             watchdog.start()
@@ -396,19 +370,16 @@ class Driver(Generic[C]):
             f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
         )
 
-    def _next(self, run: Run) -> C:
+    def _next(self, run: Run) -> C | None:
+        """The next context; None where there is no further one."""
         run.ask()
         while not run.over:
-            ctx = self._advance(run)
-            if ctx is not None:
+            if (ctx := self._advance(run)) is not None:
                 return ctx
-        if self.run is run:  # the end of the data was found between two calls
-            self._end(run)
-        self._ended = None
-        raise StopIteration
+        return None
 
     def _advance(self, run: Run) -> C | None:
-        self.ranks.periods += 1
+        self.begun.periods += 1
         try:
             ctx = cast("C | None", run.advance())
         except BaseException as error:

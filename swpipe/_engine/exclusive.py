@@ -4,7 +4,7 @@
     close()     sets ``closed``, reads the holder:   a call under way cleans up when it leaves;
                                                      without one, close() cleans up itself
 
-A holder counts only while its frame is executed. An exception that arrives between
+A holder counts only while its frame is executed. An exception that arrives between any two steps of
 entering and leaving (Ctrl-C) can thus not lock a pipeline: the next call finds a frame that is no
 longer executed, and takes over. The first operation of a dictionary decides between two that enter
 at once. Only who takes over needs a lock: it is reentrant, since a signal handler may come in
@@ -21,8 +21,6 @@ import threading
 from types import FrameType
 
 import torch
-
-from swpipe._engine.frames import is_executed
 
 CLOSED = "the pipeline is closed: make a new one"
 FORKED = (
@@ -45,6 +43,19 @@ os.register_at_fork(after_in_child=_count_fork)
 def only_watches(count: int) -> bool:
     """Whether the innermost of so many dispatch modes only watches what a task does."""
     return getattr(torch._C._get_dispatch_stack_at(count - 1), "only_watches", False)
+
+
+def is_executed(frame: FrameType) -> bool:
+    """Whether some thread executes the frame of a function, which must not be a generator's.
+
+    If not, its local variables are cleared. Searching all threads' stacks for the frame is no way:
+    CPython 3.11 crashes if ``sys._current_frames`` finds one that its own thread is just clearing.
+    """
+    try:
+        frame.clear()
+    except RuntimeError:  # documented: a frame that is executed cannot be cleared
+        return True
+    return False
 
 
 class ExclusiveAccess:

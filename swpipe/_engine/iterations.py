@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from swpipe.core.plan import PipelinePlan, StreamSpec
 from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
+from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize
@@ -185,3 +186,31 @@ def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
         )
         for ref in refs
     }
+
+
+def reset_states(tasks: Iterable[PipelineTask], failure: BaseException | None) -> None:
+    """Call every ``DeclaredIO.reset``, all of them, whatever one raises.
+
+    Args:
+        tasks: Whose iterations are dropped.
+        failure: What dropped them, which gets a note of what a reset raises.
+
+    Raises:
+        Exception: What the first reset to fail raised, where there is no failure to note it on.
+    """
+    first: Exception | None = None
+    for task in tasks:
+        for index, io in enumerate(task.io):
+            if io.reset is None:
+                continue
+            try:
+                io.reset()
+            except Exception as error:  # noqa: BLE001 - noted or raised below
+                text = f"in the reset of io[{index}] of task {task.name!r}"
+                if failure is not None:
+                    add_note(failure, f"swpipe: {type(error).__name__} {text}: {error}")
+                elif first is None:
+                    add_note(error, f"swpipe: {text}")
+                    first = error
+    if first is not None:
+        raise first

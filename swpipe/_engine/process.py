@@ -15,7 +15,7 @@ import atexit
 import ctypes
 import os
 import time
-from typing import Protocol
+from typing import Any
 
 from swpipe._distributed.rank_checks import rank_prefix
 from swpipe.errors import write_error
@@ -26,37 +26,18 @@ EXIT_GRACE_S = 5.0
 _UNWIND_S = 1.0  # for a task that an exception was raised in
 
 
-class EndableRun(Protocol):
-    """What this module needs of a run."""
-
-    ended: bool
-
-    @property
-    def stalled(self) -> BaseException | None: ...
-
-    def stop(self) -> None: ...
-
-    def join(self, grace_s: float) -> None: ...
-
-    def cut_short(self) -> None: ...
-
-    def left_inside(self) -> list[str]: ...
-
-    def forget_in_fork(self) -> None: ...
-
-
-_runs: dict[int, EndableRun] = {}
+_runs: dict[int, Any] = {}  # of class ``Run``, which is above this module
 # Not a WeakSet: an exception that a signal raises in the callback of a weak reference is lost.
 
 
-def add_run(run: EndableRun) -> None:
+def add_run(run: Any) -> None:
     """Account for a run that starts."""
     for other in list(_runs.values()):
         remove_run(other)
     _runs[id(run)] = run
 
 
-def remove_run(run: EndableRun) -> None:
+def remove_run(run: Any) -> None:
     """Forget a run that has ended, unless a task of it has not returned."""
     if run.ended and not run.left_inside():
         _runs.pop(id(run), None)
@@ -92,7 +73,7 @@ def _let_threads_sleep() -> None:
         return
 
 
-def _join(alive: list[EndableRun], grace_s: float) -> None:
+def _join(alive: list[Any], grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
     for run in alive:
         run.join(max(0, deadline - time.monotonic()))

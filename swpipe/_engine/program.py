@@ -182,7 +182,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
         streams: Whether the device has streams; where not, those of the plan mean nothing.
         record_all: Record every task's event, needed or not (for hunting trouble).
     """
-    plan, layout = resolved.plan, _layout(resolved, streams)
+    plan, depth = resolved.plan, resolved.plan.depth
+    layout = _layout(resolved, depth, streams)
     order, members = layout.order, layout.members
     waits = _host_waits(layout)
     events = _event_waits(layout) if streams else [[]] * len(order)
@@ -212,17 +213,17 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             Lane(group, tuple(map(instruction, places)))
             for group, places in zip(layout.groups, members, strict=True)
         ),
-        depth=plan.depth,
-        ring=plan.depth + max(dep.weight for dep in layout.deps),
+        depth=depth,
+        ring=depth + max([dep.weight for dep in layout.deps]),
         order=order,
         launch_limit=plan.launch_limit if streams else None,
     )
 
 
-def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
+def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     plan, tasks = resolved.plan, resolved.period_order
     last = plan.max_stage
-    ahead = plan.depth - 1 - last
+    ahead = depth - 1 - last
     order = _order(plan, tasks, ahead, streams)
     sources = [name for name in SOURCES if name in order]
     place = {name: k for k, name in enumerate(order)}

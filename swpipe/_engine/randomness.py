@@ -59,7 +59,7 @@ from types import FrameType
 
 import torch
 
-from swpipe._engine.frames import is_executed
+from swpipe._engine.exclusive import is_executed
 from swpipe._engine.waiting import WAKE_S, Cancelled, ProgressCounter
 from swpipe.core.messages import shown
 from swpipe.device import Device, GeneratorStates

@@ -40,21 +40,18 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import is_grad_enabled, is_inference_mode_enabled
 
 from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
-from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations
-from swpipe._engine.lane import BoundInstruction, BoundWait, LaneRunner
-from swpipe._engine.mode import Mode
+from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations, reset_states
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction
+from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction, Lane
 from swpipe._engine.release import finish, warn_of_missing, with_releases
-from swpipe._engine.resets import reset_states
-from swpipe._engine.torch_state import ThreadTorchState, torch_state
-from swpipe._engine.waiting import Cancelled
+from swpipe._engine.torch_state import Mode, ThreadTorchState, torch_state
+from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.errors import StallError, add_note
@@ -66,6 +63,45 @@ _FINISH_S = 10.0  # the same of a finished run, whose threads are past their las
 _LEAVE_S = 1.0  # for an interrupt that is on its way
 
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
+
+
+class BoundWait(NamedTuple):
+    """A wait for another lane's progress: ``period * size + base``."""
+
+    progress: ProgressCounter
+    size: int  # instructions in the lane that is waited for
+    base: int  # its progress within a period once it has passed the instruction
+
+
+class BoundInstruction(NamedTuple):
+    """One instruction, bound: what ``_run_period`` executes."""
+
+    waits: tuple[BoundWait, ...]
+    stage: int
+    step: Step
+    publish: bool
+    ins: Instruction
+
+
+class LaneRunner:
+    """A lane that runs; ``period`` and ``position`` say where it is."""
+
+    def __init__(self, lane: Lane, progress: ProgressCounter) -> None:
+        self.group = lane.group
+        self.instructions = lane.instructions
+        self.size = len(lane.instructions)
+        self.progress = progress  # counts the instructions passed, in all periods
+        self.period = 0
+        self.position = 0
+        self.ops: tuple[BoundInstruction, ...] = ()
+        self.observed_ops: tuple[BoundInstruction, ...] = ()
+        self.torch_state: ThreadTorchState | None = None  # of a worker
+        self.thread: HostThread | None = None
+
+    @property
+    def instruction(self) -> Instruction:
+        """Where the lane is."""
+        return self.instructions[self.position]
 
 
 class Run:

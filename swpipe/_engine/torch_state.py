@@ -9,6 +9,11 @@ which it was admitted, and a worker thread applies them where they differ from t
     refused    dispatch modes and function modes other than the default device, transforms of
                torch.func, disabled ``__torch_function__``: such a mode is an object, or a level, of
                one thread, and does not expect to be entered on several at once
+
+Tasks of the caller's thread run under its settings of the moment. If the caller switched gradients
+off while iterations are in flight, these would be finished without, and a model that it sets to
+evaluation would evaluate batches that are to be trained on. So a call in another ``Mode`` is
+refused while iterations are in flight.
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from itertools import repeat
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.utils._device import DeviceContext
 
 from swpipe._engine.exclusive import only_watches
+from swpipe.core.messages import shown
 
 _Apply: TypeAlias = Callable[[ExitStack, Any], object]
 """Gives the thread one setting; what has to be left again is entered on the stack."""
@@ -216,3 +222,44 @@ class ThreadTorchState:
         """Leave the modes that were entered."""
         self._entered.close()
         self.applied = None
+
+
+def checked_mode(mode: object) -> Callable[[], object]:
+    """``mode``; TypeError if it cannot be called."""
+    if callable(mode):
+        return mode
+    raise TypeError(f"mode is {shown(mode)}: give a function, such as lambda: model.training")
+
+
+class Mode(NamedTuple):
+    """torch's modes of the calling thread, and what the pipeline's user adds to them."""
+
+    gradients: bool
+    inference: bool
+    other: object
+
+    @classmethod
+    def now(cls, other: object) -> Mode:
+        """That of the calling thread."""
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), other)
+
+    def switch(self, other: object, in_flight: int) -> Mode:
+        """The mode of the calling thread, which is another one.
+
+        Raises:
+            RuntimeError: Iterations are in flight.
+        """
+        now = Mode.now(other)
+        if in_flight:
+            raise RuntimeError(
+                f"the iterations in flight ({in_flight}) were admitted with {self}, and this call "
+                f"is made with {now}: an iteration keeps its mode. Finish them in their mode "
+                "before you change it: call drain(), or progress() to the end of their iterator"
+            )
+        return now
+
+    def __str__(self) -> str:
+        parts = [f"gradients {'on' if self.gradients else 'off'}"]
+        if self.inference:
+            parts.append("inference mode")
+        return ", ".join([*parts, *([str(self.other)] if self.other else [])])

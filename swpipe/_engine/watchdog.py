@@ -41,8 +41,7 @@ from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error
 
 if TYPE_CHECKING:
-    from swpipe._engine.lane import LaneRunner
-    from swpipe._engine.run import Run
+    from swpipe._engine.run import LaneRunner, Run
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:

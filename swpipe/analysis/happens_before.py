@@ -33,6 +33,7 @@ that.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -79,6 +80,8 @@ class _Walk:
         host_before: (task, iteration) to the runs whose functions return before it is called.
         device_before: (task, iteration) to the runs whose device work is done before its own
             starts.
+        bits: Task to the set of its run on the first iteration alone; the next iteration's is one
+            bit further.
     """
 
     def __init__(self, program: Program, order: tuple[Instruction, ...], iterations: int) -> None:
@@ -86,7 +89,7 @@ class _Walk:
         self.device_before: dict[tuple[str, int], int] = {}
         self._program = program
         self._iterations = iterations
-        self._number = {ins.task: n for n, ins in enumerate(order)}
+        self.bits = {ins.task: 1 << n * iterations for n, ins in enumerate(order)}
         lanes = [_Known(0, 0, {})] * len(program.lanes)
         passed: dict[tuple[str, int], _Known] = {}
         for period in range(iterations + program.depth - 1):
@@ -99,15 +102,12 @@ class _Walk:
                     known = self._run(ins, period - ins.stage, known)
                 lanes[ins.lane] = passed[ins.task, period] = known
 
-    def bit(self, task: str, iteration: int) -> int:
-        """The set of this run alone."""
-        return 1 << (self._number[task] * self._iterations + iteration)
-
     def _run(self, ins: Instruction, i: int, known: _Known) -> _Known:
         """What the lane knows after the instruction's turn on iteration i."""
         host, done, ahead = known
         self.host_before[ins.task, i] = host
-        host |= self.bit(ins.task, i)
+        own = self.bits[ins.task] << i  # the set of this run alone
+        host |= own
         limit = self._program.launch_limit
         if ins.task == ADMIT and limit is not None and i >= self._program.depth + limit:
             done |= self._through(RETIRE, i - self._program.depth - limit)
@@ -119,14 +119,14 @@ class _Walk:
             j = i - wait.distance
             exists = wait.producer not in SOURCES and 0 <= j < self._iterations
             # An event is worth something only if it has been recorded for sure.
-            if exists and host & self.bit(wait.producer, j):
+            if exists and host & self.bits[wait.producer] << j:
                 before |= self._through(wait.producer, j)
         self.device_before[ins.task, i] = before
-        return _Known(host, done, {**ahead, ins.stream: before | self.bit(ins.task, i)})
+        return _Known(host, done, {**ahead, ins.stream: before | own})
 
     def _through(self, task: str, i: int) -> int:
         """What stands before the event of this run: the run, and what is before it."""
-        return self.device_before[task, i] | self.bit(task, i)
+        return self.device_before[task, i] | self.bits[task] << i
 
 
 class HappensBefore:
@@ -138,10 +138,12 @@ class HappensBefore:
     """
 
     def __init__(self, program: Program, *, streams: bool) -> None:
-        self.streams = streams
-        self._program = program
-        self._order = _one_order(program)
+        self.program, self.streams = program, streams
         self._walks: dict[int, _Walk] = {}
+        self._answers: dict[tuple[str, str, int, bool], bool] = {}
+        # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
+        # ``<retire>``: whatever comes after it comes after the body, too.
+        self._stands_for = {BODY: RETIRE, PULL: PULL if PULL in program.order else ADMIT}
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, *, streams: bool) -> Self:
@@ -168,15 +170,14 @@ class HappensBefore:
         Returns:
             True if it holds for every i, however many iterations there are.
         """
-        walk, i = self._walk(distance)
-        first, then = self._source(first), self._source(then)
-        return bool(walk.host_before[then, i + distance] & walk.bit(first, i))
+        known = self._answers.get((first, then, distance, False))
+        return self._ask(first, then, distance, on_device=False) if known is None else known
 
     def never_beside(self, one: str, other: str, distance: int) -> bool:
         """Whether two never run at the same time, ``distance`` or more iterations apart."""
         return all(
             self.host(one, other, apart) or self.host(other, one, -apart)
-            for apart in range(distance, distance + self._program.depth)
+            for apart in range(distance, distance + self.program.depth)
         )
 
     def device(self, first: str, then: str, distance: int) -> bool:
@@ -188,34 +189,28 @@ class HappensBefore:
         """
         if first in SOURCES:
             return self.host(first, then, distance)
-        walk, i = self._walk(distance)
-        first, then = self._source(first), self._source(then)
-        return bool(walk.device_before[then, i + distance] & walk.bit(first, i))
+        known = self._answers.get((first, then, distance, True))
+        return self._ask(first, then, distance, on_device=True) if known is None else known
 
-    def _source(self, task: str) -> str:
-        """The instruction that stands for a name.
+    @cached_property
+    def _order(self) -> tuple[Instruction, ...]:
+        """One order of a period's instructions in which all their waits point backwards."""
+        by_task = self.program.instructions
+        edges = []
+        for lane in self.program.lanes:
+            edges += [(after.task, before.task) for before, after in pairwise(lane.instructions)]
+            for ins in lane.instructions:
+                edges += [(ins.task, wait.producer) for wait in ins.host_waits if wait.lag == 0]
+        return tuple([by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges)])
 
-        Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
-        ``<retire>``: whatever comes after it comes after the body, too.
-        """
-        if task == BODY:
-            return RETIRE
-        return ADMIT if task == PULL and PULL not in self._program.instructions else task
-
-    def _walk(self, distance: int) -> tuple[_Walk, int]:
-        """The walk that answers for a distance, and the first task's iteration in it."""
+    def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
+        """Ask the walk that answers for this distance, and remember what it says."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
-            self._walks[iterations] = _Walk(self._program, self._order, iterations)
-        return self._walks[iterations], max(0, -distance)
-
-
-def _one_order(program: Program) -> tuple[Instruction, ...]:
-    """One order of a period's instructions in which all their waits point backwards."""
-    by_task = program.instructions
-    edges = []
-    for lane in program.lanes:
-        edges += [(after.task, before.task) for before, after in pairwise(lane.instructions)]
-        for ins in lane.instructions:
-            edges += [(ins.task, wait.producer) for wait in ins.host_waits if wait.lag == 0]
-    return tuple(by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges))
+            self._walks[iterations] = _Walk(self.program, self._order, iterations)
+        walk, i = self._walks[iterations], max(0, -distance)
+        one, other = (self._stands_for.get(name, name) for name in (first, then))
+        before = walk.device_before if on_device else walk.host_before
+        found = bool(before[other, i + distance] & walk.bits[one] << i)
+        self._answers[first, then, distance, on_device] = found
+        return found

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from swpipe._engine.program import RETIRE, Program, compile_plan
+from swpipe._engine.program import RETIRE, Program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.effects import EffectTable
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.releases import Release, Releases
-from swpipe.core.resolved import ResolvedPlan, resolve_plan
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 
 Uses: TypeAlias = Mapping[str, frozenset[str] | None]
@@ -79,23 +79,16 @@ def users_of(uses: Uses) -> dict[str, tuple[str, ...]]:
     }
 
 
-def releases_of(
-    program: Program,
-    uses: Uses,
-    keep: Sequence[str],
-    *,
-    streams: bool,
-) -> Releases:
+def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Releases:
     """Where attributes go that are not kept.
 
     Args:
-        program: The compiled plan.
+        before: The order that the compiled plan keeps.
         uses: As from ``uses_of``, of all its tasks.
         keep: What stays.
-        streams: Whether the program is for a device with streams.
     """
     kept = frozenset(keep) | {"iter_idx"}
-    places = Places(program, streams)
+    places = Places(before)
     users = {name: tasks for name, tasks in users_of(uses).items() if name not in kept}
     at: dict[Place, list[str]] = {}
     for name, tasks in users.items():
@@ -113,33 +106,25 @@ def releases_of(
     )
 
 
-def places_of(resolved: ResolvedPlan, uses: Uses | None, *, streams: bool) -> dict[str, str]:
+def places_of(before: HappensBefore, uses: Uses | None, keep: Sequence[str]) -> dict[str, str]:
     """Attribute to the task at whose turn it goes, or ``<retire>``; of those that are not kept."""
-    keep = resolved.plan.keep
-    if keep is None:
-        return {}
-    uses = dict.fromkeys(resolved.plan.schedule) | dict(uses or {})
-    found = releases_of(compile_plan(resolved, streams=streams), uses, keep, streams=streams)
+    known = dict.fromkeys(before.program.tasks) | dict(uses or {})
+    found = releases_of(before, known, keep)
     return {name: task for task, each in found.at.items() for one in each for name in one.names}
 
 
-def compile_for_run(
-    resolved: ResolvedPlan,
+def with_releases(
+    before: HappensBefore,
     tasks: Sequence[PipelineTask],
     effects: EffectTable | None,
-    streams: bool,
-    record_all: bool,
-) -> tuple[Program, Releases | None]:
-    """The program of a plan, with the events that it takes; what goes where, None if all stays."""
-    program = compile_plan(resolved, streams=streams, record_all=record_all)
-    keep = resolved.plan.keep
-    if keep is None:
-        return program, None
+    keep: Sequence[str],
+) -> tuple[Program, Releases]:
+    """The program with the events that releases take, and what goes where; tasks are serial."""
     uses = uses_of(tasks, effects)
-    serial = compile_plan(resolve_plan(PipelinePlan.serial(tasks)), streams=False)
-    releases = releases_of(program, uses, keep, streams=streams)
-    serially = releases_of(serial, uses, keep, streams=False)
-    return _recording(program, releases), replace(releases, serially=serially)
+    serial = HappensBefore.of(resolve_plan(PipelinePlan.serial(tasks)), streams=False)
+    releases = releases_of(before, uses, keep)
+    serially = releases_of(serial, uses, keep)
+    return _recording(before.program, releases), replace(releases, serially=serially)
 
 
 def _recording(program: Program, releases: Releases) -> Program:
@@ -160,21 +145,17 @@ def _recording(program: Program, releases: Releases) -> Program:
 
 
 class Places:
-    """Places of a program, and what comes before them.
+    """Places of a program, and what comes before them."""
 
-    Args:
-        program: A compiled plan.
-        streams: Whether it was compiled for a device with streams.
-    """
-
-    def __init__(self, program: Program, streams: bool) -> None:
-        instructions = program.instructions
-        order = [*program.tasks, RETIRE]
+    def __init__(self, before: HappensBefore) -> None:
+        instructions = before.program.instructions
+        order = [*before.program.tasks, RETIRE]
         self._by_turn = sorted(
             order, key=lambda name: (instructions[name].stage, order.index(name))
         )
-        self._before = HappensBefore(program, streams=streams)
-        self._waits = streams and any(ins.stream is not None for ins in instructions.values())
+        self._before = before
+        streams = any(ins.stream is not None for ins in instructions.values())
+        self._waits = before.streams and streams
 
     def after(self, users: Sequence[str]) -> Place:
         """The first place after all of these; ``<retire>`` if there are none."""

@@ -21,14 +21,13 @@ tasks need while they run, and what the caller keeps, come on top.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import Uses, places_of
-from swpipe.core.dependence import CycleError
 from swpipe.core.messages import in_bytes as in_words
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
@@ -90,7 +89,7 @@ def bytes_in_flight(
     None, if that is known of no task.
     """
     before, plan = HappensBefore.of(resolved, streams=streams), resolved.plan
-    going = places_of(resolved, uses, streams=streams)
+    going = {} if plan.keep is None else places_of(before, uses, plan.keep)
     waits = streams and plan.names_streams
     held = []
     for attribute, lives in _lives(resolved, sizes).items():
@@ -118,15 +117,19 @@ def memory_problems(
 ) -> Iterator[Problem]:
     """That the budget is exceeded, if it is: by what, and what would fit."""
     plan = resolved.plan
+
+    def held(changed: PipelinePlan) -> Footprint:
+        return bytes_in_flight(resolve_plan(changed), sizes, streams=streams, uses=uses)
+
     footprint = bytes_in_flight(resolved, sizes, streams=streams, uses=uses)
     if footprint.total_bytes > budget_bytes:
+        mend = _mend(resolved, footprint, lambda plan: held(plan).total_bytes <= budget_bytes)
         largest = footprint.held[:SHOWN_ATTRIBUTES]
-        shown = ", ".join(map(str, largest))
+        ahead = f" and run_ahead {plan.launch_limit}" if streams and plan.launch_limit else ""
         yield Problem(
             f"up to {in_words(footprint.total_bytes)} may be in flight at depth {plan.depth}"
-            f"{_and_ahead(plan, streams)}, more than the budget of {in_words(budget_bytes)}; the "
-            f"largest are {shown}: "
-            f"{_mend(plan, sizes, budget_bytes, footprint, uses)}",
+            f"{ahead}, more than the budget of {in_words(budget_bytes)}; the largest are "
+            f"{', '.join(map(str, largest))}: {mend}",
             tuple(dict.fromkeys(h.task for h in largest)),
         )
 
@@ -161,47 +164,20 @@ def _lives(resolved: ResolvedPlan, sizes: Sizes) -> dict[str, list[tuple[str, st
     return lives
 
 
-def _and_ahead(plan: PipelinePlan, streams: bool) -> str:
-    return f" and run_ahead {plan.launch_limit}" if streams and plan.launch_limit else ""
-
-
 def _mend(
-    plan: PipelinePlan,
-    sizes: Sizes,
-    budget_bytes: int,
-    footprint: Footprint,
-    uses: Uses | None,
+    resolved: ResolvedPlan, footprint: Footprint, fits: Callable[[PipelinePlan], bool]
 ) -> str:
-    """The largest run-ahead that fits, or depth, or a later stage for a task that does."""
-
-    def fits(changed: PipelinePlan) -> bool:
-        """Whether a plan that could run still can, and within the budget."""
-        try:
-            resolved = resolve_plan(changed)
-        except CycleError:
-            return False
-        if any(dep.lag < 0 for dep in resolved.dependences):
-            return False
-        found = bytes_in_flight(resolved, sizes, streams=footprint.streams, uses=uses)
-        return found.total_bytes <= budget_bytes
-
-    behind = footprint.streams and plan.names_streams
-    for ahead in range((plan.launch_limit or 0) - 1, -1, -1) if behind else ():
+    """The largest run-ahead that fits, or else the largest depth."""
+    plan, alone = resolved.plan, sum(held.bytes_each for held in footprint.held)
+    limit = (plan.launch_limit or 0) if footprint.streams and plan.names_streams else 0
+    for ahead in range(limit - 1, -1, -1):
         if fits(replace(plan, run_ahead=ahead)):
             return f"run_ahead={ahead} would fit"
-    least = replace(plan, run_ahead=0) if behind and plan.launch_limit else plan
-    also = "" if least is plan else " with run_ahead=0"
+    least, also = (replace(plan, run_ahead=0), " with run_ahead=0") if limit else (plan, "")
     for depth in range(plan.depth - 1, plan.least_depth - 1, -1):
         if fits(replace(least, pipeline_depth=depth)):
             return f"pipeline_depth={depth}{also} would fit"
-    for task in dict.fromkeys(held.task for held in footprint.held[:SHOWN_ATTRIBUTES]):
-        for stage in range(plan.schedule[task].stage + 1, plan.max_stage + 1):
-            moved = replace(plan.schedule[task], stage=stage)
-            changed = replace(plan, schedule={**plan.schedule, task: moved})
-            if fits(changed):
-                return f"{task!r} in stage {stage} would fit"
-    alone = sum(held.bytes_each for held in footprint.held)
     return (
-        f"neither a smaller depth nor a later stage for one of these tasks would fit; one "
-        f"iteration alone holds {in_words(alone)}: take smaller batches, or fewer stages"
+        f"no smaller depth would fit; one iteration alone holds {in_words(alone)}: take smaller "
+        "batches, or fewer stages"
     )

@@ -17,7 +17,7 @@ every interleaving: what is read must not depend on timing. Everything else is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -86,22 +86,26 @@ class Violation:
     conflicts: dict[Conflict, None] = field(default_factory=dict)
 
 
-def required_orders(effects: EffectTable, stale: Mapping[str, int]) -> Iterator[RequiredOrder]:
+def required_orders(effects: EffectTable, stale: Mapping[str, int]) -> list[RequiredOrder]:
     """Every order that must be kept; ``effects`` is in serial order."""
     place_of = {name: place for place, name in enumerate(effects)}
+    found: list[RequiredOrder] = []
     for conflict in conflicts(effects):
         consumer, producer, distance, location, _ = conflict
         behind = stale.get(location.name, 0) if location.persistent else 0
         only_reads = location not in effects[consumer].writes
         if location == DRAWS and (only_reads or location not in effects[producer].writes):
-            yield RequiredOrder(conflict, either=False, seeded=True)
+            found.append(RequiredOrder(conflict, either=False, seeded=True))
         elif not (behind and only_reads):
-            yield RequiredOrder(conflict, either=False)
+            found.append(RequiredOrder(conflict, either=False))
         elif distance == 0 or place_of[producer] > place_of[consumer]:
             # At the least distance of a write that a serial run reads; all further ones follow.
             for further in range(behind):
-                yield RequiredOrder(conflict._replace(distance=distance + further), either=True)
-            yield RequiredOrder(conflict._replace(distance=distance + behind), either=False)
+                nearer = conflict._replace(distance=distance + further)
+                found.append(RequiredOrder(nearer, either=True))
+            far = conflict._replace(distance=distance + behind)
+            found.append(RequiredOrder(far, either=False))
+    return found
 
 
 def guarantees(resolved: ResolvedPlan, streams: bool | None) -> tuple[HappensBefore, ...]:
@@ -117,10 +121,15 @@ def violations(
     required = tuple(required)
     found: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
+        kept: set[tuple[object, ...]] = set()
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
-            keeps = before.host if conflict.place.on_host else before.keeps
+            on_host = conflict.place.on_host
+            if (*key, on_host) in kept:
+                continue
+            keeps = before.host if on_host or not before.streams else before.keeps
             if keeps(producer, consumer, distance):
+                kept.add((*key, on_host))
                 continue
             if seeded and before.never_beside(producer, consumer, distance):
                 continue
@@ -136,15 +145,27 @@ def violations(
 
 
 def race_problems(
-    resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | None = None
+    resolved: ResolvedPlan,
+    effects: EffectTable,
+    *,
+    streams: bool | None = None,
+    guaranteed: Sequence[HappensBefore] = (),
+    beside_body: bool = False,
 ) -> list[Problem]:
     """Every required order that a validated plan breaks, with the edge that would restore it.
 
-    ``effects`` is in serial order, and has the loop's body and loader where they count; if
-    ``streams`` is None, both kinds of device are checked.
+    Args:
+        resolved: The plan.
+        effects: In serial order, with those of the loop's body and loader where they count.
+        streams: The kind of device; None for both.
+        guaranteed: What the plan keeps there, where it has been compiled before.
+        beside_body: Ask for orders between a task and the body alone.
     """
-    required = tuple(required_orders(effects, resolved.plan.stale))
-    guaranteed = guarantees(resolved, streams) if required else ()
+    required = required_orders(effects, resolved.plan.stale)
+    if beside_body:
+        required = [one for one in required if BODY in one[0][:2] and PULL not in one[0][:2]]
+    if required and not guaranteed:
+        guaranteed = guarantees(resolved, streams)
     found = violations(required, guaranteed)
     problems = _beside_the_others(resolved.plan, effects, found)
     # What somebody does who says nothing is told once, and not with each task beside it.
@@ -169,7 +190,9 @@ def race_problems(
     return problems
 
 
-def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | None = None) -> bool:
+def proves(
+    resolved: ResolvedPlan, effects: EffectTable, guaranteed: Sequence[HappensBefore]
+) -> bool:
     """Whether a plan gives the serial numbers if tasks touch only ``effects`` and their contexts.
 
     It does if no order is broken although every task may read and write the whole context. Tasks
@@ -179,22 +202,9 @@ def is_proved(resolved: ResolvedPlan, effects: EffectTable, *, streams: bool | N
     beside = TaskSchedule(resolved.plan.max_stage)
     if any(replace(entry, globally_ordered=False) != beside for entry in silent):
         return False
-    whole = frozenset([Location("the context", False)])
-    table = {n: e if n in OTHERS else e | Effects(whole, whole) for n, e in effects.items()}
-    required = required_orders(table, resolved.plan.stale)
-    return not violations(required, guarantees(resolved, streams))
-
-
-def problems_beside_the_body(
-    resolved: ResolvedPlan, effects: EffectTable, *, streams: bool
-) -> list[Problem]:
-    """Those that a validated plan has with a body that touches what its entry has."""
-    body, stale = {BODY: effects[BODY]}, resolved.plan.stale
-    tasks = {name: touched for name, touched in effects.items() if name not in OTHERS}
-    pairs = [{name: touched, **body} for name, touched in tasks.items()]
-    required = [one for pair in pairs for one in required_orders(pair, stale) if BODY in one[0][:2]]
-    found = violations(required, guarantees(resolved, streams) if required else ())
-    return _beside_the_others(resolved.plan, effects, found)
+    whole = Effects(*[frozenset([Location("the context", False)])] * 2)
+    table = {n: e if n in OTHERS else e | whole for n, e in effects.items()}
+    return not violations(required_orders(table, resolved.plan.stale), guaranteed)
 
 
 def _beside_the_others(
@@ -202,7 +212,7 @@ def _beside_the_others(
 ) -> list[Problem]:
     """Who may run before the loop's body, or is pulled ahead, against the order."""
     pulled = False
-    silent = dict.fromkeys(_on_other_threads(plan, effects))
+    silent = dict.fromkeys(_silent_apart(plan, effects))
     shared: dict[str, dict[Location, None]] = {}
     for one in found:
         pair = {one.consumer, one.producer}
@@ -233,14 +243,13 @@ def _beside_the_others(
     ]
 
 
-def _on_other_threads(plan: PipelinePlan, effects: EffectTable) -> Iterator[str]:
-    """Tasks that say nothing, and may use what each thread has for itself, as others do."""
+def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
+    """Tasks that say nothing, on other threads than others that do: what each has for itself."""
     group = {name: entry.thread_group for name, entry in plan.schedule.items()}
     group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
-    silent = sorted((name not in OTHERS, name) for name in effects if effects[name].undeclared)
-    for _, name in silent:
-        if name not in OTHERS and group[name] != group[silent[0][1]]:
-            yield name
+    silent = [name for name in effects if effects[name].undeclared]
+    silent.sort(key=lambda name: (name not in OTHERS, name))
+    return [n for n in silent if n not in OTHERS and group[n] != group[silent[0]]]
 
 
 def _where_in(plan: PipelinePlan, name: str) -> str:

@@ -13,13 +13,13 @@ from swpipe.core.drawing import format_grid
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
     DEFAULT_GROUP,
+    MOST_ITERATIONS,
     MOST_TASKS,
     MOST_WORK,
     PipelinePlan,
     StreamSpec,
     TaskSchedule,
 )
-from swpipe.core.plan_entries import MOST_ITERATIONS
 from swpipe.core.resolved import ResolvedPlan, dependences_of, resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError, Problem
@@ -82,15 +82,15 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         if not isinstance(task, PipelineTask):
             mend = "write PipelineTask(name, function)"
             yield Problem(f"tasks has {shown(task)}, which is no task: {mend}")
-    names = Counter(task.name for task in tasks if isinstance(task, PipelineTask))
-    for name, count in names.items():
-        if count > 1:
-            yield Problem(f"task {name!r} is given {count} times: names are unique", (name,))
-        if name not in plan.schedule:
+    names = Counter([task.name for task in tasks if isinstance(task, PipelineTask)])
+    for name in (name for name, count in names.items() if count > 1):
+        yield Problem(f"task {name!r} is given {names[name]} times: names are unique", (name,))
+    scheduled, known = plan.schedule.keys(), listed([*names.elements()])
+    for name in names:
+        if name not in scheduled:
             mend = "add it to the plan, or leave the task out"
             yield Problem(f"task {name!r} has no schedule: {mend}")
-    known = listed([*names.elements()])
-    for name in plan.schedule:
+    for name in scheduled:
         if name not in names:
             what = f"the plan schedules {name!r}, which is not among the tasks ({known})"
             mend = "correct the name, or take it out of the schedule"
@@ -111,17 +111,17 @@ def _work(plan: PipelinePlan) -> Iterator[Problem]:
 
 def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
-        yield from (Problem(f"task {name!r}: {text}", (name,)) for text in _entry(entry, device))
+        for text in _entry(entry, device):
+            yield Problem(f"task {name!r}: {text}", (name,))
     used = sorted({e.stream for e in plan.schedule.values() if isinstance(e.stream, str)})
     for stream, spec in plan.streams.items():
+        where = f"stream {shown(stream)}"
         if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:
-            yield Problem(
-                f"stream {shown(stream)}: its description is {shown(spec)}; give a StreamSpec"
-            )
+            yield Problem(f"{where}: its description is {shown(spec)}; give a StreamSpec")
             continue
         if spec.priority not in PRIORITIES:
             rule = f"priorities are integers from {PRIORITIES[0]} to {PRIORITIES[-1]}"
-            yield Problem(f"stream {shown(stream)}: its priority is {shown(spec.priority)}; {rule}")
+            yield Problem(f"{where}: its priority is {shown(spec.priority)}; {rule}")
         if stream not in used:
             named = f"named are: {listed(used)}"
             yield Problem(f"streams has {shown(stream)}, but no task names it ({named})")
@@ -145,45 +145,45 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
 
 
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:
-    least = max(plan.least_depth, 1)
-    if type(plan.depth) is not int or plan.depth < least:
+    least, depth = max(plan.least_depth, 1), plan.pipeline_depth
+    depth = least if depth is None else depth
+    if type(depth) is not int or depth < least:
         stage = max(plan.max_stage, 0)
         last = [n for n, e in plan.schedule.items() if e.stage == stage]
         pulled = "" if plan.pull_group is None else f" and pull_group {shown(plan.pull_group)}"
-        needs = "needs" if not pulled else "need"
+        needs = "need" if pulled else "needs"
         yield Problem(
-            f"pipeline_depth is {shown(plan.depth)}, but stage {stage} of "
-            f"{listed([*map(repr, last)])}{pulled} {needs} {least} iterations in flight: set it to "
-            f"{least} or more, or leave it out",
+            f"pipeline_depth is {shown(depth)}, but stage {stage} of {listed([*map(repr, last)])}"
+            f"{pulled} {needs} {least} iterations in flight: set it to {least} or more, or leave "
+            "it out",
             tuple(last),
         )
-    elif plan.depth > MOST_ITERATIONS:
+    elif depth > MOST_ITERATIONS:
         rule = f"at most {MOST_ITERATIONS} iterations may be in flight"
-        yield Problem(f"pipeline_depth is {shown(plan.depth)}, but {rule}: set it to {least}")
+        yield Problem(f"pipeline_depth is {shown(depth)}, but {rule}: set it to {least}")
 
 
-def _entry(entry: TaskSchedule, device: str | None) -> Iterator[str]:
+def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
+    found, stream = [], entry.stream
     if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
-        yield f"stage is {shown(entry.stage)}; stages are integers from 0 to {MOST_ITERATIONS - 1}"
+        rule = f"stages are integers from 0 to {MOST_ITERATIONS - 1}"
+        found.append(f"stage is {shown(entry.stage)}; {rule}")
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
-        yield (
-            f"thread_group is {shown(entry.thread_group)}; give a name, {DEFAULT_GROUP!r} for the "
-            "caller's own thread"
-        )
-    stream = entry.stream
+        rule = f"give a name, {DEFAULT_GROUP!r} for the caller's own thread"
+        found.append(f"thread_group is {shown(entry.thread_group)}; {rule}")
     if isinstance(stream, torch.Stream):
-        if device is not None and not _fits(stream.device, device):
-            yield (
+        kind, _, index = (device or "").partition(":")
+        there = stream.device.type == kind and (
+            not index or stream.device.index in (None, int(index))
+        )
+        if device is not None and not there:
+            found.append(
                 f"its stream belongs to {stream.device}, unknown to the pipeline's device "
                 f"({device}): name the stream instead, or give SWPipeline that device"
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
-        yield f"stream is {shown(stream)}; give a name, a torch.Stream, or None"
-
-
-def _fits(stream: torch.device, device: str) -> bool:
-    kind, _, index = device.partition(":")
-    return stream.type == kind and (not index or stream.index in (None, int(index)))
+        found.append(f"stream is {shown(stream)}; give a name, a torch.Stream, or None")
+    return found
 
 
 def _names(plan: PipelinePlan) -> Iterator[Problem]:
@@ -191,18 +191,19 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
     pairs += [("cross_iter_deps", (c, p)) for c, p, _ in plan.cross_iter_deps]
     pairs += [("same_period_deps", pair) for pair in plan.same_period_deps]
     declared = {pair for _, pair in pairs}
+    scheduled = plan.schedule.keys()
     for pair in plan.host_only:
         if pair not in declared:
             text = f"host_only has {shown(pair)}, and no dependence is declared between these two"
             mend = "add it to deps, cross_iter_deps or same_period_deps, or take it out"
-            yield Problem(f"{text}: {mend}", tuple(n for n in pair if n in plan.schedule))
+            yield Problem(f"{text}: {mend}", tuple(n for n in pair if n in scheduled))
     pairs += [("order", (name,)) for name in plan.order]
     for source, names in pairs:
         for name in names:
-            if name not in plan.schedule:
+            if name not in scheduled:
                 known = f"(it has: {listed(plan.schedule)})"
                 text = f"{source} names {name!r}, which the schedule does not have {known}"
-                yield Problem(text, tuple(n for n in names if n in plan.schedule))
+                yield Problem(text, tuple(n for n in names if n in scheduled))
     for name, count in Counter(plan.order).items():
         if count > 1:
             yield Problem(f"order names {name!r} {count} times: once is enough", (name,))

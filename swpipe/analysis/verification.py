@@ -1,42 +1,41 @@
 """The one question about a plan: can it run, and does it give the numbers of the serial run?
 
-``verify`` asks, in this order:
+It is asked in this order:
 
 1. ``validation``: can the plan run at all?
 2. ``happens_before``: which order does it keep in every interleaving of threads and streams?
 3. ``races``: does any interleaving let tasks touch the same attribute or state in another order
    than serially?
 4. ``memory``: how many bytes may be in flight?
+
+``verify`` answers a user. ``verify_for_run`` asks for a pipeline, and gives what was derived on the
+way, a ``VerifiedPlan``: whoever runs, watches or draws the plan is handed that, and derives nothing
+again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swpipe.analysis.last_readers import recorded_uses, uses_of
+from swpipe._engine.program import Program, compile_plan
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.last_readers import recorded_uses, uses_of, with_releases
 from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
 from swpipe.analysis.races import (
-    is_proved,
-    problems_beside_the_body,
+    proves,
     race_problems,
     required_orders,
     stale_problems,
 )
 from swpipe.analysis.validation import refusal, validate
-from swpipe.core.effects import (
-    Effects,
-    EffectTable,
-    anything,
-    declared_effects,
-    unknown_beside,
-    with_the_others,
-)
+from swpipe.core.effects import Declared, Effects, EffectTable, anything, with_the_others
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import BODY, OTHERS, PipelinePlan
+from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
+from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError, Problem
@@ -83,7 +82,8 @@ def verify(
         effects: What each task touches, in serial order, which the plan must keep; joined with the
             states that the tasks declare. Without it, serial order is that of a pipeline: that of
             the tasks, as far as the dependences within an iteration allow. Entries ``"<pull>"``,
-            the first, and ``"<body>"``, the last, are what the loader and the body touch.
+            the first, and ``"<body>"``, the last, are what the loader and the body touch; alone,
+            they stand beside what the tasks declare.
         streams: Whether the device has streams. None asks for both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
@@ -109,7 +109,8 @@ def verify(
         raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
     resolved = validate(plan, given or None)
     apart = pull_ahead or (loader is not None and is_apart(loader))
-    table = _table(resolved, given, effects, apart=apart, body=body)
+    declared = Declared.by(given) if given else None
+    table = _table(resolved, declared, effects, apart=apart, body=body)
     late = streams is not False  # with streams memory comes back later: the bound is larger
     uses = uses_of(given, effects) if given else recorded_uses(effects or {})
     problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
@@ -125,10 +126,118 @@ def verify(
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
         footprint=footprint,
-        undeclared=tuple(
-            n for n, touched in table.items() if touched.undeclared and n not in OTHERS
-        ),
+        undeclared=tuple(n for n in table if table[n].undeclared and n not in OTHERS),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPlan:
+    """A plan that a pipeline runs, and what follows from it.
+
+    Attributes:
+        resolved: The plan, its dependences and its orders.
+        tasks: The tasks, in serial order.
+        declared: What they declare of what they touch.
+        touched: What they, the loader and the loop's body touch, as far as the plan has to keep
+            order between them; in serial order.
+        before: Which task comes before which, on the pipeline's kind of device.
+        program: What its threads run.
+        releases: Which attributes go where; None where all stay.
+    """
+
+    resolved: ResolvedPlan
+    tasks: tuple[PipelineTask, ...]
+    declared: Declared
+    touched: EffectTable
+    before: HappensBefore
+    program: Program
+    releases: Releases | None
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan."""
+        return self.resolved.plan
+
+    def refuse_beside_body(self) -> None:
+        """Refuse the plan for a loop with a body.
+
+        Raises:
+            PlanError: Tasks may touch a state in another order with the body than serially.
+        """
+        touched, before = self.touched, [self.before]
+        if problems := race_problems(self.resolved, touched, guaranteed=before, beside_body=True):
+            raise refusal(self.plan, problems)
+
+    def proved_by_declarations(self) -> bool:
+        """Whether it gives the serial numbers if tasks do what they declare, and no more."""
+        table = _in_order(self.resolved, self.declared.effects)
+        return proves(self.resolved, table, [self.before])
+
+
+def verify_for_run(
+    plan: PipelinePlan,
+    tasks: Iterable[PipelineTask] | None,
+    effects: EffectTable | None,
+    *,
+    device: str,
+    streams: bool,
+    keep: Sequence[str] | None = None,
+    run_ahead: int | None = None,
+    record_all: bool = False,
+) -> VerifiedPlan:
+    """Verify a plan for a pipeline's device, and compile it.
+
+    A plan is its author's word about the order of tasks of which nothing is declared; with
+    ``effects`` it is checked for these, too. That batches are pulled ahead is the plan's word.
+
+    Raises:
+        PlanError: Lists all that is wrong.
+
+    Warns:
+        RuntimeWarning: ``run_ahead`` on a device without streams.
+    """
+    given = tasks_given(plan, tasks)
+    changes = {"keep": keep, "run_ahead": run_ahead}
+    if changes := {name: value for name, value in changes.items() if value is not None}:
+        plan = replace(plan, **changes)  # type: ignore[arg-type]  # each has its field's type
+    resolved = validate(plan, given, device)
+    if plan.run_ahead is not None and not streams:
+        warnings.warn(
+            f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
+            "never behind the host: leave it out there",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    by_name = {task.name: task for task in given}
+    in_order = tuple([by_name[name] for name in resolved.serial_order])
+    declared, releases = Declared.by(in_order), None
+    program = compile_plan(resolved, streams=streams, record_all=record_all)
+    before = HappensBefore(program, streams=streams)
+    if effects is None:
+        touched: EffectTable = {**_in_order(resolved, declared.named), BODY: declared.unknown}
+    else:
+        touched = _table(resolved, declared, effects, apart=True, body=True)
+    if problems := _run_problems(resolved, declared, touched, before):
+        raise refusal(plan, problems)
+    if plan.keep is not None:
+        program, releases = with_releases(before, in_order, effects, plan.keep)
+    return VerifiedPlan(resolved, in_order, declared, touched, before, program, releases)
+
+
+def _run_problems(
+    resolved: ResolvedPlan, declared: Declared, touched: EffectTable, before: HappensBefore
+) -> list[Problem]:
+    """What is wrong without a body: ``run`` has none."""
+    table = {name: one for name, one in touched.items() if name != BODY}
+    if problems := _name_problems(resolved.plan, table):
+        return problems
+    problems = race_problems(resolved, table, guaranteed=[before])
+    if PULL in table:  # these are effects that were given
+        problems = stale_problems(resolved.plan, table) + problems
+        if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
+            said = _in_order(resolved, declared.named)  # as a serial run has it
+            problems = race_problems(resolved, said, guaranteed=[before])
+    return problems
 
 
 def tasks_given(
@@ -148,98 +257,29 @@ def tasks_given(
     return plan.tasks if tasks is None else tuple(tasks)
 
 
-def given_for_run(
-    plan: PipelinePlan,
-    tasks: Iterable[PipelineTask] | None,
-    keep: Sequence[str] | None,
-    run_ahead: int | None,
-) -> tuple[PipelinePlan, tuple[PipelineTask, ...]]:
-    """The plan, with what a pipeline was given in its place; and ``tasks_given``."""
-    given = tasks_given(plan, tasks)
-    plan = plan if keep is None else replace(plan, keep=keep)
-    return plan if run_ahead is None else replace(plan, run_ahead=run_ahead), given
-
-
-def resolve_for_run(
-    plan: PipelinePlan,
-    tasks: Sequence[PipelineTask],
-    effects: EffectTable | None,
-    *,
-    device: str,
-    streams: bool,
-) -> ResolvedPlan:
-    """What a pipeline asks before it compiles: 1 to 3, for its device and what tasks declare.
-
-    Where there are recorded effects, the plan is verified for them.
-
-    Raises:
-        PlanError: Lists all that is wrong.
-
-    Warns:
-        RuntimeWarning: ``run_ahead`` on a device without streams.
-    """
-    resolved = validate(plan, tasks, device)
-    if plan.run_ahead is not None and not streams:
-        warnings.warn(
-            f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
-            "never behind the host: leave it out there",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    # A plan is its author's word about the order of tasks of which nothing is declared.
-    table = _in_order(resolved, declared_effects(tasks, undeclared=False))
-    if problems := race_problems(resolved, table, streams=streams):
-        raise refusal(plan, problems)
-    if effects is not None:  # that batches are pulled ahead is the plan's word
-        verify(plan, tasks, effects, streams=streams, pull_ahead=True, body=False)
-    return resolved
-
-
-def refuse_beside_body(
-    resolved: ResolvedPlan,
-    tasks: Sequence[PipelineTask],
-    effects: EffectTable | None,
-    *,
-    streams: bool,
-) -> None:
-    """Refuse a pipeline's plan for a loop with a body.
-
-    Raises:
-        PlanError: Tasks may touch a state in another order with the body than serially.
-    """
-    table = _in_order(resolved, declared_effects(tasks, undeclared=False))
-    if effects is not None:
-        table = {name: effects.get(name, Effects()) | touched for name, touched in table.items()}
-    body = {BODY: (effects or {}).get(BODY, unknown_beside(tasks))}
-    if problems := problems_beside_the_body(resolved, {**table, **body}, streams=streams):
-        raise refusal(resolved.plan, problems)
-
-
-def is_proved_by_declarations(
-    resolved: ResolvedPlan, tasks: Iterable[PipelineTask], *, streams: bool
-) -> bool:
-    """Whether a plan gives the serial numbers if all tasks do what they declare, and no more."""
-    table = _in_order(resolved, declared_effects(tasks))
-    return is_proved(resolved, table, streams=streams)
-
-
 def _table(
     resolved: ResolvedPlan,
-    tasks: Sequence[PipelineTask],
+    declared: Declared | None,
     effects: EffectTable | None,
     *,
     apart: bool,
     body: bool,
 ) -> EffectTable:
     """What was recorded, if anything, and what the tasks declare; in serial order."""
-    if effects is None:
-        table = _in_order(resolved, declared_effects(tasks))
+    recorded = {n: touched for n, touched in (effects or {}).items() if n not in OTHERS}
+    others = {n: touched for n, touched in (effects or {}).items() if n in OTHERS}
+    unknown = anything([*recorded.values()]) if declared is None else declared.unknown
+    if declared is not None and not recorded and (effects is None or others):
+        recorded = dict(_in_order(resolved, declared.effects))
     else:
-        declared = declared_effects(tasks, undeclared=False)  # the effects say it of themselves
-        table = {name: found | declared.get(name, Effects()) for name, found in effects.items()}
-    unknown = unknown_beside(tasks) if tasks else anything(table.values())
-    if BODY not in table:  # a recording has said it of all that say nothing
-        table = {name: one | unknown if one.undeclared else one for name, one in table.items()}
+        if declared is not None:  # the effects say it of themselves, where nothing is declared
+            named = declared.named
+            recorded = {n: one | named.get(n, Effects()) for n, one in recorded.items()}
+        if BODY not in others:  # a recording has said it of all that say nothing
+            recorded = {n: one | unknown if one.undeclared else one for n, one in recorded.items()}
+    if PULL in others and BODY not in others and others[PULL].undeclared:
+        others[PULL] |= unknown
+    table = {**others, **recorded}
     return with_the_others(table, unknown, apart=apart, body=body)
 
 
@@ -247,12 +287,19 @@ def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:
     return {name: effects[name] for name in resolved.serial_order}
 
 
-def _name_problems(plan: PipelinePlan, table: EffectTable) -> Iterator[Problem]:
-    rule = f"which the plan does not schedule (it has: {listed(plan.schedule)})"
-    for name in table:
-        if name not in plan.schedule and name not in OTHERS:
-            yield Problem(f"effects name task {name!r}, {rule}: they belong to other tasks")
-    for name in plan.schedule:
-        if name not in table:
-            mend = "give it an entry in effects, Effects() if it touches nothing"
-            yield Problem(f"nothing is known of what task {name!r} touches: {mend}", (name,))
+def _name_problems(plan: PipelinePlan, table: EffectTable) -> list[Problem]:
+    known = {*plan.schedule, *OTHERS}
+    strange = [name for name in table if name not in known]
+    unknown = [name for name in plan.schedule if name not in table]
+    rule = "which the plan does not schedule (it has: {})"
+    mend = "give it an entry in effects, Effects() if it touches nothing"
+    return [
+        Problem(
+            f"effects name task {name!r}, {rule.format(listed(plan.schedule))}: they belong to "
+            "other tasks"
+        )
+        for name in strange
+    ] + [
+        Problem(f"nothing is known of what task {name!r} touches: {mend}", (name,))
+        for name in unknown
+    ]

@@ -30,8 +30,8 @@ from swpipe.cli.user_inputs import (
     load_timeline,
     save,
 )
+from swpipe.core.files import parse_json
 from swpipe.core.messages import in_bytes, in_ms, plain
-from swpipe.core.plain_data import parse_json
 from swpipe.core.plan import PipelinePlan
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist

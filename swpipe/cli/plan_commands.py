@@ -30,8 +30,7 @@ from swpipe.cli.user_inputs import (
 )
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
-from swpipe.core.plan import PipelinePlan
-from swpipe.core.plan_entries import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds

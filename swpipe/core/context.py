@@ -16,10 +16,9 @@ RELEASED = "_released"
 class TypedContext:
     """Base class of contexts that declare their attributes, for type checkers.
 
-    A subclass annotates the attributes that tasks set. A type checker then reports any other
-    attribute, such as a misspelt one. It may have methods and properties, which use the context
-    alone, and an ``__init__(self, batch, iter_idx)`` that sets further attributes. Give the
-    subclass as ``SWPipeline(context=...)``.
+    A subclass annotates the attributes that tasks set, so that a type checker reports any other,
+    such as a misspelt one. It may have methods and properties, which use the context alone, and an
+    ``__init__(self, batch, iter_idx)``. Give it as ``SWPipeline(context=...)``.
 
     Attributes:
         batch: What the user's iterator gave; any object, None included.
@@ -53,12 +52,7 @@ class TypedContext:
 
 
 class IterContext(TypedContext):
-    """The state of one iteration: its batch, its number, and whatever attributes tasks set.
-
-    Attributes:
-        batch: What the user's iterator gave; any object, None included.
-        iter_idx: The iteration's number in this pipeline, from 0, counted on through all iterators.
-    """
+    """The state of one iteration: ``batch``, ``iter_idx``, and whatever attributes tasks set."""
 
     if TYPE_CHECKING:  # tasks set and read attributes freely
 
@@ -85,15 +79,11 @@ def context_class(given: type[C] | None) -> type[C]:
     """
     if given is None:
         return cast("type[C]", IterContext)
-    if not _is_context_class(given):
+    if not (isinstance(given, type) and issubclass(given, TypedContext)):
         raise TypeError(f"context is {shown(given)}: give a subclass of TypedContext")
     if faults := [*_faults(given)]:
         raise TypeError("\n".join(f"context class {given.__name__}: {text}" for text in faults))
     return given
-
-
-def _is_context_class(given: object) -> bool:
-    return isinstance(given, type) and issubclass(given, TypedContext)
 
 
 def _faults(context: type[Any]) -> Iterator[str]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
-from swpipe.core.files import read_text, write_atomically
+from swpipe.core.files import parse_json, read_rows, read_text, write_atomically
 from swpipe.core.messages import listed, shown
-from swpipe.core.plain_data import parse_json, read_rows
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
 from swpipe.core.task_memory import TaskMemory
@@ -92,7 +91,16 @@ class CostModel:
         if not models:
             raise ValueError("models is empty: give at least one cost model")
         rows = [model.of(models[0].tasks) for model in models]
-        tasks = {name: _mean([row[name] for row in rows]) for name in models[0].tasks}
+        tasks = {}
+        for name in models[0].tasks:
+            costs = [row[name] for row in rows]
+            tasks[name] = TaskCost(
+                fmean(cost.host_us for cost in costs),
+                fmean(cost.gil_us for cost in costs),
+                fmean(cost.device_us for cost in costs),
+                tuple(dict.fromkeys(name for cost in costs for name in cost.resources)),
+                any(cost.blocks for cost in costs),
+            )
         known = [model.memory for model in models if model.memory is not None]
         memory = max(known, key=lambda one: one.serial_peak(models[0].tasks), default=None)
         return cls(tasks, fmean(model.handover_us for model in models), memory)
@@ -153,14 +161,7 @@ class CostModel:
         return cls.from_json(read_text(path))
 
 
-def _mean(costs: Sequence[TaskCost]) -> TaskCost:
-    return TaskCost(
-        fmean(cost.host_us for cost in costs),
-        fmean(cost.gil_us for cost in costs),
-        fmean(cost.device_us for cost in costs),
-        tuple(dict.fromkeys(name for cost in costs for name in cost.resources)),
-        any(cost.blocks for cost in costs),
-    )
+_TIMES = ("host_us", "gil_us", "device_us")
 
 
 _RULE = f"times are microseconds from 0 to {MOST_US:g}"
@@ -178,7 +179,7 @@ def _faults(name: object, cost: object) -> Iterable[str]:
     if not isinstance(cost, TaskCost):
         yield f"its cost is {shown(cost)}; give a TaskCost"
         return
-    times = {key: getattr(cost, key) for key in ("host_us", "gil_us", "device_us")}
+    times = {key: getattr(cost, key) for key in _TIMES}
     for key, value in times.items():
         if not _is_time(value):
             yield f"{key} is {shown(value)}: {_RULE}"

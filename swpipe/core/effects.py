@@ -15,7 +15,7 @@ each pair within an iteration (distance 0, in serial order) and between successi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -89,53 +89,68 @@ class Conflict(NamedTuple):
     hazard: Hazard
 
 
-def declared_effects(
-    tasks: Iterable[PipelineTask], *, undeclared: bool = True
-) -> dict[str, Effects]:
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What tasks declare of what they touch outside their contexts.
+
+    Attributes:
+        named: Task to the states that it names, and torch's generators where it is random.
+        unknown: What somebody who says nothing may touch, beside these tasks.
+        silent: The tasks that say nothing.
+    """
+
+    named: dict[str, Effects]
+    unknown: Effects
+    silent: frozenset[str]
+
+    @classmethod
+    def by(cls, tasks: Iterable[PipelineTask]) -> Declared:
+        """What these tasks declare."""
+        tasks = tuple(tasks)
+        said = [(task.name, io) for task in tasks for io in task.io if io.state]
+        on_device = {io.state for _, io in said if not io.on_host}  # one is enough
+        found: dict[str, tuple[list[Location], list[Location]]] = {t.name: ([], []) for t in tasks}
+        for name, io in said:
+            place = Location(str(io.state), True, io.state not in on_device)
+            for places, way in zip(found[name], "rw", strict=True):
+                if way in io.mode:
+                    places.append(place)
+        states = {place for both in found.values() for places in both for place in places}
+        unread, unwritten = ({io.state for _, io in said if one not in io.others} for one in "rw")
+        unknown = _anything(states, unread, unwritten)
+        for task in tasks:
+            if task.random:
+                found[task.name][0].append(DRAWS)
+        named = {name: Effects(frozenset(r), frozenset(w)) for name, (r, w) in found.items()}
+        return cls(named, unknown, frozenset([task.name for task in tasks if task.undeclared]))
+
+    @property
+    def effects(self) -> dict[str, Effects]:
+        """The effects of all tasks; of those that say nothing, all that they may touch."""
+        silent, unknown = self.silent, self.unknown
+        return {n: one | unknown if n in silent else one for n, one in self.named.items()}
+
+
+def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
     """The effects that the tasks declare.
 
-    A task that says nothing touches whatever is not said to be apart from it; nothing, if
-    ``undeclared`` is False.
+    A task that says nothing touches whatever is not said to be apart from it.
     """
-    tasks = tuple(tasks)
-    found = _named(tasks)
-    unknown = unknown_beside(tasks) if undeclared else Effects()
-    for task in tasks:
-        if task.undeclared:
-            found[task.name] |= unknown
-        if task.random:
-            found[task.name] |= _SEEDED
-    return found
-
-
-_SEEDED = Effects(frozenset([DRAWS]))
-
-
-def _named(tasks: Sequence[PipelineTask]) -> dict[str, Effects]:
-    """The states that the tasks name."""
-    on_device = {io.state for task in tasks for io in task.io if not io.on_host}  # one is enough
-    found = {}
-    for task in tasks:
-        states = [
-            (Location(io.state, True, io.state not in on_device), io.mode)
-            for io in task.io
-            if io.state
-        ]
-        reads, writes = (frozenset(s for s, mode in states if one in mode) for one in "rw")
-        found[task.name] = Effects(reads, writes)
-    return found
+    return Declared.by(tasks).effects
 
 
 def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
     """What somebody who says nothing may touch, beside these tasks."""
-    tasks = tuple(tasks)
-    said = [io for task in tasks for io in task.io if io.state]
-    unread, unwritten = ({io.state for io in said if one not in io.others} for one in "rw")
-    return anything(_named(tasks).values(), unread, unwritten)
+    return Declared.by(tasks).unknown
 
 
-def anything(
-    named: Iterable[Effects],
+def anything(named: Iterable[Effects]) -> Effects:
+    """What whoever says nothing may touch, beside those who touch this."""
+    return _anything({place for one in named for place in one.reads | one.writes})
+
+
+def _anything(
+    places: Iterable[Location],
     unread: Collection[str | None] = (),
     unwritten: Collection[str | None] = (),
 ) -> Effects:
@@ -144,11 +159,10 @@ def anything(
     It is all but the context, which each iteration has for itself, and states of which it is said
     that others do not touch them. What pure tasks use is apart by their word.
     """
-    states = {place for one in named for place in one.reads | one.writes if place.persistent}
-    states |= {UNDECLARED, DRAWS}
+    states = {place for place in places if place.persistent} | {UNDECLARED, DRAWS}
     return Effects(
-        frozenset(place for place in states if place.name not in unread),
-        frozenset(place for place in states if place.name not in unwritten),
+        frozenset([place for place in states if place.name not in unread]),
+        frozenset([place for place in states if place.name not in unwritten]),
     )
 
 
@@ -175,29 +189,33 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
         for place in touched.reads | touched.writes:
             users[place].append(name)
     serial = {name: number for number, name in enumerate(effects)}
-    found = [c for place, names in users.items() for c in _over(place, names, effects)]
+    found = [each for place, names in users.items() for each in _over(place, names, effects)]
     return sorted(found, key=lambda c: (serial[c.consumer], serial[c.producer], *c[2:4]))
 
 
-def _over(place: Location, names: Sequence[str], effects: EffectTable) -> Iterator[Conflict]:
+def _over(place: Location, names: Sequence[str], effects: EffectTable) -> list[Conflict]:
     """The conflicts between the tasks that access one location."""
     writers = {name: at for at, name in enumerate(names) if place in effects[name].writes}
     everyone = {name: at for at, name in enumerate(names)}
+    found: list[Conflict] = []
     for consumer, later in (everyone if writers else {}).items():
         reads = place in effects[consumer].reads
         # One of the two writes: a reader's conflicts are with writers alone.
         for producer, sooner in (everyone if consumer in writers else writers).items():
-            hazard = _hazard(producer in writers, reads, consumer in writers)
+            hazard = _HAZARDS.get((producer in writers, reads, consumer in writers))
             if hazard is not None and sooner < later:
-                yield Conflict(consumer, producer, 0, place, hazard)
+                found.append(Conflict(consumer, producer, 0, place, hazard))
             # Also with itself: a writer runs after itself on the iteration before.
             if hazard is not None and place.persistent:
-                yield Conflict(consumer, producer, 1, place, hazard)
+                found.append(Conflict(consumer, producer, 1, place, hazard))
+    return found
 
 
-def _hazard(written: bool, read_after: bool, written_after: bool) -> Hazard | None:
-    if written and read_after:
-        return "read after write"
-    if written and written_after:
-        return "write after write"
-    return "write after read" if written_after else None
+_HAZARDS: dict[tuple[bool, bool, bool], Hazard] = {
+    (True, True, True): "read after write",
+    (True, True, False): "read after write",
+    (True, False, True): "write after write",
+    (False, True, True): "write after read",
+    (False, False, True): "write after read",
+}
+"""Whether the producer writes, the consumer reads, and the consumer writes."""

@@ -1,18 +1,27 @@
-"""Read and write text files: a file is replaced as a whole or left as it was."""
+"""Files of plans, costs and timelines: read and checked, and replaced as a whole or not at all."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+
+from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
 from swpipe.errors import PlanError, Problem
 
 MOST_BYTES = 16 * 2**20
 """The size of the largest plan or cost file that is read."""
+
+_MOST_DOTS = 100
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
@@ -31,6 +40,9 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
     return data.decode("utf-8")
 
 
+# ------------------------------------------------------------------------------------- written
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 file; where this fails, the file is as it was before. See ``replacing``."""
     with replacing(path) as temporary:
@@ -41,9 +53,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary file to write, which replaces ``path`` if the block succeeds.
 
-    The temporary file is in the same folder and has the same suffix. A symbolic link stays, and
-    the file that it leads to is replaced. The new file has the permissions of the old one. What is
-    not a regular file, such as a pipe or ``/dev/stdout``, is given as it is.
+    It is in the same folder and has the same suffix. A symbolic link stays, and the file that it
+    leads to is replaced. The new file has the permissions of the old one. What is not a regular
+    file, such as a pipe or ``/dev/stdout``, is given as it is.
 
     Raises:
         OSError: The file or its folder cannot be written.
@@ -80,3 +92,98 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def _written_in_place(path: str | os.PathLike[str]) -> bool:
     special = os.fspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return special or (Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir())
+
+
+# ---------------------------------------------------------------------------------------- read
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The data of a TOML text.
+
+    Raises:
+        tomllib.TOMLDecodeError: It is not TOML.
+        PlanError: It is nested too deeply, or a number has too many digits.
+    """
+    # tomllib takes quadratic time and memory for keys of many parts, such as a.a.a = 1.
+    lines = "\n".join(line for line in text.split("\n") if line.count(".") > _MOST_DOTS)
+    if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", lines)):
+        raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
+    if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
+        raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
+    import tomllib
+
+    data: dict[str, Any] = _parsed(tomllib.loads, tomllib.TOMLDecodeError, text)
+    return data
+
+
+def parse_json(text: str) -> Any:
+    """The data of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: It is not JSON.
+        PlanError: It is nested too deeply, or a number has too many digits.
+    """
+    return _parsed(json.loads, json.JSONDecodeError, text)
+
+
+def _parsed(loads: Callable[[str], Any], bad_format: type[ValueError], text: str) -> Any:
+    try:
+        return loads(text)
+    except bad_format:
+        raise
+    except RecursionError:
+        raise _unreadable("it is nested too deeply") from None
+    except ValueError as error:  # int() refuses long numbers
+        raise _unreadable(shorten(str(error))) from error
+
+
+def _unreadable(why: str) -> PlanError:
+    rule = "plans, costs and timelines have few levels and short numbers"
+    return PlanError([Problem(f"the text cannot be read: {why}; {rule}: correct it there")])
+
+
+def read_rows(
+    table: Mapping[str, Any],
+    key: str,
+    known: Collection[str],
+    problems: list[Problem],
+    form: str = "a table",
+) -> dict[str, dict[str, Any]]:
+    """The known fields of each entry of ``table``, with lists as tuples; the rest are problems."""
+    rows = {}
+    for name, entry in table.items():
+        where = f"{key}.{plain(name)}"
+        if not isinstance(entry, Mapping):
+            problems.append(Problem(f"{where} is {shown(entry)}: it must be {form}", (name,)))
+            continue
+        problems += [
+            Problem(f"{where}: unknown key {shown(field)}; known are {listed(known)}")
+            for field in entry
+            if field not in known
+        ]
+        fields = {k: entry[k] for k in entry if k in known}
+        rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return rows
+
+
+def read_table(
+    data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
+) -> dict[str, Any]:
+    """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
+    table = data.get(key, {})
+    if not isinstance(table, Mapping):
+        problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
+        return {}
+    kinds: dict[str, list[type]] = {}
+    for field, hint in get_type_hints(kind).items():
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)  # what a file can hold
+        kinds[field] = [get_origin(k) or k for k in parts if k not in (type(None), torch.Stream)]
+    rows = read_rows(table, key, kinds, problems)
+    for name, row in rows.items():
+        for field, value in row.items():
+            if type(value) not in kinds[field]:
+                wanted = " or ".join(each.__name__ for each in kinds[field])
+                where = f"{key}.{plain(name)}.{field}"
+                text = f"{where} is {shown(value)}: it must be of type {wanted}"
+                problems.append(Problem(text))
+    return {name: kind(**row) for name, row in rows.items()}

@@ -40,6 +40,8 @@ from swpipe._values.stateful import is_generator
 
 SEQUENCES = (list, tuple, range)
 
+_ACCELERATE = "accelerate.data_loader"
+
 _SAMPLERS = (
     BatchSampler,
     DistributedSampler,
@@ -94,8 +96,10 @@ def why_not_apart(loader: Any) -> tuple[str, str]:
 def _is_known(sampler: Any) -> bool:
     """Whether it is known what it reads."""
     accelerates = "BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"
-    known = (*_SAMPLERS, *_of("accelerate.data_loader", *accelerates), tuple, range)
-    return type(sampler) in known
+    kind = type(sampler)
+    return kind in (*_SAMPLERS, tuple, range) or (
+        kind.__module__ == _ACCELERATE and kind.__name__ in accelerates
+    )
 
 
 def _may_be_changed(sampler: Any) -> bool:
@@ -105,8 +109,11 @@ def _may_be_changed(sampler: Any) -> bool:
 
 def unprepared(loader: object) -> Any:
     """The ``DataLoader`` that Accelerate's loader wraps; any other loader as it is."""
-    prepared = type(loader) in _of("accelerate.data_loader", "DataLoaderShard", "SkipDataLoader")
-    return vars(loader).get("base_dataloader") if prepared else loader
+    kind = type(loader)
+    prepared = kind.__name__ in ("DataLoaderShard", "SkipDataLoader")
+    if prepared and kind.__module__ == _ACCELERATE:
+        return vars(loader).get("base_dataloader")
+    return loader
 
 
 def samplers_of(loader: Any) -> Iterator[Any]:
@@ -138,7 +145,7 @@ def own_generators(loader: object) -> dict[str, tuple[object, str]]:
     """
     nodes = _of("torchdata.nodes.base_node", "BaseNode"), _of("torchdata.nodes.loader", "Loader")
     kinds = (DataLoader, Sampler, Dataset, *chain(*nodes))
-    seeded = (random.SystemRandom, *_of("accelerate.data_loader", "SeedableRandomSampler"))
+    seeded = (random.SystemRandom, *_of(_ACCELERATE, "SeedableRandomSampler"))
     found: dict[str, tuple[object, str]] = {}
     seen: list[object] = []
     parts = [one for one in [unprepared(loader)] if isinstance(one, kinds)]

@@ -12,10 +12,8 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from swpipe.core.files import read_text, write_atomically
+from swpipe.core.files import parse_json, parse_toml, read_table, read_text, write_atomically
 from swpipe.core.messages import shown
-from swpipe.core.plain_data import parse_json, parse_toml, read_table
-from swpipe.core.plan_entries import checked_edges, checked_keep, checked_order, checked_stale
 from swpipe.core.task import (
     LABEL_RULE,
     NAME_RULE,
@@ -24,7 +22,6 @@ from swpipe.core.task import (
     TaskRef,
     is_label,
     is_name,
-    name_of,
     refs_in,
 )
 from swpipe.errors import PlanError, Problem
@@ -40,6 +37,9 @@ OTHERS = (PULL, BODY)
 
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
+
+MOST_ITERATIONS = 1_000
+"""The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
 
 MOST_TASKS = 10_000
 MOST_WORK = 100_000
@@ -159,23 +159,21 @@ class PipelinePlan:
         problems: list[Problem] = []
         values: dict[str, Any] = {
             "schedule": _schedule(schedule, problems),
-            "deps": checked_edges("deps", deps, problems),
-            "cross_iter_deps": checked_edges(
-                "cross_iter_deps", cross_iter_deps, problems, far=True
-            ),
-            "same_period_deps": checked_edges("same_period_deps", same_period_deps, problems),
-            "host_only": checked_edges("host_only", host_only, problems),
-            "order": checked_order(order, problems),
+            "deps": _edges("deps", deps, problems),
+            "cross_iter_deps": _edges("cross_iter_deps", cross_iter_deps, problems),
+            "same_period_deps": _edges("same_period_deps", same_period_deps, problems),
+            "host_only": _edges("host_only", host_only, problems),
+            "order": _order(order, problems),
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
             "pull_group": pull_group,
-            "stale": checked_stale(stale or {}, problems),
+            "stale": _stale(stale, problems) if stale else {},
             "within_calls": within_calls,
-            "keep": checked_keep(keep, problems),
+            "keep": None if keep is None else _keep(keep, problems),
             "run_ahead": run_ahead,
             "tasks": _tasks([*tasks, *schedule], problems),
         }
-        problems += _wrong_names(values)
+        _check_names(values, problems)
         if problems:
             raise PlanError(problems)
         for name, value in values.items():
@@ -359,51 +357,112 @@ def _refuse_too_many(tasks: int) -> None:
         raise PlanError([Problem(f"the plan has {tasks} tasks, but {rule}")])
 
 
+# ------------------------------------------------------------------ what is given, checked
+
+
 def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> ByTask[TaskSchedule]:
     named: dict[str, TaskSchedule] = {}
     for key, entry in schedule.items():
-        is_task = isinstance(key, str | PipelineTask)
-        name = name_of(key) if is_task else shown(key)
-        if not is_task:
-            problems.append(Problem(f"schedule key {name} is neither a task nor a task's name"))
+        name = key.name if isinstance(key, PipelineTask) else key
+        if not isinstance(name, str):
+            text = f"schedule key {shown(key)} is neither a task nor a task's name"
+            problems.append(Problem(text))
+            continue
         if not isinstance(entry, TaskSchedule):
             text = f"task {shown(name)}: its schedule is {shown(entry)}; give a TaskSchedule"
             problems.append(Problem(text, (name,)))
-        if is_task:  # as in any dict, the last entry of a key counts, be it a task or its name
-            named[name] = entry
+        named[name] = entry  # as in any dict, the last entry counts, be the key a task or its name
     return ByTask(named)
+
+
+def _edges(
+    what: str, entries: Iterable[Any], problems: list[Problem]
+) -> tuple[tuple[Any, ...], ...]:
+    """(consumer, producer) pairs; those across iterations have a distance too."""
+    far = what == "cross_iter_deps"
+    form = "(consumer, producer)"
+    if far:
+        count = f"1 to {MOST_ITERATIONS} iterations"
+        form = f"(consumer, producer[, distance]) with a distance of {count}"
+    good: list[tuple[Any, ...]] = []
+    for entry in entries:
+        is_list = isinstance(entry, Sequence) and not isinstance(entry, str)
+        parts = [p.name if isinstance(p, PipelineTask) else p for p in (entry if is_list else ())]
+        if far and len(parts) == 2:
+            parts.append(1)
+        match parts:
+            case (str(), str()) if not far:
+                good.append(tuple(parts))
+            case (str(), str(), int() as distance) if far and 1 <= distance <= MOST_ITERATIONS:
+                good.append(tuple(parts))
+            case _:
+                problems.append(Problem(f"{what} entry {shown(entry)}: write {form}"))
+    return tuple(good)
+
+
+def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
+    names = [one.name if isinstance(one, PipelineTask) else one for one in order]
+    problems += [
+        Problem(f"order has {shown(name)}, which is neither a task nor a task's name")
+        for name in names
+        if not isinstance(name, str)
+    ]
+    return tuple(names)
+
+
+def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
+    for state, behind in stale.items():
+        is_count = type(behind) is int and 1 <= behind <= MOST_ITERATIONS
+        if not (is_count and isinstance(state, str)):
+            rule = f"write state = iterations, 1 to {MOST_ITERATIONS}"
+            problems.append(Problem(f"stale entry {shown(state)}: {shown(behind)}: {rule}"))
+    return dict(stale)
+
+
+def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...]:
+    rule = 'write a list of names of attributes, such as ["loss"]'
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        problems.append(Problem(f"keep is {shown(keep)}: {rule}"))
+        return ()
+    names = tuple(keep)
+    wrong = [name for name in names if not (isinstance(name, str) and is_label(name))]
+    problems += [Problem(f"keep has {shown(name)}: {rule}") for name in wrong]
+    return () if wrong else tuple(dict.fromkeys(names))
 
 
 def _tasks(given: Iterable[Any], problems: list[Problem]) -> tuple[PipelineTask, ...]:
     named: dict[str, PipelineTask] = {}
     for task in given:
-        if not isinstance(task, PipelineTask):
-            continue
-        if named.setdefault(task.name, task) != task:
+        if isinstance(task, PipelineTask) and named.setdefault(task.name, task) != task:
             text = f"two tasks are named {shown(task.name)}; names are unique"
             problems.append(Problem(text, (task.name,)))
     return tuple(named.values())
 
 
-def _wrong_names(values: Mapping[str, Any]) -> list[Problem]:
-    """Names that a terminal or a file could not show as they are; validation tells empty ones."""
+def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
+    """Find names that a terminal or a file could not show; validation tells empty ones."""
     edges = chain(values["deps"], values["cross_iter_deps"], values["same_period_deps"])
-    tasks = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
-    problems = [
+    used = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
+    names = dict.fromkeys([name for name in used if isinstance(name, str)])
+    for task in values["tasks"]:  # whose name was checked when it was made
+        names.pop(task.name, None)
+    problems += [
         Problem(f"task name {shown(name)}: {NAME_RULE}", (name,))
-        for name in dict.fromkeys(tasks)
+        for name in names
         if not is_name(name)
     ]
     entries = [entry for entry in values["schedule"].values() if isinstance(entry, TaskSchedule)]
-    labels = {
-        "thread_group": [*(entry.thread_group for entry in entries), values["pull_group"]],
-        "stream": [*(entry.stream for entry in entries), *values["streams"]],
-        "stale": values["stale"],
-    }
-    return problems + [
+    labels: list[tuple[str, Any]] = [
+        *[("thread_group", entry.thread_group) for entry in entries],
+        ("thread_group", values["pull_group"]),
+        *[("stream", entry.stream) for entry in entries],
+        *[("stream", name) for name in values["streams"]],
+        *[("stale", name) for name in values["stale"]],
+    ]
+    labels = [one for one in labels if isinstance(one[1], str) and one[1] != DEFAULT_GROUP]
+    problems += [
         Problem(f"{what} {shown(name)}: {LABEL_RULE}")
-        for what, names in labels.items()
-        for name in {name: None for name in names if isinstance(name, str)}
+        for what, name in dict.fromkeys(labels)
         if name and not is_label(name)
     ]
 

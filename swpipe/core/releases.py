@@ -50,9 +50,8 @@ class Releases:
     def unsaid_use(self, task: str, ctx: TypedContext, used: Set[str]) -> Problem | None:
         """That a task used attributes that may have gone, since it was not known to use them."""
         known = self.uses.get(task)
-        if known is None:
-            return None
-        unsaid = [n for n in sorted(used - known - self.kept) if not hasattr(type(ctx), n)]
+        unsaid = [] if known is None else sorted(used - known - self.kept)
+        unsaid = [name for name in unsaid if not hasattr(type(ctx), name)]
         if not unsaid:
             return None
         return Problem(

@@ -65,20 +65,22 @@ class DeclaredIO:
                 "a DeclaredIO needs both capture and restore, or neither: what one keeps, "
                 "the other puts back"
             )
-        if self.capture is None and self.state is None and self.reset is None:
-            raise ValueError(
-                "a DeclaredIO declares nothing: give a state, capture and restore, or reset"
-            )
-        if self.state is not None and not (isinstance(self.state, str) and self.state):
+        if self.state is None:
+            if self.capture is None and self.reset is None:
+                raise ValueError(
+                    "a DeclaredIO declares nothing: give a state, capture and restore, or reset"
+                )
+            if self.memory is not None or self.others != "rw":
+                what = "memory" if self.memory is not None else "others"
+                raise ValueError(
+                    f"{what} is given, and no state that it is said of: name the state"
+                )
+        elif not (isinstance(self.state, str) and self.state):
             raise ValueError(f"state is {shown(self.state)}; give a name")
         if self.mode not in ("r", "w", "rw"):
             raise ValueError(f"mode is {shown(self.mode)}; give 'r', 'w' or 'rw'")
-        if self.memory is not None and self.state is None:
-            raise ValueError("memory is given, and no state that lies in it: name the state")
         if self.others not in ("rw", "r", ""):
             raise ValueError(f"others is {shown(self.others)}; give 'rw', 'r' or ''")
-        if self.others != "rw" and self.state is None:
-            raise ValueError("others is given, and no state that it is said of: name the state")
         if self.on_host and (self.state is None or self.memory is not None):
             raise ValueError(
                 "on_host is said of a state that Python uses on the host alone: name the state, "
@@ -92,7 +94,7 @@ NAME_RULE = f"{LABEL_RULE}, not beginning with '<', which swpipe keeps for its o
 
 def is_name(name: str) -> bool:
     """Whether a task may have this name."""
-    return is_label(name) and not name.startswith("<")
+    return 0 < len(name) <= MOST_CHARACTERS and name[0] != "<" and name.isprintable()
 
 
 def is_label(name: str) -> bool:
@@ -144,28 +146,32 @@ class PipelineTask:
             raise TypeError(f"a task's name is a string, not {shown(self.name)}")
         if not is_name(self.name):
             raise ValueError(f"task name {shown(self.name)}: {NAME_RULE}")
+        task = f"task {self.name!r}"
         if not callable(self.fn):
-            raise TypeError(
-                f"task {self.name!r}: fn must be callable with a context, not {shown(self.fn)}"
-            )
+            raise TypeError(f"{task}: fn must be callable with a context, not {shown(self.fn)}")
         if any(kind(self.fn) for kind in _NOT_RUN):
             raise TypeError(
-                f"task {self.name!r}: fn is asynchronous or has a yield, so a call would not run "
-                "it: give a plain function"
+                f"{task}: fn is asynchronous or has a yield, so a call would not run it: give a "
+                "plain function"
             )
         if isinstance(self.io, DeclaredIO):
-            raise TypeError(f"task {self.name!r}: io is one DeclaredIO: give a list, io=[...]")
+            raise TypeError(f"{task}: io is one DeclaredIO: give a list, io=[...]")
         object.__setattr__(self, "io", tuple(self.io))
         if self.reads is not None:
-            object.__setattr__(self, "reads", _names(self.name, self.reads))
+            is_list = isinstance(self.reads, Iterable) and not isinstance(self.reads, str)
+            names = tuple(self.reads) if is_list else ()
+            if not is_list or any(not isinstance(name, str) for name in names):
+                rule = 'give names of attributes in a list, such as ["batch"]'
+                raise TypeError(f"{task}: reads is {shown(self.reads)}: {rule}")
+            object.__setattr__(self, "reads", names)
         for one in self.io:
             if not isinstance(one, DeclaredIO):
-                raise TypeError(f"task {self.name!r}: io has {shown(one)}: give DeclaredIOs")
+                raise TypeError(f"{task}: io has {shown(one)}: give DeclaredIOs")
             if self.pure and one.state is not None and "w" in one.mode:
                 raise ValueError(
-                    f"task {self.name!r} is pure, and its io names state {one.state!r} with mode "
-                    f"{one.mode!r}: a pure task changes its context only. Leave out pure=True, or "
-                    "the state; a pure task may read states (mode='r')"
+                    f"{task} is pure, and its io names state {one.state!r} with mode {one.mode!r}: "
+                    "a pure task changes its context only. Leave out pure=True, or the state; a "
+                    "pure task may read states (mode='r')"
                 )
 
     def __call__(self, ctx: Any) -> None:
@@ -177,21 +183,7 @@ class PipelineTask:
 
         States that swpipe itself adds, whose names begin with "<", say nothing for the author.
         """
-        return not self.pure and all((io.state or "<").startswith("<") for io in self.io)
-
-
-def _names(task: str, reads: Any) -> tuple[str, ...]:
-    """The names of attributes.
-
-    Raises:
-        TypeError: They are no list of names.
-    """
-    is_list = isinstance(reads, Iterable) and not isinstance(reads, str)
-    names = tuple(reads) if is_list else ()
-    if not is_list or any(not isinstance(name, str) for name in names):
-        rule = 'give names of attributes in a list, such as ["batch"]'
-        raise TypeError(f"task {task!r}: reads is {shown(reads)}: {rule}")
-    return names
+        return not self.pure and not any((io.state or "<")[0] != "<" for io in self.io)
 
 
 _NOT_RUN = (
@@ -200,22 +192,6 @@ _NOT_RUN = (
     inspect.isasyncgenfunction,
 )
 """Kinds of functions of which a call only makes an object."""
-
-
-def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
-    """The tasks of a list.
-
-    Raises:
-        TypeError: It is no list of tasks.
-    """
-    found = refs_in(tasks)
-    for one in found:
-        if not isinstance(one, PipelineTask):
-            raise TypeError(f"tasks has {shown(one)}: {_NOT_A_TASK}")
-    return tuple(one for one in found if isinstance(one, PipelineTask))
-
-
-_NOT_A_TASK = "give a PipelineTask; swpipe.task(fn) makes one of a function"
 
 
 @overload
@@ -248,28 +224,18 @@ def task(
     Args:
         fn: The function, which remains ``fn`` of the task.
         name: The task's name; None is the function's name.
-        io: As for ``PipelineTask``.
-        random: As for ``PipelineTask``.
-        pure: As for ``PipelineTask``.
-        reads: As for ``PipelineTask``.
+        io: As for ``PipelineTask``, and so are the others.
+        random: As there.
+        pure: As there.
+        reads: As there.
 
     Raises:
         TypeError: ``fn`` cannot be called, or it has no name, as a lambda, and none is given.
         ValueError: ``fn`` is a method, defined with ``self``, or ``name`` cannot be a task's.
     """
     if fn is None:
-        return partial(_task, name=name, io=io, random=random, pure=pure, reads=reads)
-    return _task(fn, name, io, random, pure, reads)
-
-
-def _task(
-    fn: TaskFn,
-    name: str | None,
-    io: Sequence[DeclaredIO],
-    random: bool,
-    pure: bool,
-    reads: Sequence[str] | None,
-) -> PipelineTask:
+        decorator: Any = partial(task, name=name, io=io, random=random, pure=pure, reads=reads)
+        return decorator  # type: ignore[no-any-return]
     if not callable(fn):
         raise TypeError(
             f"a task is a function of the context, not {shown(fn)}; @task takes its name as name="
@@ -291,6 +257,9 @@ TaskRef: TypeAlias = str | PipelineTask
 """A task or its name."""
 
 
+_NOT_A_TASK = "give a PipelineTask; swpipe.task(fn) makes one of a function"
+
+
 def name_of(ref: TaskRef) -> str:
     """The name of a task.
 
@@ -302,27 +271,6 @@ def name_of(ref: TaskRef) -> str:
     if not isinstance(ref, PipelineTask):
         raise TypeError(f"{shown(ref)} is no task: {_NOT_A_TASK}, or give its name")
     return ref.name
-
-
-class ByTask(dict[str, V]):
-    """Values by the name of a task; a task stands for its name as a key."""
-
-    def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]] = ()) -> None:
-        super().__init__({_key(ref): value for ref, value in dict(values).items()})
-
-    def __getitem__(self, ref: TaskRef) -> V:
-        return super().__getitem__(_key(ref))
-
-    def __contains__(self, ref: object) -> bool:
-        return super().__contains__(_key(ref))
-
-    def get(self, ref: Any, default: Any = None) -> Any:
-        """The task's value, or ``default``."""
-        return super().get(_key(ref), default)
-
-
-def _key(ref: Any) -> Any:
-    return ref.name if isinstance(ref, PipelineTask) else ref
 
 
 def refs_in(refs: Iterable[V]) -> tuple[V, ...]:
@@ -342,4 +290,38 @@ def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:
     Raises:
         TypeError: They are not in a list, or one is neither a task nor a name.
     """
-    return tuple(name_of(ref) for ref in refs_in(refs))
+    return tuple([name_of(ref) for ref in refs_in(refs)])
+
+
+def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
+    """The tasks of a list.
+
+    Raises:
+        TypeError: It is no list of tasks.
+    """
+    found = refs_in(tasks)
+    for one in found:
+        if not isinstance(one, PipelineTask):
+            raise TypeError(f"tasks has {shown(one)}: {_NOT_A_TASK}")
+    return found
+
+
+class ByTask(dict[str, V]):
+    """Values by the name of a task; a task stands for its name as a key."""
+
+    def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]] = ()) -> None:
+        named = {
+            ref.name if isinstance(ref, PipelineTask) else ref: value
+            for ref, value in dict(values).items()
+        }
+        super().__init__(named)
+
+    def __getitem__(self, ref: TaskRef) -> V:
+        return super().__getitem__(ref.name if isinstance(ref, PipelineTask) else ref)
+
+    def __contains__(self, ref: object) -> bool:
+        return super().__contains__(ref.name if isinstance(ref, PipelineTask) else ref)
+
+    def get(self, ref: Any, default: Any = None) -> Any:
+        """The task's value, or ``default``."""
+        return super().get(ref.name if isinstance(ref, PipelineTask) else ref, default)

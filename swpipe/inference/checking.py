@@ -44,8 +44,7 @@ from swpipe._values.context_log import AttributeLog
 from swpipe._values.generators import TORCH
 from swpipe._values.storages import StorageId, Storages
 from swpipe.analysis.validation import refusal
-from swpipe.core.releases import Releases
-from swpipe.core.resolved import ResolvedPlan
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
@@ -70,25 +69,21 @@ class CheckedPlan:
     """What all runs of one pipeline are checked for.
 
     Attributes:
-        resolved: The pipeline's plan.
-        tasks: Its tasks, in serial order.
+        verified: The pipeline's plan and its tasks.
         device: Its device.
         every: The iterations in which all tasks are watched.
         pure: Those in which pure tasks are.
-        releases: Which attributes the pipeline lets go; None where all stay.
     """
 
-    resolved: ResolvedPlan
-    tasks: tuple[PipelineTask, ...]
+    verified: VerifiedPlan
     device: Device
     every: WatchedIterations
     pure: WatchedIterations
-    releases: Releases | None
 
     @cached_property
     def orders(self) -> KeptOrders:
         """What the plan keeps of the serial order."""
-        return KeptOrders(self.resolved, self.tasks, streams=self.device.has_streams)
+        return KeptOrders(self.verified)
 
     def begin(self, first: int) -> RunCheck | None:
         """A check of the run that begins with this iteration; None if none of it is watched."""
@@ -158,12 +153,14 @@ class RunCheck:
 
     def __init__(self, checked: CheckedPlan, first: int) -> None:
         self._checked, self._first = checked, first
-        self._plan, self.device = checked.resolved.plan, checked.device
+        self._plan, self.device = checked.verified.plan, checked.device
         self._threads = len(self._plan.thread_groups) > 1
-        tasks = checked.tasks
+        tasks = checked.verified.tasks
         known = items_in(declared_owners(tasks)).tensors.values()
         self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
-        self._places = ComparedPlaces(checked.resolved, tasks, checked.orders, self._gradients)
+        self._places = ComparedPlaces(
+            checked.verified.resolved, tasks, checked.orders, self._gradients
+        )
         self._pure, self._apart = PureUses(), ApartStates(tasks)
         self.pure_runs = {task.name: PureRuns(self.device) for task in tasks if task.pure}
         self._lock = threading.Lock()
@@ -228,7 +225,7 @@ class RunCheck:
 
     def check_uses(self, watch: _Watch) -> None:
         """Refuse that a task used what may have gone, since nobody had said that it does."""
-        releases, used = self._checked.releases, watch.log.reads | watch.log.deletes
+        releases, used = self._checked.verified.releases, watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self._plan, [unsaid])
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from swpipe._engine.iterations import Engine
-from swpipe.analysis.verification import is_proved_by_declarations
-from swpipe.core.resolved import ResolvedPlan
-from swpipe.core.task import PipelineTask
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.inference.watched_iterations import WatchedIterations
 
 _PURE_SHARE = 0.02
 """Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
 
 
-def checked(
-    engine: Engine, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], share: float | None
-) -> Engine:
+def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engine:
     """The engine, with a check of what tasks do.
 
     Args:
         engine: The engine.
-        resolved: The plan.
-        tasks: In serial order.
+        verified: The plan and its tasks.
         share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
             a share of the later ones; all tasks in the first ones, unless what they declare proves
             the plan. A recording does not: it has what tasks did in a few iterations.
@@ -36,11 +30,10 @@ def checked(
             f"check_effects is {share!r}: give True, False, or the share of the iterations that "
             "are watched, above 0 and up to 1"
         )
-    depth = resolved.plan.depth
+    tasks, depth = verified.tasks, verified.program.depth
     every = pure = WatchedIterations(depth, share)
     if share is None:
-        streams = engine.device.has_streams
-        known = is_proved_by_declarations(resolved, tasks, streams=streams)
+        known = verified.proved_by_declarations()
         if known and any(task.io for task in tasks) and any(task.undeclared for task in tasks):
             from swpipe.inference.checking import ApartStates  # late, as below
 
@@ -52,5 +45,5 @@ def checked(
     # Late: they are many modules, and a run that watches nothing needs none of them.
     from swpipe.inference.checking import CheckedPlan
 
-    check = CheckedPlan(resolved, tuple(tasks), engine.device, every, pure, engine.releases)
+    check = CheckedPlan(verified, engine.device, every, pure)
     return replace(engine, check=check.begin)

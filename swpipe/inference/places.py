@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from swpipe._values.context_log import attributes
 from swpipe._values.generators import TORCH
 from swpipe._values.storages import Storages, described
 from swpipe._values.walk import tensors_in
-from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.races import guarantees, race_problems
+from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import refusal
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.effects import Effects, Location
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
@@ -114,24 +113,15 @@ class KeptOrders:
     """What a plan keeps of the serial order, in every interleaving.
 
     Args:
-        resolved: The plan.
-        tasks: Its tasks, in serial order.
-        streams: Whether the device has streams.
+        verified: The plan and its tasks.
     """
 
-    def __init__(
-        self, resolved: ResolvedPlan, tasks: Sequence[PipelineTask], *, streams: bool
-    ) -> None:
-        self._resolved, self._streams = resolved, streams
-        self._random = frozenset(task.name for task in tasks if task.random)
-        self._serial = {task.name: number for number, task in enumerate(tasks)}
+    def __init__(self, verified: VerifiedPlan) -> None:
+        self._resolved, self._guaranteed = verified.resolved, verified.before
+        self._random = frozenset(task.name for task in verified.tasks if task.random)
+        self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
         self._begins: dict[tuple[str, str], tuple[int, int]] = {}
-
-    @cached_property
-    def _guaranteed(self) -> HappensBefore:  # not asked where only pure tasks are watched
-        (found,) = guarantees(self._resolved, self._streams)
-        return found
 
     def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
         """The two in their serial order."""
@@ -172,7 +162,7 @@ class KeptOrders:
             )
             for name, found in users.items()
         }
-        return race_problems(self._resolved, effects, streams=self._streams)
+        return race_problems(self._resolved, effects, guaranteed=[self._guaranteed])
 
 
 class ComparedPlaces:

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from swpipe.core.context import C
-from swpipe.core.effects import Effects, declared_effects, unknown_beside
+from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
@@ -306,7 +306,7 @@ def loop_over(
     plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
     found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
-    effects = {PULL: Effects() if ahead else unknown_beside(given), **declared_effects(given)}
+    effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
     loop = kind(loader, found, pipe, functions, said)
     if ahead and goes_on(loader):

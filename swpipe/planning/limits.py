@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swpipe.core.messages import listed, shown
+from swpipe.core.plan import MOST_ITERATIONS as _MOST
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.plan_entries import MOST_ITERATIONS as _MOST
 from swpipe.core.task import PipelineTask, TaskRef, names_of
 from swpipe.errors import PlanError, Problem
 

@@ -11,9 +11,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from swpipe.core.files import write_atomically
+from swpipe.core.files import parse_json, write_atomically
 from swpipe.core.messages import listed
-from swpipe.core.plain_data import parse_json
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange

@@ -7,7 +7,7 @@ from enum import IntFlag
 from typing import Any, Self, TypeAlias
 
 from swpipe.core.messages import shown
-from swpipe.core.plan_entries import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS
 from swpipe.core.task import LABEL_RULE, NAME_RULE, DeclaredIO, PipelineTask, is_label, is_name
 from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import DEFAULT

@@ -16,7 +16,6 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import ShortcutError, add_note
 from swpipe.shortcut.changes import ContextWatch
-from swpipe.shortcut.gradients import LeafGradients, LeftGradient
 from swpipe.shortcut.graft import (
     Sources,
     Spent,
@@ -26,6 +25,7 @@ from swpipe.shortcut.graft import (
     gradient_edges,
 )
 from swpipe.shortcut.handed_out import HandedOut, Uses
+from swpipe.shortcut.leaf_gradients import LeafGradients, LeftGradient
 from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
 

@@ -82,7 +82,7 @@ class ShortcutControl(Generic[C]):
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            begun = self._driver.ranks.begun()
+            begun = self._driver.begun
             check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
 
     @contextmanager

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from swpipe._values.walk import tensors_in
 from swpipe.errors import ShortcutError
-from swpipe.shortcut.gradients import OwnLeaf
+from swpipe.shortcut.leaf_gradients import OwnLeaf
 
 Edge: TypeAlias = tuple[Node, int]
 """A tensor's position in the autograd graph: a node, and the index of one of its outputs."""

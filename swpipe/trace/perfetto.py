@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swpipe._engine.program import OWN, RETIRE
-from swpipe.core.files import read_text, replacing, write_atomically
+from swpipe.core.files import parse_json, read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
-from swpipe.core.plain_data import parse_json
-from swpipe.core.plan import PULL
-from swpipe.core.plan_entries import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS, PULL
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
 from swpipe.errors import PlanError

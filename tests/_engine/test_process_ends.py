@@ -8,7 +8,7 @@ from tests.support.scripts import Script, Scripts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [5])
+@pytest.mark.parametrize("rounds", [2])
 @pytest.mark.parametrize("how", ["refused", "exit", "inside", "process", "loader"])
 def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(
     scripts: Scripts, how: str, rounds: int
@@ -79,8 +79,13 @@ LEFT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", CODES)
-@pytest.mark.parametrize("worker", ["loops", "computes", "returns", "waits"])
+@pytest.mark.parametrize(
+    ("worker", "ending"),
+    [
+        *[("loops", "end"), ("loops", "raise"), ("computes", "exit"), ("computes", "sigterm")],
+        *[("returns", "end"), ("returns", "exit"), ("waits", "raise"), ("waits", "sigterm")],
+    ],
+)
 def test_a_script_keeps_its_exit_code_whatever_a_worker_does(
     scripts: Scripts, worker: str, ending: str
 ) -> None:

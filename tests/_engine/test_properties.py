@@ -131,29 +131,23 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(cases())
 def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
-    """Outputs and parameters; each batch once, in order; never more than the depth in flight."""
-    found, machine = run_pipelined(case)
-    wanted, serial = run_serially(case, one_by_one=True)
-    _, serial_at_once = run_serially(case, one_by_one=False)
-    assert_same_bits(found, wanted)
-    assert_same_bits(machine.states, serial.states)
-    assert_same_bits(serial_at_once.states, serial.states)
+    """Outputs and parameters; each batch once, in order; never more than the depth in flight.
 
-
-@settings(max_examples=100, derandomize=True)
-@given(cases())
-def test_a_check_of_effects_complains_of_none(case: Case) -> None:
-    """States with several slots among them, which are used in turn."""
-    found, machine = run_pipelined(case, check_effects=True)
+    A check of effects complains of none; some states have several slots, used in turn.
+    """
+    found, machine = run_pipelined(case, check_effects=case.seed % 3 == 0)
     wanted, serial = run_serially(case, one_by_one=True)
     assert_same_bits(found, wanted)
     assert_same_bits(machine.states, serial.states)
+    if case.seed % 3 == 1:
+        _, serial_at_once = run_serially(case, one_by_one=False)
+        assert_same_bits(serial_at_once.states, serial.states)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(cases())
 def test_every_plan_keeps_the_rules_of_a_device_with_late_streams(case: Case) -> None:
     """The same on the virtual device; numbers, order and memory are looked at there."""

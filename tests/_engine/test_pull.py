@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._engine.run import Run
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.errors import PlanError
 from swpipe.planning.simulation.simulator import simulate
+from tests.support.sequencer import await_event
 
 
 def double(ctx: IterContext) -> None:
@@ -343,3 +345,26 @@ def test_a_plan_file_has_the_group() -> None:
     """And ranks compare it."""
     assert PipelinePlan.from_toml(PLAN.to_toml()).pull_group == "loader"
     assert PLAN.digest() != replace(PLAN, pull_group=None, pipeline_depth=3).digest()
+
+
+def test_draining_loses_nothing_if_the_data_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull is under way that finds the end; ``drain`` once raised StopIteration, and no batch."""
+    advance, asked, ended = Run.advance, threading.Event(), threading.Event()
+
+    def advance_late(run: Run) -> Any:
+        if run.draining and run.retired == 2:
+            ended.set()
+        return advance(run)
+
+    def data() -> Iterator[int]:
+        yield from range(2)
+        asked.set()
+        await_event(ended, "the last call of a drain")
+
+    source = data()
+    with SWPipeline(replace(LAST, pipeline_depth=3), TASKS, device="cpu") as pipe:
+        assert pipe.progress(source).batch == 0
+        await_event(asked, "a pull after the last batch")
+        monkeypatch.setattr(Run, "advance", advance_late)
+        assert [ctx.batch for ctx in pipe.drain()] == [1]
+        assert pipe.in_flight == 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import places_of, uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.drawing import format_stages
@@ -418,10 +419,8 @@ def test_what_runs_ahead_as_a_whole_lets_go_ahead() -> None:
 
     tasks = [PipelineTask("use", use, pure=True, reads=["batch"])]
     with swpipe.overlap(batches(), tasks, device="cpu", keep=["value"]) as loop:
-        plan = loop.overlap.plan
-        assert places_of(resolve_plan(plan), uses_of(loop.pipe.tasks), streams=False) == {
-            "batch": "use"
-        }
+        before = HappensBefore.of(resolve_plan(loop.overlap.plan), streams=False)
+        assert places_of(before, uses_of(loop.pipe.tasks), ["value"]) == {"batch": "use"}
         assert len([ctx.value for ctx in loop]) == BATCHES
 
 

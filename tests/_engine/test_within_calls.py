@@ -11,7 +11,7 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.program import ADMIT, BEGIN, RETIRE, compile_plan
-from swpipe._engine.program_text import format_program, parse_program
+from swpipe._engine.program_text import format_program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
@@ -133,7 +133,7 @@ def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_
         BEGIN, "train", ADMIT, "copy", RETIRE,
     ]  # fmt: skip
     assert [w.producer for w in on_streams.lanes[1].instructions[0].host_waits] == [BEGIN]
-    assert parse_program(format_program(on_streams)) == on_streams
+    assert "\ndefault: <begin>@" in format_program(on_streams)
     recorded = compile_plan(resolved, streams=True, record_all=True).instructions
     assert recorded["train"].record
     assert not recorded[BEGIN].record

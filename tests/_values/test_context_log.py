@@ -1,4 +1,4 @@
-"""What other threads set on a watched context is told apart from what the watching thread sets."""
+"""What other threads do to a context is told apart from what the logging thread does."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def test_writes_of_other_threads_are_logged() -> None:
     ctx = context()
 
     def act() -> None:
-        ctx.theirs = ctx.both = 1
+        ctx.theirs = ctx.both = ctx.batch
         del ctx.old
 
-    with AttributeLog(ctx) as bindings:
+    with AttributeLog(ctx) as log:
         ctx.own = ctx.both = 2
         elsewhere(act)
     names = ("theirs", "old", "own", "both", "batch")
-    assert [bindings.only_by_others(name) for name in names] == [True, True, False, False, False]
+    assert [log.only_by_others(name) for name in names] == [True, True, False, False, False]
+    assert (log.reads, log.sets, log.deletes) == (set(), {"own", "both"}, set())
 
 
 def test_a_watched_context_behaves_as_usual() -> None:
@@ -105,30 +106,30 @@ def test_two_watching_threads_have_separate_logs() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with AttributeLog(ctx) as bindings:
-            notes.append(bindings)
+        with AttributeLog(ctx) as log:
+            notes.append(log)
             ctx.a = 1
             inside.set()
             assert go_on.wait(10)
 
     thread = threading.Thread(target=watch)
-    with AttributeLog(ctx) as bindings:
+    with AttributeLog(ctx) as log:
         thread.start()
         assert inside.wait(10)
         ctx.b = 2
         go_on.set()
         thread.join(10)
-    assert [bindings.only_by_others(name) for name in "ab"] == [True, False]
+    assert [log.only_by_others(name) for name in "ab"] == [True, False]
     assert [notes[0].only_by_others(name) for name in "ab"] == [False, True]
 
 
-def test_a_context_whose_class_cannot_change_is_not_watched() -> None:
+def test_a_context_whose_class_cannot_change_is_not_logged() -> None:
     """It works as usual; nothing is logged."""
     ctx = SimpleNamespace()
-    with AttributeLog(ctx) as bindings:
+    with AttributeLog(ctx) as log:
         elsewhere(lambda: setattr(ctx, "theirs", 1))
     assert type(ctx) is SimpleNamespace
-    assert not bindings.only_by_others("theirs")
+    assert not log.only_by_others("theirs")
 
 
 def test_no_watcher_stays_after_the_block() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
-from swpipe._engine.program import compile_plan
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import places_of, recorded_uses, releases_of, uses_of
 from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.effects import Effects, Location
@@ -48,7 +48,8 @@ def places(
     of: PipelinePlan, *, streams: bool = False, **changed: Sequence[str] | None
 ) -> dict[str, str]:
     """Attribute to the task at which it goes."""
-    return places_of(resolve_plan(of), uses(**changed), streams=streams)
+    before = HappensBefore.of(resolve_plan(of), streams=streams)
+    return {} if of.keep is None else places_of(before, uses(**changed), of.keep)
 
 
 def test_a_value_goes_after_its_last_user() -> None:
@@ -84,7 +85,8 @@ def test_what_nobody_comes_after_goes_at_the_end_of_the_iteration() -> None:
         keep=[],
     )
     said = {"load": frozenset({"batch"}), "left": frozenset("x"), "right": frozenset("x")}
-    assert places_of(resolve_plan(ends), said, streams=False) == {"batch": "load", "x": "<retire>"}
+    before = HappensBefore.of(resolve_plan(ends), streams=False)
+    assert places_of(before, said, ends.keep or ()) == {"batch": "load", "x": "<retire>"}
 
 
 def test_device_work_is_waited_for_where_there_are_streams() -> None:
@@ -92,8 +94,8 @@ def test_device_work_is_waited_for_where_there_are_streams() -> None:
     of = plan(groups="ccccc", streams="sus--")
 
     def behind(*, streams: bool) -> dict[str, tuple[str, ...]]:
-        program = compile_plan(resolve_plan(of), streams=streams)
-        found = releases_of(program, uses(), ["loss"], streams=streams)
+        before = HappensBefore.of(resolve_plan(of), streams=streams)
+        found = releases_of(before, uses(), ["loss"])
         return {
             name: one.behind for each in found.at.values() for one in each for name in one.names
         }
@@ -106,8 +108,8 @@ def test_device_work_is_waited_for_where_there_are_streams() -> None:
 
 def test_on_one_stream_nothing_waits() -> None:
     """Memory is used again in the order of the stream."""
-    program = compile_plan(resolve_plan(plan()), streams=True)
-    found = releases_of(program, uses(), ["loss"], streams=True)
+    before = HappensBefore.of(resolve_plan(plan()), streams=True)
+    found = releases_of(before, uses(), ["loss"])
     assert {one.behind for each in found.at.values() for one in each} == {()}
 
 

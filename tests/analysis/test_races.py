@@ -36,9 +36,10 @@ from tests.support.safety import (
 )
 from tests.support.strategies import random_plan
 
-SAFE_PLANS = 500
-MUTATED_PLANS = 200
-STALE_PLANS = 300
+SAFE_PLANS = 200
+MUTATED_PLANS = 80
+LOADER_PLANS = 250
+STALE_PLANS = 150
 
 X = Location("x", persistent=False)
 MODEL = Location("model", persistent=True)
@@ -64,7 +65,7 @@ def order_problems(
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None:
-    """No false alarm on 500 safe plans; all unsafe ones refused, for the pairs at fault."""
+    """No false alarm on many safe plans; all unsafe ones refused, for the pairs at fault."""
     safe = unsafe = threaded = too_large = 0
     for seed in count():
         plan, workload = random_pair(seed)
@@ -91,7 +92,7 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool) -> None
 def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
     """Refused is what some interleaving breaks, also for what the loader uses."""
     refused = allowed = groups = 0
-    for seed in range(600):
+    for seed in range(LOADER_PLANS):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = with_loader(random.Random(seed), effects_of(workload))
         try:
@@ -103,16 +104,16 @@ def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
         refused += own
         allowed += not own and any(place.persistent for place in effects[PULL].reads)
         groups += plan.pull_group is not None
-    assert refused > 50
-    assert allowed > 20
-    assert groups > 50
+    assert refused > LOADER_PLANS // 12
+    assert allowed > LOADER_PLANS // 60
+    assert groups > LOADER_PLANS // 12
 
 
 @pytest.mark.slow
 def test_what_lies_further_apart_follows() -> None:
     """In runs of four iterations nothing else goes wrong than in runs of two."""
     explored = 0
-    for seed in range(60):
+    for seed in range(30):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = effects_of(workload)
         for streams in KINDS:
@@ -120,13 +121,13 @@ def test_what_lies_further_apart_follows() -> None:
                 broken = fights(plan, effects, streams=streams, iterations=(3, 4))
                 assert named(order_problems(plan, effects, streams=streams)) == broken
                 explored += 1
-    assert explored > 90
+    assert explored > 45
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bool) -> None:
-    """Each edge of 200 valid plans is taken out in turn."""
+    """Each edge of valid plans is taken out in turn."""
     needed = spare = 0
     for seed in range(MUTATED_PLANS):
         rng = random.Random(seed)

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 
 from swpipe.cli import main
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import MOST_TASKS, MOST_WORK
-from swpipe.core.plan_entries import MOST_ITERATIONS
+from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from tests.core.test_fuzz import COSTS, MODEL, PLANS
 from tests.support.hostile import MOST_IN_ONE_LINE, edited, mostly, replaced
 from tests.support.plans_for_tests import piped

@@ -66,7 +66,7 @@ def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
         ({"capture": dict}, "both capture and restore"),
         ({"state": ""}, "give a name"),
         ({"state": "x", "mode": "a"}, "'r', 'w' or 'rw'"),
-        ({"capture": dict, "restore": print, "memory": []}, "no state that lies in it"),
+        ({"capture": dict, "restore": print, "memory": []}, "memory is given, and no state"),
     ],
 )
 def test_a_declaration_must_make_sense(wrong: dict[str, object], says: str) -> None:

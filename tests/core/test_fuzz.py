@@ -21,8 +21,8 @@ from swpipe.errors import PlanError
 from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 
-QUICK = 25
-SLOW = 250
+QUICK = 15
+SLOW = 100
 
 NAME = mostly(st.sampled_from(["a", "b", "c", "d e", "f.g"]))
 KEY = st.integers(0, 29).flatmap(

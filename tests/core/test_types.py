@@ -94,12 +94,18 @@ with SWPipeline(PipelinePlan.serial([forward]), [forward], context=Ctx) as pipe:
 """
 
 
-def errors(program: str, folder: Path) -> dict[int, str]:
-    """What ``mypy --strict`` reports: line to message."""
+PROGRAMS = {"typed": TYPED, "free": FREE, "misspelt": MISSPELT}
+
+
+@pytest.fixture(scope="module", name="errors")
+def errors_by_line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
+    """What ``mypy --strict`` reports of each program: line to message."""
+    folder = tmp_path_factory.mktemp("types")
     (folder / "mypy.ini").write_text(CONFIG)
-    (folder / "program.py").write_text(program)
+    for name, text in PROGRAMS.items():
+        (folder / f"{name}.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", folder.parent / "cache", "program.py"],
+        [sys.executable, "-m", "mypy", "--cache-dir", "cache", *(f"{n}.py" for n in PROGRAMS)],
         cwd=folder,
         # An installed swpipe is found without the path, and refused on it.
         env=os.environ | ({"MYPYPATH": str(ROOT)} if "site-packages" not in ROOT.parts else {}),
@@ -109,20 +115,21 @@ def errors(program: str, folder: Path) -> dict[int, str]:
         timeout=300,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    lines = re.findall(r"^program.py:(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^(\w+)\.py:(\d+): error: (.*)$", done.stdout, re.MULTILINE)
     assert len(lines) == done.stdout.count(": error: "), done.stdout
-    return {int(line): message for line, message in lines}
+    return {
+        name: {int(line): message for of, line, message in lines if of == name} for name in PROGRAMS
+    }
 
 
-@pytest.mark.parametrize("program", [TYPED, FREE], ids=["typed", "free"])
-def test_a_right_program_has_no_errors(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["typed", "free"])
+def test_a_right_program_has_no_errors(program: str, errors: dict[str, dict[int, str]]) -> None:
     """Types are inferred; contexts without a class of the user's have any attribute."""
-    assert errors(program, tmp_path) == {}
+    assert errors[program] == {}
 
 
-def test_a_misspelt_attribute_is_found(tmp_path: Path) -> None:
+def test_a_misspelt_attribute_is_found(errors: dict[str, dict[int, str]]) -> None:
     """Read or set, in a task and outside, with its line."""
     marked = [n for n, line in enumerate(MISSPELT.splitlines(), 1) if line.endswith("# here")]
-    found = errors(MISSPELT, tmp_path)
-    assert sorted(found) == marked
-    assert all('"Ctx" has no attribute "lsos"' in message for message in found.values())
+    assert sorted(errors["misspelt"]) == marked
+    assert all('"Ctx" has no attribute "lsos"' in each for each in errors["misspelt"].values())

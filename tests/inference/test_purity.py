@@ -112,7 +112,17 @@ def plainly(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
 # ------------------------------------------------------------------ lies
 
 Lie = Callable[[Job], Callable[[Any], Any]]
-LIES: dict[str, tuple[Lie, str]] = {}
+LIES: dict[str, tuple[Lie, str]] = {
+    "a trained parameter": (
+        lambda job: lambda ctx: job.looked_up(ctx) * job.model.weight,
+        "float32",
+    ),
+    "a trained parameter's data": (
+        lambda job: lambda ctx: job.looked_up(ctx) + job.model.weight.data,
+        "float32",
+    ),
+    "a draw": (lambda job: lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), "generator"),
+}
 """Name to what makes ``decode``, and what the error has to name."""
 
 
@@ -124,16 +134,6 @@ def lie(name: str, names: str) -> Callable[[Lie], Lie]:
         return make
 
     return enter
-
-
-@lie("a trained parameter", "float32")
-def trained(job: Job) -> Callable[[Any], Any]:
-    return lambda ctx: job.looked_up(ctx) * job.model.weight
-
-
-@lie("a trained parameter's data", "float32")
-def trained_data(job: Job) -> Callable[[Any], Any]:
-    return lambda ctx: job.looked_up(ctx) + job.model.weight.data
 
 
 @lie("a trained parameter under inference mode", "float32")
@@ -166,11 +166,6 @@ def written_out(job: Job) -> Callable[[Any], Any]:
 def batch_norm(job: Job) -> Callable[[Any], Any]:
     job.norm.train()
     return lambda ctx: job.norm(job.looked_up(ctx))
-
-
-@lie("a draw", "generator")
-def draw(job: Job) -> Callable[[Any], Any]:
-    return lambda ctx: job.looked_up(ctx) + torch.rand(3, 4)
 
 
 @lie("Dropout", "generator")
@@ -310,7 +305,16 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
 # ------------------------------------------------------------------ honest tasks
 
 Honest = Callable[[Job], list[PipelineTask]]
-HONEST: dict[str, Honest] = {}
+HONEST: dict[str, Honest] = {
+    "a frozen table": lambda job: job.tasks(job.looked_up),
+    "a frozen model": lambda job: job.tasks(lambda ctx: job.norm(job.features(job.looked_up(ctx)))),
+    "draws of a random task": lambda job: job.tasks(
+        lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), random=True, io=[NOBODY_ELSE]
+    ),
+    "a module that it has in eval mode each time": lambda job: job.tasks(
+        lambda ctx: job.features.eval()(job.looked_up(ctx))
+    ),
+}
 
 
 def honest(name: str) -> Callable[[Honest], Honest]:
@@ -321,16 +325,6 @@ def honest(name: str) -> Callable[[Honest], Honest]:
         return make
 
     return enter
-
-
-@honest("a frozen table")
-def frozen_table(job: Job) -> list[PipelineTask]:
-    return job.tasks(job.looked_up)
-
-
-@honest("a frozen model")
-def frozen_model(job: Job) -> list[PipelineTask]:
-    return job.tasks(lambda ctx: job.norm(job.features(job.looked_up(ctx))))
 
 
 @honest("a cache of its own")
@@ -371,13 +365,6 @@ def loaders_batch(job: Job) -> list[PipelineTask]:
     return job.tasks(decode)
 
 
-@honest("draws of a random task")
-def random_draws(job: Job) -> list[PipelineTask]:
-    return job.tasks(
-        lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), random=True, io=[NOBODY_ELSE]
-    )
-
-
 @honest("a generator of its own")
 def own_generator(job: Job) -> list[PipelineTask]:
     def decode(ctx: Any) -> Tensor:
@@ -391,11 +378,6 @@ def own_generator(job: Job) -> list[PipelineTask]:
 def copied(job: Job) -> list[PipelineTask]:
     first = job.model.weight.detach().clone()
     return job.tasks(lambda ctx: job.looked_up(ctx) * first)
-
-
-@honest("a module that it has in eval mode each time")
-def always_eval(job: Job) -> list[PipelineTask]:
-    return job.tasks(lambda ctx: job.features.eval()(job.looked_up(ctx)))
 
 
 @honest("a module that another task has in train mode")
@@ -534,7 +516,7 @@ def test_what_a_lie_touched_is_named_without_a_look_at_gradients(
     monkeypatch.setattr(states, "grad_or_none", looked.append)
     job = Job()
     with pytest.raises(PlanError, match=r"'decode' is pure"):
-        for _ in under_overlap(job, job.tasks(trained(job))):
+        for _ in under_overlap(job, job.tasks(LIES["a trained parameter"][0](job))):
             pass
     assert looked == []
 
@@ -559,7 +541,7 @@ def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:
 def test_lies_are_let_go_where_nobody_looks() -> None:
     """``check_effects=False`` is the user's own word."""
     job = Job()
-    tasks = job.tasks(trained(job))
+    tasks = job.tasks(LIES["a trained parameter"][0](job))
     with SWPipeline(AHEAD, tasks, device="cpu", check_effects=False) as pipe:
         assert len([*pipe.iterate(job.batches)]) == BATCHES
 

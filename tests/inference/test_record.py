@@ -210,11 +210,10 @@ def test_a_task_that_communicates_is_globally_ordered(tmp_path: Any) -> None:
             torch.distributed.all_reduce(ctx.batch)
 
         tasks = [PipelineTask("reduce", reduce, pure=True), PipelineTask("rest", nothing)]
-        plan = record(tasks, torch.ones(2), device="cpu").plan()
         found = record(tasks, torch.ones(2), device="cpu")
     finally:
         torch.distributed.destroy_process_group()
-    assert [entry.globally_ordered for entry in plan.schedule.values()] == [True, False]
+    assert [e.globally_ordered for e in found.plan().schedule.values()] == [True, False]
     assert writes(found, "reduce") == {"ctx.batch"}
     assert any("'reduce' communicates" in note for note in found.notes)
 
@@ -490,6 +489,10 @@ def test_an_evaluation_keeps_its_order_with_whoever_runs_the_model() -> None:
         ctx.score = model(ctx.batch).sum()
         model.train()
 
+    def switch(ctx: Any) -> None:
+        model.train(not model.training)
+
     found = recorded(forward, evaluate, batch=torch.ones(3, 4))
     assert {("evaluate", "forward", 0), ("forward", "evaluate", 1)} <= orders(found)
     assert "Sequential mode" in writes(found, "evaluate") & reads(found, "forward")
+    assert "Sequential mode" in writes(recorded(forward, switch, batch=torch.ones(3, 4)), "switch")

@@ -151,7 +151,7 @@ def test_separately_used_parts_of_a_model_are_separate_states() -> None:
         train.__name__ = name
         return train
 
-    found = recorded(half("a"), half("b"), batch=BATCH)
+    found = recorded(half("a"), half("b"), batch=BATCH, state={"model": model})
     assert writes(found, "a").isdisjoint(writes(found, "b"))
     assert orders(found) == set()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from swpipe.core.task import PipelineTask
 from swpipe.shortcut import Shortcuts
-from swpipe.shortcut.gradients import LeafGradients, OwnLeaf, leaves_behind
+from swpipe.shortcut.leaf_gradients import LeafGradients, OwnLeaf, leaves_behind
 
 
 def used(parameter: Tensor, gradient: Tensor) -> OwnLeaf:

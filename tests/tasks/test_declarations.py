@@ -11,8 +11,7 @@ pytest.importorskip("torchrec")
 
 from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
-from swpipe.analysis.validation import validate
-from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sharded_clicks, sparse_dist
@@ -42,11 +41,12 @@ def _unproved(
                 found.append(f"{name}: {undeclared} are undeclared")
         except PlanError as error:
             found.append(f"{name}: {error}")
-        resolved = validate(make(), tasks)
         found += [
             f"{name}: is not proved, with streams={streams}"
             for streams in (False, True)
-            if not is_proved_by_declarations(resolved, tasks, streams=streams)
+            if not verify_for_run(
+                make(), tasks, None, device="cpu", streams=streams
+            ).proved_by_declarations()
         ]
     return found
 

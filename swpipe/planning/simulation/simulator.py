@@ -45,6 +45,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from swpipe._engine.program import ADMIT, BEGIN, compile_plan
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import Places
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
@@ -203,7 +204,7 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     if plan.keep is None:  # whatever it was measured under
         blocks = tuple(replace(block, users=()) for block in blocks)
     else:
-        going = Places(program, streams)
+        going = Places(HappensBefore(program, streams=streams))
         places = {block.users: going.after(block.users) for block in blocks}
     memory = replace(costs.memory, blocks=blocks)
     used = made_on if streams and plan.names_streams else None

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule, pipeline
 from swpipe._engine import program, release
 from swpipe._engine import run as executor
-from swpipe._engine.lane import LaneRunner
 from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.release import WaitingMemory
-from swpipe._engine.run import Run
+from swpipe._engine.run import LaneRunner, Run
 from swpipe.analysis import last_readers
+from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.resolved import resolve_plan
 from tests.device import virtual
 from tests.device.virtual import (
@@ -205,13 +205,18 @@ def _instructions(
 
 
 def _program(change: Callable[[Program], Program]) -> Callable[[pytest.MonkeyPatch], None]:
-    def remove(patch: pytest.MonkeyPatch) -> None:
-        compile_plan = program.compile_plan
-        patch.setattr(
-            last_readers, "compile_plan", lambda *args, **kw: change(compile_plan(*args, **kw))
-        )
+    return lambda patch: _run_instead(lambda plan: change(plan.program), patch)
 
-    return remove
+
+def _run_instead(program_of: Callable[[VerifiedPlan], Program], patch: pytest.MonkeyPatch) -> None:
+    """Run another program than the one that was verified."""
+    verify_for_run = pipeline.verify_for_run
+
+    def changed(*args: Any, **named: Any) -> VerifiedPlan:
+        verified = verify_for_run(*args, **named)
+        return replace(verified, program=program_of(verified))
+
+    patch.setattr(pipeline, "verify_for_run", changed)
 
 
 def _host_waits(ins: Instruction) -> Instruction:
@@ -258,12 +263,14 @@ def add_wait(consumer: str, producer: str, patch: pytest.MonkeyPatch) -> None:
 
 def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPatch) -> None:
     """Compile another plan than the one that was given."""
-    compile_plan = program.compile_plan
-    patch.setattr(
-        last_readers,
-        "compile_plan",
-        lambda resolved, **kw: compile_plan(resolve_plan(change(resolved.plan)), **kw),
-    )
+
+    def compiled(verified: VerifiedPlan) -> Program:
+        resolved = resolve_plan(change(verified.plan))
+        found = program.compile_plan(resolved, streams=verified.before.streams)
+        releases = verified.releases
+        return found if releases is None else last_readers._recording(found, releases)
+
+    _run_instead(compiled, patch)
 
 
 def _stream_order(patch: pytest.MonkeyPatch) -> None:

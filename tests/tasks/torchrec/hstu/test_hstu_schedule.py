@@ -9,8 +9,7 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
-from swpipe.analysis.validation import validate
-from swpipe.analysis.verification import is_proved_by_declarations
+from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
 from swpipe.plans.torchrec.hstu_schedule import (
     HSTU_DEFAULT_THREAD_MAP,
@@ -120,11 +119,12 @@ def test_a_declaration_alone_does_not_run() -> None:
 
 def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
     """The kinds of devices on which a plan is not right by the tasks' declarations alone."""
-    resolved = validate(plan, tasks)
     return [
         f"with streams={streams}"
         for streams in (False, True)
-        if not is_proved_by_declarations(resolved, tasks, streams=streams)
+        if not verify_for_run(
+            plan, tasks, None, device="cpu", streams=streams
+        ).proved_by_declarations()
     ]
 
 
