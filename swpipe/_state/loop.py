@@ -124,13 +124,19 @@ def refuse_scripted(found: Iterable[Owner]) -> None:
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
     """Modules, tensors and objects with ``state_dict`` in the memory of declared states."""
     seen: set[int] = set()
-    for io in (io for task in tasks for io in task.io if io.memory is not None):
+    for _, io, owner in declared_memory(tasks):
+        if id(owner) not in seen and (isinstance(owner, Tensor) or has_state(owner)):
+            seen.add(id(owner))
+            yield Owner(str(io.state), owner)
+
+
+def declared_memory(
+    tasks: Iterable[PipelineTask],
+) -> Iterator[tuple[PipelineTask, DeclaredIO, Any]]:
+    """What lies in the memory of declared states, and who declares it; this rank's shards."""
+    for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
         for child in (child for node in nodes_in([io.memory]) for child in node.children):
-            for owner in unsharded(child):
-                restorable = isinstance(owner, Tensor) or has_state(owner)
-                if restorable and id(owner) not in seen:
-                    seen.add(id(owner))
-                    yield Owner(str(io.state), owner)
+            yield from ((task, io, owner) for owner in unsharded(child))
 
 
 class Captured:

@@ -37,7 +37,6 @@ class Kind(NamedTuple):
         fill: ``fill(new, value, children)`` makes ``new`` like ``value``, with these children.
         make: ``make(value, old, children)`` returns a container like ``value``, with ``children``
             in place of the ``old`` ones.
-        attributes: The keys are attributes.
     """
 
     children: Items = _none
@@ -45,7 +44,6 @@ class Kind(NamedTuple):
     empty: Callable[[Any], Any] = copy.copy
     fill: Callable[[Any, Any, Sequence[Any]], None] | None = None
     make: Callable[[Any, Sequence[Any], Sequence[Any]], Any] | None = None
-    attributes: bool = False
 
 
 def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
@@ -104,7 +102,7 @@ def by_attributes(cls: Any) -> Kind:
             else:
                 vars(new)[name] = child
 
-    return Kind(lambda value: named(value).values(), named, empty, fill, attributes=True)
+    return Kind(lambda value: named(value).values(), named, empty, fill)
 
 
 def _slots_of(cls: type) -> Iterator[str]:

@@ -75,16 +75,15 @@ class Fingerprint:
         self._states: list[TensorState] = []
         self._copies: list[Tensor | None] = []
         self._buffers: list[tuple[Any, bytes]] = []
-        for part in parts_in(value, _part if objects else None):
-            one = part.value
+        for one, kind, children in parts_in(value, _part if objects else None):
             if isinstance(one, Parameter):
                 self.leaves.append(one)
-            elif part.kind is TENSOR:
+            elif kind is TENSOR:
                 self.tensors.append(one)
                 self._states.append(TensorState.of(one))
                 self._copies.append(_inference_copy(one))
-            elif part.kind is not _CLOSED and part.kind is not _OBJECTS:
-                self.nodes.append(Node(one, tuple(part.kind.keys(one)), part.children))
+            elif kind is not _CLOSED and kind is not _OBJECTS:
+                self.nodes.append(Node(one, tuple(kind.keys(one)), children))
             elif (digest := _digest(one)) is not None:
                 self._buffers.append((one, digest))
             else:

@@ -21,7 +21,7 @@ keys are not searched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,8 @@ from swpipe._values.containers import (
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
-    """A tensor, or a container with what is in it now, one level deep."""
-
-    value: Any
-    kind: Kind
-    children: tuple[Any, ...]
+Part: TypeAlias = tuple[Any, Kind, tuple[Any, ...]]
+"""A tensor or a container, its kind, and what is in it now, one level deep."""
 
 
 class Node(NamedTuple):
@@ -86,20 +82,23 @@ def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> I
         if id(value) in seen:
             continue
         seen[id(value)] = value
+        if kind is TENSOR:
+            yield value, kind, ()
+            continue
         children = tuple(kind.children(value))
-        yield Part(value, kind, children)
+        yield value, kind, children
         # Most children are plain values: a turn for each would be most of the walk's time.
-        stack.extend(child for child in reversed(children) if KINDS.get(type(child)) is not LEAF)
+        stack += [child for child in reversed(children) if KINDS.get(type(child)) is not LEAF]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in ``value``, each once, in depth-first order."""
-    return iter([part.value for part in parts_in(value) if part.kind is TENSOR])
+    return iter([part for part, kind, _ in parts_in(value) if kind is TENSOR])
 
 
 def tensors_held(value: Any) -> Iterator[Tensor]:
     """These, and those in attributes of objects with a ``to`` method."""
-    return iter([part.value for part in parts_in(value, _with_to) if part.kind is TENSOR])
+    return iter([part for part, kind, _ in parts_in(value, _with_to) if kind is TENSOR])
 
 
 def _with_to(value: Any) -> Kind | None:
@@ -118,8 +117,8 @@ def leaves_in(value: Any) -> Iterator[Any]:
     """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
     if kind_of(type(value)) is LEAF:
         yield value
-    for part in parts_in(value):
-        yield from (child for child in part.children if kind_of(type(child)) is LEAF)
+    for _, _, children in parts_in(value):
+        yield from (child for child in children if kind_of(type(child)) is LEAF)
 
 
 def map_tensors(
@@ -135,37 +134,44 @@ def map_tensors(
     changed, are the same objects. With ``own``, objects with a ``to`` method are replaced by
     ``own(object)``, and not opened. The nesting depth is limited by Python's recursion limit.
     """
-    memo: dict[int, tuple[Any, Any]] = {}  # with what was seen, as in ``parts_in``
-
-    def rebuilt(value: Any) -> Any:
-        cls = type(value)
-        kind = KINDS.get(cls) or kind_of(cls)
-        if kind is LEAF and (own is None or not has_to(cls)):
-            return value if leaf is None else leaf(value)
-        known = memo.get(id(value))
-        if known is not None:
-            return known[1]
-        if kind is TENSOR:
-            new = fn(value)
-        elif own is not None and has_to(cls):
-            new = own(value)
-        elif kind.fill is not None:
-            new = kind.empty(value)
-            # Stored before its children are built: one of them may contain the container itself.
-            memo[id(value)] = (value, new)
-            kind.fill(new, value, [rebuilt(child) for child in kind.children(value)])
-        else:
-            old = tuple(kind.children(value))
-            remade = tuple(rebuilt(child) for child in old)
-            known = memo.get(id(value))
-            if known is not None:  # built in the meantime, through a cycle
-                return known[1]
-            new = kind.make(value, old, remade) if kind.make else value
-        memo[id(value)] = (value, new)
-        return new
-
-    result: T = rebuilt(value)
+    result: T = _rebuilt(value, fn, leaf, own, {})
     return result
+
+
+# Not a function within the one above: it would hold itself, and all that it has seen, in a cycle.
+def _rebuilt(
+    value: Any,
+    fn: Callable[[Tensor], Any],
+    leaf: Callable[[Any], Any] | None,
+    own: Callable[[Any], Any] | None,
+    memo: dict[int, tuple[Any, Any]],
+) -> Any:
+    cls = type(value)
+    kind = KINDS.get(cls) or kind_of(cls)
+    if kind is LEAF and (own is None or not has_to(cls)):
+        return value if leaf is None else leaf(value)
+    known = memo.get(id(value))
+    if known is not None:
+        return known[1]
+    if kind is TENSOR:
+        new = fn(value)
+    elif own is not None and has_to(cls):
+        new = own(value)
+    elif kind.fill is not None:
+        new = kind.empty(value)
+        # Stored before its children are built: one of them may contain the container itself.
+        memo[id(value)] = (value, new)
+        children = [_rebuilt(child, fn, leaf, own, memo) for child in kind.children(value)]
+        kind.fill(new, value, children)
+    else:
+        old = tuple(kind.children(value))
+        remade = tuple(_rebuilt(child, fn, leaf, own, memo) for child in old)
+        known = memo.get(id(value))
+        if known is not None:  # built in the meantime, through a cycle
+            return known[1]
+        new = kind.make(value, old, remade) if kind.make else value
+    memo[id(value)] = (value, new)
+    return new
 
 
 def grad_or_none(tensor: Tensor) -> Tensor | None:
@@ -205,15 +211,22 @@ def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
 
 def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
     """The tensors on an accelerator, gradients included, and objects without a tensor."""
-    parts = [*parts_in(value, _with_to)]
-    found: list[Tensor] = [part.value for part in parts if part.kind is TENSOR]
-    able = [p.value for p in parts if p.kind is not TENSOR and has_record_stream(type(p.value))]
-    opaque = [one for one in able if next(tensors_held(one), None) is None]
+    found: list[Tensor] = []
+    opaque: list[Any] = []
+    for part, kind, children in parts_in(value, _with_to):
+        if kind is TENSOR:
+            found.append(part)
+        elif has_record_stream(type(part)) and not any(map(_holds_tensor, children)):
+            opaque.append(part)
     leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
     found += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
     there = [t for t in found if not (t.is_cpu or t.is_meta)]
     return [part for t in there for part in parts_of(t) if not part.is_cpu], opaque
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(kind is TENSOR for _, kind, _ in parts_in(value, _with_to))
 
 
 def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:

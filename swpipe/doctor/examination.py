@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from swpipe._distributed.rank_checks import is_alone
 from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
-from swpipe.core.costs import CostModel
+from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import declared_effects
 from swpipe.core.loaders import unprepared
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
-from swpipe.doctor.diagnosis import Diagnosis, Finding, Headroom
+from swpipe.doctor.diagnosis import Diagnosis, Finding
 from swpipe.doctor.environment import environment_findings
 from swpipe.doctor.headroom import measure_headroom
 from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
@@ -31,7 +31,8 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
-from swpipe.profiler.spread import ms
+from swpipe.profiler.result import ProfileResult
+from swpipe.profiler.spread import Estimate, ms
 from swpipe.profiler.trial_state import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -57,6 +58,7 @@ def diagnose(
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
     rounds: int = 4,
+    profile: ProfileResult | None = None,
 ) -> Diagnosis:
     """Find what keeps work from overlapping, and how much overlap can gain at most.
 
@@ -74,6 +76,8 @@ def diagnose(
         state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
         rounds: Visits to each shortcut, 2 or more; more make the headroom's intervals narrower.
+        profile: Of the same loop, if there is one: the findings are of its figures, and the
+            headroom is not measured.
 
     Raises:
         ValueError: The loader has no batch, or ``rounds`` is too small.
@@ -100,14 +104,20 @@ def diagnose(
         saved = trial_state(pipe, batches[0], state, copy)
         recorder = _watch(pipe, saved, batches, copy)
         costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=called)
-        pulls = None if called is None else Pulls(called)
-        timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
-        headroom = measure_headroom(timer, saved, costs, rounds)
+        headroom = None
+        if profile is None:
+            pulls = None if called is None else Pulls(called)
+            timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
+            headroom = measure_headroom(timer, saved, costs, rounds)
+            step_s, pulled = headroom.step.value_s, headroom.cached
+        else:
+            step_s, pulled = profile.baseline_s, profile.exposed(PULL)
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
     found += _graph_breaks()
-    found += _loader_findings(workers, costs, headroom) if called is not None else ()
-    found += _lock_findings(given, costs, headroom.step.value_s)
+    if pulled is not None and pulled.is_clear and pulled.value_s >= _SHARE * step_s:
+        found.append(_loader_finding(workers, costs.tasks[PULL], pulled))
+    found += _lock_findings(given, costs, step_s)
     names = listed([each.name for each in given])
     return Diagnosis(tuple(found), headroom, f"{names}, on device {where.name}")
 
@@ -179,21 +189,16 @@ def _graph_breaks() -> Iterator[Finding]:
         yield Finding("graph-break", f"{file}:{line}", text, mend)
 
 
-def _loader_findings(workers: int, costs: CostModel, headroom: Headroom) -> Iterator[Finding]:
-    saved, step_s = headroom.cached, headroom.step.value_s
-    if saved is None or not saved.is_clear or saved.value_s < _SHARE * step_s:
-        return
+def _loader_finding(workers: int, cost: TaskCost, saved: Estimate) -> Finding:
     takes = f"{ms(saved.value_s)} ± {ms(saved.spread_s)} ms of a step"
     if workers:
         text = f"the loop waits for the loader's {workers} workers, {takes}"
         mend = "more workers, or less work for each batch; prefetch_factor if batches are uneven"
-        yield Finding("slow-loader", "loader", text, mend)
-        return
-    cost = costs.tasks[PULL]
+        return Finding("slow-loader", "loader", text, mend)
     how = "on the CPU" if cost.gil_us > cost.host_us / 2 else "mostly blocked"
     text = f"batches are made in this process, between two steps: {takes}, {how}"
     mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
-    yield Finding("loader-in-process", "loader", text, mend)
+    return Finding("loader-in-process", "loader", text, mend)
 
 
 def _lock_findings(

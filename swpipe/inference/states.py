@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from swpipe._state.loop import declared_memory
 from swpipe._values.containers import LEAF, kind_of
 from swpipe._values.owners import Owner
 from swpipe._values.stateful import (
@@ -30,7 +31,7 @@ from swpipe._values.stateful import (
     named_modules_in,
 )
 from swpipe._values.storages import StorageId, nbytes
-from swpipe._values.walk import grad_or_none, nodes_in, tensors_in, unsharded
+from swpipe._values.walk import grad_or_none, tensors_in, unsharded
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.errors import PlanError, Problem
 
@@ -211,16 +212,15 @@ def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO
 
 def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
     """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
-    for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
-        for item in (child for node in nodes_in([io.memory]) for child in node.children):
-            if isinstance(item, Module):
-                for _, one in items_of("", item):
-                    yield from ((task, io, part) for part in unsharded(one))
-            elif isinstance(item, Tensor) or hasattr(item, "local_shards"):
-                yield from ((task, io, part) for part in unsharded(item))
-            elif kind_of(type(item)) is LEAF and not has_state_dict(item):
-                what = f"{item!r}: give tensors, modules, or objects with state_dict"
-                raise _refused(task, io, what)
+    for task, io, item in declared_memory(tasks):
+        if isinstance(item, Module):
+            for _, one in items_of("", item):
+                yield from ((task, io, part) for part in unsharded(one))
+        elif isinstance(item, Tensor):
+            yield task, io, item
+        elif kind_of(type(item)) is LEAF and not has_state_dict(item):
+            what = f"{item!r}: give tensors, modules, or objects with state_dict"
+            raise _refused(task, io, what)
 
 
 def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:

@@ -75,11 +75,7 @@ class BatchesAhead:
         return BatchAsPulled(batch, keep=self._keeps) if self._looks else None
 
     def add(self, pulled: BatchAsPulled | None) -> None:
-        """A batch was pulled.
-
-        Raises:
-            RuntimeError: It is in the memory of an earlier one that tasks or the body may use.
-        """
+        """A batch was pulled."""
         if pulled is None:
             return
         for earlier in (*self._of_body, *self._batches) if self._makes else ():
@@ -115,9 +111,6 @@ class BatchesAhead:
         """Refuse to go on where the loader has batches that were dropped, and may give them again.
 
         What it makes anew has gone with the pass.
-
-        Raises:
-            RuntimeError: It has, and tasks that ran ahead have modified them.
         """
         if all(gone() for gone in self._gone):
             return

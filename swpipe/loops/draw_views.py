@@ -103,11 +103,7 @@ class DrawViews(TorchDispatchMode):
         self.found = None
 
     def begin_batch(self, number: int) -> None:
-        """The loop comes to the batch of a pull that has ended: set the generator for it.
-
-        Raises:
-            RuntimeError: Others have drawn since the last pull that drew.
-        """
+        """The loop comes to the batch of a pull that has ended: set the generator for it."""
         while self._left and self._left[0][0] <= number:
             _, state = self._left.popleft()
             self._check_set()

@@ -138,9 +138,6 @@ class LoaderDraws:
         Args:
             alone: It is made in turn, and measured.
             ahead: Earlier batches have not been handed out.
-
-        Raises:
-            RuntimeError: Others have drawn from a generator that the loader has drawn from ahead.
         """
         measures = alone and self._measures
         before = self._generators.read(None if measures else self.names | self._generators.own)
@@ -173,11 +170,7 @@ class LoaderDraws:
         return {name: states[name] for name in self.names & states.keys()}
 
     def check_others(self) -> None:
-        """Refuse what others have drawn since the last pull; while no pull is under way.
-
-        Raises:
-            RuntimeError: They have, from a generator that the loader has drawn from ahead.
-        """
+        """Refuse what others have drawn since the last pull; while no pull is under way."""
         if shared := self.drawn_by_others():
             self._refuse(shared)
 

@@ -86,9 +86,6 @@ class LoaderPass:
     Args:
         of: The loader, and how it is pulled.
         saved: Where to go on in mid-pass, as ``state_dict`` returned it; None for a new pass.
-
-    Raises:
-        ValueError: The loader does not lead there.
     """
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
@@ -161,11 +158,7 @@ class LoaderPass:
     # --------------------------------------------------------------- what the caller does
 
     def make_ready(self) -> None:
-        """The caller asks for one iteration more.
-
-        Raises:
-            RuntimeError: The loop has changed what was used ahead, or drawn what the loader draws.
-        """
+        """The caller asks for one iteration more."""
         with self._lock:
             if self._sampling is None:
                 self._sampling = read_in_pass(torchs(self._of.loader))
@@ -186,11 +179,7 @@ class LoaderPass:
         _refuse_changed(changed)
 
     def begin_batch(self) -> None:
-        """The caller's tasks come to the next batch, or all of its batches were handed out.
-
-        Raises:
-            RuntimeError: The loop has drawn what the loader draws, or changed what it reads.
-        """
+        """The caller's tasks come to the next batch, or all of its batches were handed out."""
         of, number = self._of, self.handed_out + 1
         if of.views is not None:
             of.views.begin_batch(number)
@@ -204,11 +193,7 @@ class LoaderPass:
             self._ahead.hand_out()
 
     def end(self) -> None:
-        """The caller got the last batch, and asks for no more: the loader is asked, as a for would.
-
-        Raises:
-            ValueError: It has more.
-        """
+        """The caller got the last batch, and asks for no more: ask the loader, as a for would."""
         if not self.ended:
             if self._of.turns is not None:
                 self._of.turns.settle()
@@ -256,11 +241,7 @@ class LoaderPass:
         return frozenset()
 
     def goes_on(self) -> bool:
-        """Whether a new pass is the rest of this one.
-
-        Raises:
-            RuntimeError: Tasks that ran ahead have modified its batches.
-        """
+        """Whether a new pass is the rest of this one."""
         loader = self._of.loader
         if self.lost and self._is_own_iterator:
             raise RuntimeError(
@@ -273,11 +254,7 @@ class LoaderPass:
         return goes_on(loader) and not self.ended
 
     def check_modified(self) -> None:
-        """Refuse to go on where the loader may give batches again that were dropped.
-
-        Raises:
-            RuntimeError: Tasks that ran ahead have modified them.
-        """
+        """Refuse to go on where the loader may give batches again that were dropped."""
         self._ahead.check_modified()
 
     def undo(self) -> None:
@@ -302,11 +279,7 @@ class LoaderPass:
         self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
 
     def await_pull(self) -> None:
-        """Wait until no batch is being pulled any more.
-
-        Raises:
-            RuntimeError: The loader does not return.
-        """
+        """Wait until no batch is being pulled any more."""
         with self._lock:
             if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
                 raise RuntimeError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Self, TypeVar
@@ -261,41 +261,51 @@ def loop_over(
     keep: Sequence[str] | None,
     **options: Any,
 ) -> L:
-    """A loop of a kind.
+    """A loop of a kind, for ``overlap`` and ``ahead``, whose arguments the others are.
 
     Args:
         kind: The loop's class.
-        loader: As for ``overlap``, and so are the others.
+        loader: As for ``overlap``.
         given: All tasks.
-        pull_ahead: None: if the loader is known to be apart.
+        pull_ahead: As for ``overlap``.
         said: That workers which live on draw and count nothing is said, too.
         depth: As in a plan; None for the default.
         keep: As in a plan.
         options: Of the pipeline.
-
-    Raises:
-        ValueError: Another loop pulls ahead from the loader.
-        TypeError: The loader cannot be iterated over.
-        PlanError: The plan cannot run.
     """
     if isinstance(loader, ResumableLoop):
         raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
     if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
     ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
-    if ahead:
-        _check_shared(loader)
-    leading = tuple(takewhile(_may_run_ahead, given)) if ahead else ()
+    if ahead and hasattr(type(loader), "__next__") and id(loader) in _pulled:
+        raise ValueError(
+            f"another loop pulls ahead from this iterator ({type(loader).__name__}), and has "
+            "batches of it that this one would miss: an iterator is pulled ahead by one loop. "
+            "close() the other one, or go on with it"
+        )
+    # A random task seeds torch's default generators, which all threads share, while it runs: the
+    # body, or another task, may draw from them at the same time.
+    leading = tuple(takewhile(lambda one: one.pure and not one.random, given)) if ahead else ()
+    behind = given[len(leading) :]
+    why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(behind, ahead))
+    if not ahead and pull_ahead is None:
+        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=3)
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
-        rest = given[len(leading) :]
-        leading = (loader.unpack, *leading)
-        given = (*leading, loader.show, *rest)
-    found, given = _choose(loader, given, leading, ahead, pull_ahead)
-    plan = found.plan
+        leading, behind = (loader.unpack, *leading), (loader.show, *behind)
+    if ahead and not behind:  # the body of the loop is what they run ahead of
+        behind = (HAND_OVER,)
+    given = (*leading, *behind)
+    if leading:
+        plan = prefetch_plan(leading, behind, pull_group=_GROUP)
+    else:
+        plan = PipelinePlan.serial(given)
+        if ahead:
+            plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
     if keep is not None or depth is not None:
         plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
-        found = replace(found, plan=plan)
+    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
@@ -305,87 +315,42 @@ def loop_over(
     return loop
 
 
-def _may_run_ahead(one: PipelineTask) -> bool:
-    # A random task seeds torch's default generators, which all threads share, while it runs: the
-    # body, or another task, may draw from them at the same time.
-    return one.pure and not one.random
-
-
-def _check_shared(loader: Iterable[Any]) -> None:
-    if hasattr(type(loader), "__next__") and id(loader) in _pulled:
-        raise ValueError(
-            f"another loop pulls ahead from this iterator ({type(loader).__name__}), and has "
-            "batches of it that this one would miss: an iterator is pulled ahead by one loop. "
-            "close() the other one, or go on with it"
+def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[str]:
+    if pull_ahead is False:
+        yield "The loader is pulled in turn (pull_ahead=False)."
+    elif not ahead:
+        what, mend = why_not_apart(loader)
+        yield (
+            f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
+            "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for "
+            "more than its batches."
         )
 
 
-def _choose(
-    loader: Iterable[Any],
-    given: tuple[PipelineTask, ...],
-    leading: Sequence[PipelineTask],
-    ahead: bool,
-    pull_ahead: bool | None,
-) -> tuple[Overlap, tuple[PipelineTask, ...]]:
-    """What runs ahead, and the tasks."""
-    why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(given, len(leading), ahead))
-    if not ahead and pull_ahead is None:
-        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
-    if ahead and len(leading) == len(given):  # the body of the loop is what they run ahead of
-        given = (*given, HAND_OVER)
-    names = tuple(one.name for one in leading)
-    if leading:
-        plan = prefetch_plan(leading, given[len(leading) :], pull_group=_GROUP)
-    else:
-        plan = PipelinePlan.serial(given)
-        if ahead:
-            plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
-    return Overlap(plan, names, ahead, why), given
-
-
-def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> tuple[str, ...]:
-    if ahead:
-        return ()
-    if pull_ahead is False:
-        return ("The loader is pulled in turn (pull_ahead=False).",)
-    what, mend = why_not_apart(loader)
-    text = (
-        f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
-        "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for more "
-        "than its batches."
-    )
-    return (text,)
-
-
-def _why_behind(given: Sequence[PipelineTask], ahead: int, pulled: bool) -> tuple[str, ...]:
-    behind = [
-        one for one in given[ahead:] if one is not HAND_OVER and not isinstance(one.fn, BatchCopy)
-    ]
+def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
+    behind = [one for one in given if not isinstance(one.fn, BatchCopy)]
     undeclared = [repr(one.name) for one in behind if one.undeclared]
-    pure = [repr(one.name) for one in behind if one.pure and not one.random]
     random = [repr(one.name) for one in behind if one.pure and one.random]
-    why = []
+    pure = [repr(one.name) for one in behind if one.pure and not one.random]
     if undeclared:
-        text = (
+        yield (
             f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "
             "with the body of the loop."
         )
         if behind[0].undeclared and len(behind) > 1:  # the last one is what the others run ahead of
             name = behind[0].name
-            text += (
-                f" If {name!r} uses its context and what nobody changes while the loop runs, no "
+            yield (
+                f"If {name!r} uses its context and what nobody changes while the loop runs, no "
                 "model that is trained, and changes its context only, it may run ahead: say so by "
                 f"@swpipe.task(pure=True), or PipelineTask({name!r}, ..., pure=True)."
             )
-        why.append(text)
     if random and pulled:
-        why.append(
+        yield (
             f"{listed(random)}: random, and draws from torch's default generators, as the body of "
             "the loop may. Let it draw from a torch.Generator of its own, seeded by ctx.iter_idx."
         )
     if pure and pulled:
-        why.append(
+        yield (
             f"{listed(pure)}: pure, and comes after {behind[0].name!r}, which runs in turn: what "
             "it uses of that is not known."
         )
-    return tuple(why)

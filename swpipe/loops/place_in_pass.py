@@ -92,12 +92,7 @@ class PlacesPulled:
         return batches, self._state
 
     def begin_again(self, generators: PassGenerators, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of a pass, led back to where a state was saved; the generators are set.
-
-        Raises:
-            ValueError: The loader gives other batches, or fewer than were handed out; or cannot be
-                begun again, or does not take its state.
-        """
+        """The rest of a pass, led back to where a state was saved; the generators are set."""
         handed_out = saved["batches"]
         if not self._has_state:
             if goes_on(self._loader) and handed_out:
@@ -216,11 +211,7 @@ def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, in
 
 
 def set_back(loader: Any, state: Any) -> Iterator[Any]:
-    """A loader with a state of its own, begun where the state was saved.
-
-    Raises:
-        ValueError: It does not take the state.
-    """
+    """A loader with a state of its own, begun where the state was saved."""
     with _of_state(loader, state):
         loader.load_state_dict(state)
         return iter(loader)

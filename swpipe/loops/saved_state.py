@@ -37,11 +37,7 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
 def checked(
     state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
 ) -> Mapping[str, Any]:
-    """The state, if it is one of such a loop, and with ``same_ranks``, of as many ranks.
-
-    Raises:
-        ValueError: It is not, or is damaged, or of another kind of loader; it says how.
-    """
+    """The state, if it is one of such a loop, and with ``same_ranks``, of as many ranks."""
     if why := _why_not(state, loader, generators, same_ranks):
         raise ValueError(
             f"the state is not one that {owner}.state_dict() returned for such a loop: {why}"

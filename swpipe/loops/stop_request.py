@@ -218,11 +218,7 @@ class WatchedLoop(Generic[Item]):
 
 
 class _Ranks:
-    """How far this rank is, and how far all ranks go.
-
-    Args:
-        asked: Why this rank is to stop, or nothing.
-    """
+    """How far this rank is, and how far all ranks go; ``asked`` says why it is to stop."""
 
     def __init__(self, asked: Callable[[], str]) -> None:
         self._asked = asked

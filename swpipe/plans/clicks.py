@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.plan import PipelinePlan
 from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = ["PLANS", "pipelined", "serial"]
@@ -18,9 +18,7 @@ TASKS = (*FEED, *COMPUTE)
 
 def serial() -> PipelinePlan:
     """One task after the other on the caller's thread: what a plain loop does."""
-    return PipelinePlan(
-        schedule={name: TaskSchedule() for name in TASKS}, order=TASKS, pipeline_depth=1
-    )
+    return PipelinePlan.serial(TASKS)
 
 
 def pipelined() -> PipelinePlan:

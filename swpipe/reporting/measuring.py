@@ -3,7 +3,7 @@
     record     two iterations: what the tasks touch, and so which of them may overlap
     profile    exposed times and advice, in the plain loop or under the plan
     trace      some more iterations, for the timeline and the critical path
-    doctor     what keeps work from overlapping
+    doctor     what keeps work from overlapping, by the same profile
     try        the plans that are advised, in turns with the present one
 
 On several ranks each does the same; a step takes as long as on the slowest rank.
@@ -33,7 +33,6 @@ from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
 from swpipe.profiler.advice import MOST
-from swpipe.profiler.rounds import LEAST_ROUNDS
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial_state import trial_state
 from swpipe.reporting.account import account_of
@@ -128,9 +127,11 @@ def report_on(
     tried: dict[str, Estimate] = {}
     if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
         fitting = {
-            name: one
-            for name, one in _others(ready_made, runs_under).items()
-            if keeps_order(loop, recording, one)
+            name: replace(one, tasks=())
+            for name, one in ready_made.items()
+            if {*one.schedule} == {*runs_under.schedule}
+            and dict(one.schedule) != dict(runs_under.schedule)
+            and keeps_order(loop, recording, one)
         }
         tried = _trial(loop, runs_under, fitting, rounds)
         changes = (*_best(loop, runs_under, fitting, tried, rounds), *changes)[:MOST]
@@ -141,7 +142,7 @@ def report_on(
         plan=plan,
         device=loop.device,
         context=loop.context,
-        rounds=LEAST_ROUNDS,
+        profile=found.profile,
     ).findings
     return StepReport(
         name=name,
@@ -261,15 +262,6 @@ def _trial(
     return {change: mean_of(differences) for change, differences in saved.items()}
 
 
-def _others(plans: Mapping[str, PipelinePlan], present: PipelinePlan) -> dict[str, PipelinePlan]:
-    """Those that schedule the same tasks otherwise."""
-    return {
-        name: replace(one, tasks=())
-        for name, one in plans.items()
-        if {*one.schedule} == {*present.schedule} and dict(one.schedule) != dict(present.schedule)
-    }
-
-
 def _best(
     loop: Loop,
     plan: PipelinePlan,
@@ -281,11 +273,11 @@ def _best(
 
     Of several the best one has had luck, too.
     """
-    name = max(tried, key=lambda name: tried[name].value_s, default="")
-    if not name or not tried[name].is_clear:
-        return ()
-    again = _trial(loop, plan, {name: plans[name]}, rounds)[name]
-    if not again.is_clear:
-        return ()
-    words = f"run it under the ready-made plan {name}"
-    return (PromisedChange(Advice(words, "", *tried[name], plan=plans[name].to_json()), again),)
+    for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
+        if tried[name].is_clear:
+            again = _trial(loop, plan, {name: plans[name]}, rounds)[name]
+            if again.is_clear:
+                words = f"run it under the ready-made plan {name}"
+                advice = Advice(words, "", *tried[name], plan=plans[name].to_json())
+                return (PromisedChange(advice, again),)
+    return ()

@@ -25,7 +25,7 @@ from swpipe.shortcut.graft import (
     find_sources,
     gradient_edges,
 )
-from swpipe.shortcut.handed_out import HandedOut, Use, Uses
+from swpipe.shortcut.handed_out import HandedOut, Uses
 from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
 
@@ -275,7 +275,7 @@ class Cache:
 
     def _memory_of(self, key: int, cached: _Cached) -> Tensor:
         """The clone itself if no later task modifies the tensor; otherwise, a copy of it."""
-        if self._uses.known and self._uses.of(key) is Use.READ:
+        if self._uses.known and self._uses.only_read(key):
             return cached.clone.detach()
         with torch.no_grad():
             return cached.clone.clone()
@@ -285,7 +285,7 @@ class Cache:
         for name, value in self._values.attributes.items():
             leaves = {id(leaf) for leaf in leaves_in(value)}
             for key in {id(tensor) for tensor in tensors_in(value)} | leaves:
-                if self._uses.of(key) is Use.MODIFIED_THROUGH_ANOTHER:
+                if self._uses.modified_through_another(key):
                     return (
                         f"ctx.{name} was modified after the task through another object that "
                         "shares its memory, such as the base of a view. A replay does not repeat "

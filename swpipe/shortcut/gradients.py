@@ -18,26 +18,18 @@ from swpipe._values.fingerprint import TensorState
 from swpipe._values.walk import parts_of, tensors_in
 
 
-class GradientForm(NamedTuple):
-    """How a gradient is stored; ``sparse_dim`` is 0 for dense ones."""
+def _form_of(gradient: Tensor) -> int:
+    """How a gradient is stored: its sparse dimensions, 0 for dense ones."""
+    return gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0
 
-    sparse_dim: int
 
-    @classmethod
-    def of(cls, gradient: Tensor) -> GradientForm:
-        """The form of a gradient."""
-        return cls(gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0)
-
-    def zero(self, leaf: Tensor) -> Tensor:
-        """A new gradient of zeros for a leaf."""
-        if not self.sparse_dim:
-            return torch.zeros_like(leaf.detach())
-        # Not torch.sparse_coo_tensor, which in torch 2.11 warns of checks that are left out.
-        empty = torch.empty(
-            leaf.shape, dtype=leaf.dtype, device=leaf.device, layout=torch.sparse_coo
-        )
-        dense_dim = leaf.dim() - self.sparse_dim
-        return empty.sparse_resize_and_clear_(leaf.shape, self.sparse_dim, dense_dim)
+def _zero(leaf: Tensor, form: int) -> Tensor:
+    """A new gradient of zeros for a leaf."""
+    if not form:
+        return torch.zeros_like(leaf.detach())
+    # Not torch.sparse_coo_tensor, which in torch 2.11 warns of checks that are left out.
+    empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, layout=torch.sparse_coo)
+    return empty.sparse_resize_and_clear_(leaf.shape, form, leaf.dim() - form)
 
 
 class OwnLeaf:
@@ -48,7 +40,7 @@ class OwnLeaf:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._form: GradientForm | None = None
+        self._form: int | None = None
         register: Any = tensor.register_hook
         self._hook = register(self._see)
 
@@ -56,7 +48,7 @@ class OwnLeaf:
         """A new gradient of zeros like the cached run's; None if there was none."""
         if self._form is None or _memory_is_released(self.tensor):
             return None
-        return self._form.zero(self.tensor)
+        return _zero(self.tensor, self._form)
 
     def close(self) -> None:
         """Stop watching."""
@@ -64,7 +56,7 @@ class OwnLeaf:
 
     def _see(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self._form = GradientForm.of(gradient)
+            self._form = _form_of(gradient)
             self._hook.remove()
 
 
@@ -82,7 +74,7 @@ class LeafGradients:
     def changed(self) -> list[LeftGradient]:
         """The gradients that the task set or added to."""
         return [
-            LeftGradient(leaf, GradientForm.of(leaf.grad))
+            LeftGradient(leaf, _form_of(leaf.grad))
             for leaf, before in self._before
             if leaf.grad is not None and not before.same_grad(TensorState.of(leaf))
         ]
@@ -92,12 +84,12 @@ class LeftGradient(NamedTuple):
     """A gradient that a task left at a leaf that is no attribute."""
 
     leaf: Tensor
-    form: GradientForm
+    form: int
 
     def restore(self) -> None:
         """Leave zeros where no gradient is."""
         if self.leaf.grad is None and self.leaf.requires_grad:
-            self.leaf.grad = self.form.zero(self.leaf)
+            self.leaf.grad = _zero(self.leaf, self.form)
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:

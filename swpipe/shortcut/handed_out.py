@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -30,14 +29,6 @@ from swpipe._values.fingerprint import Fingerprint
 
 MAX_WATCHED = 16
 """More iterations than these are not watched at once: the oldest counts as ended."""
-
-
-class Use(Enum):
-    """What becomes of an output after the task."""
-
-    READ = "read"
-    MODIFIED = "modified"
-    MODIFIED_THROUGH_ANOTHER = "modified through another object"
 
 
 class HandedOut:
@@ -118,8 +109,10 @@ class Uses:
             self._replays.clear()
         return self.known
 
-    def of(self, key: int) -> Use:
-        """What becomes of one output; call this if ``known``."""
-        if key in self._in_replays:
-            return Use.MODIFIED
-        return Use.MODIFIED_THROUGH_ANOTHER if key in self._in_cached else Use.READ
+    def only_read(self, key: int) -> bool:
+        """Whether no later task modifies an output; ask this, and the next, if ``known``."""
+        return key not in self._in_replays and key not in self._in_cached
+
+    def modified_through_another(self, key: int) -> bool:
+        """Whether it is modified through another object that shares its memory."""
+        return key in self._in_cached and key not in self._in_replays

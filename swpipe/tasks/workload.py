@@ -20,7 +20,7 @@ from torch import nn
 import swpipe.tasks
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import PipelineTask
+from swpipe.core.task import DeclaredIO, PipelineTask
 
 T = TypeVar("T")
 
@@ -118,6 +118,17 @@ class Job:
 
     def close(self) -> None:
         """Release resources."""
+
+
+def gradients_of(modules: Sequence[nn.Module], state: str) -> DeclaredIO:
+    """The gradients of modules as a declared state of this name."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+
+    def restore(gradients: list[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    return DeclaredIO(lambda: [parameter.grad for parameter in parameters], restore, state)
 
 
 @dataclass(frozen=True, slots=True)

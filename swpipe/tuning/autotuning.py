@@ -35,8 +35,7 @@ from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan, beside_the_others, check_limit
-from swpipe.planning.simulation.interval import interval_us
-from swpipe.planning.simulation.simulator import peak_of
+from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, load_so_far
@@ -142,7 +141,7 @@ class Loop:
 
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
         """The interval of a plan, by the simulator."""
-        return interval_us(plan, costs, streams=self.has_streams)
+        return simulate(plan, costs, streams=self.has_streams).ii_us
 
     def admits(self, plan: PipelinePlan, costs: CostModel) -> bool:
         """Whether a plan holds ``max_bytes`` at most."""

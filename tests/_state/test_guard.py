@@ -76,25 +76,6 @@ def guarded(fn: Callable[..., object], state: Any = None, windows: int = 3) -> i
     return windows
 
 
-def test_what_is_restored_may_be_trained() -> None:
-    """Any number of windows."""
-    trainer = Trainer()
-    before = copy.deepcopy(trainer.model.state_dict())
-    assert guarded(lambda ctx: trainer.train(), [trainer.model, trainer.optimizer]) == 3
-    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
-
-
-def test_a_model_of_which_nothing_is_said_is_not_trained() -> None:
-    """The error comes before the first step, and names the optimizer and what to do."""
-    trainer = Trainer()
-    holder = deep(trainer)
-    before = copy.deepcopy(trainer.model.state_dict())
-    with pytest.raises(UnsavedStateError, match=r"step of an optimizer.*SGD.*state=\[") as caught:
-        guarded(lambda ctx: holder.inner.inner.inner.inner.train())
-    assert caught.value.names == ("SGD",)
-    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
-
-
 def test_parameters_outside_of_the_snapshot_are_not_trained() -> None:
     """The optimizer is known, its model is not: parameters are named."""
     trainer = Trainer()
@@ -184,30 +165,6 @@ def test_parameters_that_a_task_makes() -> None:
         guarded(fit)
     with TrainingGuard(Snapshot([], CpuDevice()), made=lambda tensor: True):
         fit(None)
-
-
-def test_another_thread_trains_what_it_likes() -> None:
-    """Its optimizers are nobody's business."""
-    trainer, other = Trainer(), Trainer()
-    failed: list[BaseException] = []
-
-    def elsewhere() -> None:
-        try:
-            other.train()
-        except BaseException as error:  # noqa: BLE001 - the assertion shows it
-            failed.append(error)
-
-    def train(ctx: Any) -> None:
-        trainer.train()
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-
-    snapshot = Snapshot(given_state([trainer.model, trainer.optimizer]), CpuDevice())
-    with TrainingGuard(snapshot):
-        train(None)
-    assert failed == []
-    assert other.optimizer.state
 
 
 def test_parameters_updated_without_an_optimizer_are_noticed() -> None:

@@ -60,54 +60,34 @@ def _late() -> dict[str, object]:
         work.wait()
         found["completed"] = work.is_completed()
         found["waited_ms"] = [exchange.waited_ns / 1e6 for exchange in link.exchanges]
-    return {**found, "received": received.tolist(), "slept_ms": clock.slept_ms}
+        found["handle"] = received.tolist(), clock.slept_ms[:]
+        clock.slept_ms.clear()
+        received, nothing = _exchange(async_op=False)
+        found["call"] = nothing, received.tolist(), clock.slept_ms[:]
+        clock.slept_ms.clear()
+        (value,) = _exchange(async_op=True)[1].get_future().wait()
+    return {**found, "future": (value.tolist(), clock.slept_ms)}
 
 
-def test_a_handle_completes_no_sooner_than_it_should(two_ranks: Ranks) -> None:
-    """It is a Work, issued at once, and has what the other rank sent.
+def test_an_exchange_completes_no_sooner_than_it_should(two_ranks: Ranks) -> None:
+    """A handle is a Work, issued at once, and has what the other rank sent.
 
     To wait for it is to sleep for what is left of the time, once: no core is busy meanwhile, and
-    the interpreter is free for others.
+    the interpreter is free for others. A call without a handle is late itself, and so is a future.
     """
+    late = pytest.approx(L_MS)
     for rank, found in enumerate(two_ranks.run(_late)):
+        sent = [float(rank), 10.0 + rank]
         assert found == {
             "work": True,
             "issued": {"all_to_all_single": 1},
             "early": False,
             "completed": True,
             "waited_ms": [pytest.approx(0.75 * L_MS)],
-            "received": [float(rank), 10.0 + rank],
-            "slept_ms": [pytest.approx(0.25 * L_MS), pytest.approx(0.75 * L_MS)],
+            "handle": (sent, [pytest.approx(0.25 * L_MS), pytest.approx(0.75 * L_MS)]),
+            "call": (None, sent, [late]),
+            "future": (sent, [late]),
         }
-
-
-def _blocking() -> tuple[bool, list[float], list[float]]:
-    with _slow_link() as (_, clock):
-        received, work = _exchange(async_op=False)
-    return work is None, clock.slept_ms, received.tolist()
-
-
-def test_a_call_without_a_handle_is_late_itself(two_ranks: Ranks) -> None:
-    """It returns what it would have, later."""
-    for rank, (nothing, slept_ms, received) in enumerate(two_ranks.run(_blocking)):
-        assert nothing
-        assert slept_ms == [pytest.approx(L_MS)]
-        assert received == [float(rank), 10.0 + rank]
-
-
-def _future() -> tuple[list[float], list[float]]:
-    with _slow_link() as (_, clock):
-        _, work = _exchange(async_op=True)
-        assert work is not None
-        found = work.get_future().wait()
-    return found[0].tolist(), clock.slept_ms
-
-
-def test_a_future_is_late_and_has_the_result(two_ranks: Ranks) -> None:
-    """As the handle: what the other rank sent, when the latency is over."""
-    for rank, (received, slept_ms) in enumerate(two_ranks.run(_future)):
-        assert received == [float(rank), 10.0 + rank]
-        assert slept_ms == [pytest.approx(L_MS)]
 
 
 def test_the_functions_come_back() -> None:
@@ -150,19 +130,10 @@ def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("model", "exchanges"),
-    [("DLRM", {5}), pytest.param("towers", {17, 20}, marks=pytest.mark.slow)],
-)
-def test_every_exchange_and_reduction_of_every_contender_is_late(
-    two_ranks: Ranks, model: str, exchanges: set[int]
-) -> None:
-    """The collectives that torch sees are those of the link, DDP's all-reduces among them.
-
-    Each tower has five exchanges; pipelines send the sizes of all towers together.
-    """
+def test_every_exchange_and_reduction_of_every_contender_is_late(two_ranks: Ranks) -> None:
+    """The collectives that torch sees are those of the link, DDP's all-reduces among them."""
     pytest.importorskip("torchrec")
-    for issued, late in two_ranks.run(_seen, model, 2):
+    for issued, late in two_ranks.run(_seen, "DLRM", 2):
         assert issued == late
-        assert {exchanged / 2 for exchanged, _ in issued.values()} == exchanges
+        assert {exchanged / 2 for exchanged, _ in issued.values()} == {5}
         assert min(reduced for _, reduced in issued.values()) == 2

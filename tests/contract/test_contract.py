@@ -9,6 +9,7 @@ default generator's state must be equal, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -151,7 +152,12 @@ def assert_equal(wanted: Any, found: Any, act: Act) -> None:
         assert same, (act, a, b)
 
 
-CASES = [(kind, loader) for kind in WAYS for loader in kind.loaders]
+KINDS: tuple[type[Way], ...] = WAYS
+if find_spec("torchrec"):
+    from tests.contract.torchrec_ways import NAMED
+
+    KINDS = (*WAYS, *NAMED)
+CASES = [(kind, loader) for kind in KINDS for loader in kind.loaders]
 
 
 def check(kind: type[Way], loader: str, program: list[Act]) -> None:

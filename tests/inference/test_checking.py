@@ -21,7 +21,6 @@ from swpipe import (
     PipelineTask,
     SWPipeline,
     TaskSchedule,
-    TypedContext,
     overlap,
 )
 from swpipe.analysis.happens_before import HappensBefore
@@ -216,23 +215,6 @@ def test_an_attribute_that_is_read_now_and_then() -> None:
     assert "iteration 5" in str(error)
 
 
-def test_each_thread_has_its_own_record_of_one_context() -> None:
-    """Two tasks use the same iteration's context at the same time."""
-    meeting = threading.Barrier(2, timeout=30)
-
-    def one(ctx: IterContext) -> None:
-        meeting.wait()
-        ctx.one = ctx.batch
-        meeting.wait()
-
-    def other(ctx: IterContext) -> None:
-        meeting.wait()
-        ctx.other = ctx.batch
-        meeting.wait()
-
-    assert finished(checked(on_threads("one", "other"), [one, other])) == BATCHES
-
-
 def test_gradients_that_another_task_clears() -> None:
     """Clearing them is no operator, and the next gradients are in other memory."""
     training = Training(every=1)
@@ -382,41 +364,6 @@ def test_generators_of_the_users_own() -> None:
     assert "touched state '<torch._C.Generator" in str(error)
 
 
-def test_memory_that_tasks_keep_from_one_iteration_to_the_next() -> None:
-    """It belongs to no model and no optimizer, and a task makes it in the first iteration."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def average(ctx: IterContext) -> None:
-        if "mean" in kept:
-            kept["mean"].lerp_(ctx.batch.mean(0), 0.1)
-        else:
-            kept["mean"] = ctx.batch.mean(0)
-
-    def use(ctx: IterContext) -> None:
-        if ctx.iter_idx > 6:
-            ctx.centred = ctx.batch - kept["mean"]
-
-    _, error = stopped(checked(on_threads("average", "use", stages=(0, 1)), [average, use]))
-    assert "'average'" in str(error)
-
-
-def test_a_tensor_that_is_handed_on_outside_the_context() -> None:
-    """Each is in new memory, which one task makes and the other reads."""
-    box: dict[str, torch.Tensor] = {}
-    filled = [threading.Event() for _ in range(BATCHES)]
-
-    def fill(ctx: IterContext) -> None:
-        box["it"] = 2 * ctx.batch
-        filled[ctx.iter_idx].set()
-
-    def take(ctx: IterContext) -> None:
-        assert filled[ctx.iter_idx].wait(30)
-        ctx.taken = box["it"].sum()
-
-    _, error = stopped(checked(on_threads("fill", "take"), [fill, take]))
-    assert "unnamed memory (float32 [3, 4])" in str(error) or "box" in str(error)
-
-
 def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -489,7 +436,7 @@ def test_staleness_that_the_plan_allows(declared: bool) -> None:
     assert finished(checked(replace(plan, stale=stale), tasks)) == BATCHES
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touch(
     seed: int,
 ) -> None:
@@ -582,7 +529,7 @@ def test_what_is_declared_proves_the_plan_of_an_overlapped_loop() -> None:
 # ------------------------------------------------------------------------ a share of iterations
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1, True])
+@pytest.mark.parametrize("share", [0.1, True])
 def test_windows_of_iterations_are_watched_and_the_first_ones(share: float) -> None:
     """So many of them, each as long as two tasks may be apart; the rest runs as without."""
     seen: list[bool] = []
@@ -596,7 +543,7 @@ def test_windows_of_iterations_are_watched_and_the_first_ones(share: float) -> N
     assert all(length >= 4 for length in lengths[1:] if length)
 
 
-@pytest.mark.parametrize("every", [20, 50, 64])
+@pytest.mark.parametrize("every", [20, 64])
 def test_what_a_task_does_now_and_then_is_met_in_the_end(every: int) -> None:
     """At the same iteration each time."""
     total = torch.zeros(4)
@@ -639,25 +586,6 @@ def test_nothing_is_watched_without_it() -> None:
             pipe.run_serial(range(1))
     assert seen[0] == seen[1] == seen[3] == (IterContext, 0)
     assert seen[2][1] == 1
-
-
-def test_a_context_of_the_users_own_class() -> None:
-    """Is one of it."""
-
-    class Mine(TypedContext):
-        total: torch.Tensor
-
-        def doubled(self) -> torch.Tensor:
-            return 2 * self.total
-
-    def add(ctx: Mine) -> None:
-        ctx.total = ctx.batch.sum()
-
-    task = PipelineTask("add", add)
-    with checked(PipelinePlan.serial([task]), [task], context=Mine) as pipe:
-        for ctx, batch in zip(pipe.iterate(batches()), batches(), strict=True):
-            assert isinstance(ctx, Mine)
-            assert torch.equal(ctx.doubled(), 2 * batch.sum())
 
 
 def test_each_run_is_checked_for_itself() -> None:

@@ -110,11 +110,11 @@ def test_inferred_dependences_are_enough_on_any_stages_and_threads(
 
 
 def test_recording_trains_nothing(tmp_path: Path) -> None:
-    """A job goes on as if it had not been; its loss guard replaces a tensor each time."""
+    """A job goes on as if it had not been; its running AUC replaces a tensor each time."""
     recorded = job_on(tmp_path)
-    before = recorded.guard.first_bad
+    before = recorded.auc.counts
     recording_of(recorded)
-    assert recorded.guard.first_bad is before
+    assert torch.equal(recorded.auc.counts, before)
     plan = recorded.plan("serial")
     assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
 

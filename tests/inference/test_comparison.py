@@ -65,41 +65,10 @@ def test_the_fewest_dependences_are_asked_for() -> None:
     ]
 
 
-def test_a_plan_with_all_of_them_lacks_nothing() -> None:
-    """Whatever the threads."""
-    found = compare(plan("abcd", deps=DEPS, cross_iter_deps=[("forward", "step")]), CHAIN)
-    assert (found.missing, found.by_schedule, found.needless) == ((), (), ())
-    assert str(found) == "no dependence is missing"
-
-
 def test_what_is_missing_is_named_with_the_reason() -> None:
     """The pair, the list that it belongs into, and what both touch."""
     (one,) = compare(plan("abcd", deps=DEPS), CHAIN).missing
     assert str(one) == '("forward", "step") in cross_iter_deps, for state \'M\''
-
-
-def test_a_path_stands_for_a_dependence() -> None:
-    """Load -> x -> forward is as good as load -> forward."""
-    effects = table(load=">a", x="a>c", forward="ac>b")
-    schedule = {name: TaskSchedule(thread_group=name) for name in effects}
-    short = PipelinePlan(schedule, deps=[("x", "load"), ("forward", "x")])
-    assert compare(short, effects).missing == ()
-
-
-def test_a_dependence_on_an_older_iteration_is_not_enough() -> None:
-    """Two iterations back leaves the one in between open."""
-    older = plan("abcd", deps=DEPS, cross_iter_deps=[("forward", "step", 2)])
-    assert edges(compare(older, CHAIN).missing) == [("forward", "step", 1)]
-
-
-def test_same_period_dependences_count_by_the_stages() -> None:
-    """Forward in stage 1 after the step in stage 2, in one period: one iteration back."""
-    schedule = {
-        name: TaskSchedule(stage=stage, thread_group=name)
-        for name, stage in zip(CHAIN, (0, 1, 1, 2), strict=True)
-    }
-    pairs = [("forward", "step")]
-    assert compare(PipelinePlan(schedule, DEPS, same_period_deps=pairs), CHAIN).missing == ()
 
 
 def test_what_the_schedule_keeps_is_told_apart() -> None:
@@ -109,23 +78,6 @@ def test_what_the_schedule_keeps_is_told_apart() -> None:
     assert edges(together.by_schedule) == edges(needed(CHAIN))
     apart = compare(plan("eeed"), CHAIN)
     assert edges(apart.missing) == [("step", "backward", 0), ("forward", "step", 1)]
-
-
-def test_another_stream_is_another_order() -> None:
-    """One thread that submits to two streams orders the submissions only."""
-    split = plan()
-    moved = replace(split.schedule["load"], stream="copy")
-    split = replace(split, schedule={**split.schedule, "load": moved})
-    assert edges(compare(split, CHAIN).missing) == [("forward", "load", 0)]
-
-
-def test_stages_part_what_one_thread_keeps() -> None:
-    """In one thread the higher stage runs first: the step, then the next forward."""
-    schedule = {
-        name: TaskSchedule(stage=stage) for name, stage in zip(CHAIN, (0, 0, 1, 1), strict=True)
-    }
-    found = compare(PipelinePlan(schedule, DEPS), CHAIN)
-    assert edges(found.by_schedule) == [("forward", "step", 1)]
 
 
 def test_a_needless_dependence_is_reported() -> None:
@@ -144,12 +96,6 @@ def test_a_needless_dependence_may_carry_another() -> None:
     found = compare(PipelinePlan(schedule, [("idle", "make"), ("use", "idle")]), effects)
     assert found.missing == ()
     assert [one.carries for one in found.needless] == [True, True]
-
-
-def test_a_dependence_across_iterations_needs_a_state() -> None:
-    """Attributes are each iteration's own."""
-    found = compare(plan("abcd", deps=DEPS, cross_iter_deps=[("load", "forward")]), CHAIN)
-    assert [one.dependence[:3] for one in found.needless] == [("load", "forward", 1)]
 
 
 def test_staleness_that_the_plan_allows_is_accepted() -> None:

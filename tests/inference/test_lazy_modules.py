@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule, autotune
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.inference import record
 
@@ -67,11 +67,6 @@ def test_a_recording_finds_its_order() -> None:
     recording = record(tasks, BATCHES[0], device="cpu")
     assert ("forward", "decode") in recording.plan().deps
     assert numbers(PLAN, tasks, None) == serial()
-
-
-def test_autotune() -> None:
-    """Runs it as well."""
-    assert autotune(Job().tasks(), BATCHES, device="cpu", seconds=0.5).plan.schedule
 
 
 def test_a_pure_task_may_not_draw_its_first_parameters() -> None:

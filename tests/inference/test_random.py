@@ -51,7 +51,7 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
     """Attributes and states; and the dependences imply the order of the serial run."""
     workload = random_workload(rng)

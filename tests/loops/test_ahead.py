@@ -28,7 +28,7 @@ import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
-from tests.loops.ordinary_loops import NoisyRows, Rows, batches
+from tests.loops.ordinary_loops import Rows, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
@@ -71,27 +71,6 @@ def test_so_many_batches_are_made_while_the_body_runs(
             assert batch == number
             loop.pipe.settle()
             assert len(pulled) == min(number + prefetch + 1, 9)
-
-
-def test_the_body_and_the_functions_wait_for_each_other() -> None:
-    """They can only go on side by side."""
-    meet = threading.Barrier(3, timeout=30)
-
-    def loader() -> Iterator[int]:
-        for number in range(9):
-            if number >= 3:  # the second is pulled in turn
-                meet.wait()
-            yield number
-
-    def double(batch: int) -> int:
-        if 2 <= batch < 8:
-            meet.wait()
-        return 2 * batch
-
-    for number, batch in enumerate(swpipe.ahead(loader(), double, device="cpu")):
-        assert batch == 2 * number
-        if 1 <= number < 7:
-            meet.wait()
 
 
 def test_functions_run_in_order_and_have_names() -> None:
@@ -337,41 +316,6 @@ def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
     loop = swpipe.ahead(accelerator.prepare(loader), torch.neg, device="cpu")
     assert accelerator.prepare(loop) is loop
     same(list(loop), [-one for one in loader])
-
-
-@pytest.mark.parametrize("stop", range(1, 6))
-def test_a_state_leads_to_the_rest(stop: int) -> None:
-    """In the body, in mid-pass, beside a loader that draws and a body that draws."""
-
-    def trained(loop: Any, model: nn.Module, until: int) -> list[Any]:
-        losses = []
-        for number, batch in enumerate(loop):
-            losses.append(functional.dropout(model(batch)).sum().item())
-            if number == until:
-                break
-        return losses
-
-    def made() -> tuple[Any, nn.Module]:
-        rows = batches(NoisyRows(), shuffle=True)
-        return swpipe.ahead(rows, torch.neg, device="cpu"), nn.Linear(4, 1)
-
-    seed()
-    loop, model = made()
-    expected = [*trained(loop, model, 99), *states()]
-    seed()
-    loop, model = made()
-    first, saved = [], None
-    for number, batch in enumerate(loop):
-        first.append(functional.dropout(model(batch)).sum().item())
-        if number == stop - 1:
-            saved = loop.state_dict()
-            break
-    seed(8)
-    again, other = made()
-    other.load_state_dict(model.state_dict())
-    assert saved is not None
-    again.load_state_dict(saved)
-    same([*first, *trained(again, other, 99), *states()], expected)
 
 
 # --------------------------------------------------------------------------------------- draws

@@ -123,12 +123,6 @@ def workers_that_live_on(over: Over) -> Any:
 
 
 @ahead
-def a_loader_that_draws_and_is_left(over: Over) -> Any:
-    """What it has drawn ahead is drawn again."""
-    return train(over, batches(NoisyRows(), shuffle=True), epochs=5, every=3)
-
-
-@ahead
 def workers_that_shuffle_by_a_given_generator(over: Over) -> Any:
     draws = torch.Generator().manual_seed(3)
     loader = batches(num_workers=1, shuffle=True, generator=draws)
@@ -242,11 +236,6 @@ class OwnIterator:
         return next(self.rest)
 
 
-@ahead
-def an_object_that_is_its_own_iterator(over: Over) -> Any:
-    return train(over, OwnIterator(), epochs=3)
-
-
 @refused("is its own iterator.*whether a new pass begins anew or goes on is not known")
 def an_object_that_is_its_own_iterator_and_is_left(over: Over) -> Any:
     return train(over, OwnIterator(), epochs=2, every=2)
@@ -324,19 +313,6 @@ def a_list_of_dicts_that_were_modified(over: Over) -> Any:
     return left(over, [{"x": part} for part in PARTS], double_item)
 
 
-@refused(TWICE)
-def a_list_whose_batches_were_modified_before_an_error(over: Over) -> Any:
-    tasks = InPlace(double)
-
-    def note(ctx: Any) -> None:
-        tasks.note(ctx)
-        if ctx.iter_idx == 1:
-            raise KeyError("step")
-
-    functions = {**tasks.functions, "note": note}
-    return _until(over, [*map(torch.clone, PARTS)], KeyError, **functions)
-
-
 # ------------------------------------------------------------------- what the loop changes
 
 
@@ -355,33 +331,10 @@ def the_body_appends_to_the_list(over: Over) -> Any:
     )
 
 
-@ahead
-def the_body_changes_what_is_behind(over: Over) -> Any:
-    parts = list(PARTS)
-    return train(over, parts, body=lambda ctx: parts.__setitem__(0, parts[1]))
-
-
 @refused("the loop has changed the loader's sampler or dataset")
 def the_body_changes_the_size_of_batches(over: Over) -> Any:
     loader = batches(num_workers=1)
     return train(over, loader, body=lambda ctx: setattr(loader.batch_sampler, "batch_size", 2))
-
-
-class Buffer(Rows):
-    """Grows."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def grow(self, ctx: Any) -> None:
-        self.rows = torch.cat([self.rows, self.rows[:1]])
-
-
-@refused("the loop has changed the loader's sampler or dataset")
-def a_dataset_that_grows(over: Over) -> Any:
-    """Torch's sampler reads the length once more at its end."""
-    rows = Buffer()
-    return train(over, batches(rows, num_workers=1, shuffle=True), body=rows.grow)
 
 
 class Replay:
@@ -417,15 +370,6 @@ def a_replay_buffer_that_is_written(over: Over) -> Any:
 @refused("the batch of iteration [123] was modified in place.*after 'decode' had run on it ahead")
 def a_batch_that_the_list_holds_twice(over: Over) -> Any:
     return train(over, [torch.ones(2, 4)] * 4, body=lambda ctx: ctx.batch.add_(1))
-
-
-@refused("the batch of iteration [123] was modified in place.*after 'decode' had run on it ahead")
-def an_array_that_the_list_holds_twice(over: Over) -> Any:
-    def body(ctx: Any) -> None:
-        ctx.batch += 1
-
-    decode: Fn = lambda ctx: setattr(ctx, "x", torch.tensor(ctx.batch))  # noqa: E731
-    return train(over, [np.ones((2, 4), np.float32)] * 4, body=body, decode=decode)
 
 
 @refused("made a batch in the memory of an earlier one")
@@ -491,29 +435,6 @@ def _until(over: Over, loader: Any, kind: type[BaseException], **functions: Any)
 
 
 @ahead
-def a_row_that_cannot_be_read(over: Over) -> Any:
-    """The batches before it are trained on."""
-
-    class Broken(NoisyRows):
-        def __getitem__(self, index: int) -> Tensor:
-            if index == 13:
-                raise OSError("row 13")
-            return super().__getitem__(index)
-
-    return _until(over, batches(Broken()), OSError)
-
-
-@ahead
-def a_decode_that_fails(over: Over) -> Any:
-    """Ahead of the batches before it, which are trained on."""
-
-    def decode(ctx: Any) -> None:
-        ctx.x = ctx.batch.reshape(4, 4)
-
-    return _until(over, [torch.ones(size, 4) for size in (4, 4, 4, 2)], RuntimeError, decode=decode)
-
-
-@ahead
 def a_loader_that_is_cancelled(over: Over) -> Any:
     """What is no Exception comes in turn, too."""
 
@@ -532,18 +453,6 @@ def a_decode_that_exits(over: Over) -> Any:
             raise SystemExit("decode")
 
     return _until(over, batches(), SystemExit, decode=decode)
-
-
-@ahead
-def a_step_that_fails(over: Over) -> Any:
-    count = [0]
-
-    def note(ctx: Any) -> None:
-        count[0] += 1
-        if count[0] == 3:
-            raise KeyError("step")
-
-    return [_until(over, batches(NoisyRows()), KeyError, note=note), count]
 
 
 # ------------------------------------------------------------------------------ the tests

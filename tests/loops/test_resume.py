@@ -352,31 +352,6 @@ def test_rows_come_from_workers_that_draw() -> None:
         other.close()
 
 
-def test_the_body_of_a_loop_in_turn_may_draw_as_the_loader_does() -> None:
-    """What is pulled again is pulled under the states that it was pulled under."""
-
-    def make() -> Any:
-        return plain(NoisyInWorkers())
-
-    def drawn(job: Job) -> list[float]:
-        found = []
-        for _ in job.run():
-            found.append(random.random())
-            saved.append(job.save())
-        return found
-
-    saved: list[Any] = []
-    job = Job(make, "in turn", 1)
-    expected = drawn(job)
-    job.close()
-    for place in (1, 4, 15, 29):
-        other = Job(make, "in turn", 2)
-        done = other.load(saved[place])
-        assert drawn(other) == expected[place + 1 :]
-        assert other.rows == job.rows[done:]
-        other.close()
-
-
 def living(rows: Any) -> Any:
     """One worker for all passes."""
     return stateful(rows, num_workers=1, persistent_workers=True)

@@ -245,19 +245,6 @@ def iterated(program: Program, plan: PipelinePlan) -> list[Any]:
         return program.result(pipe.iterate(program.loader))
 
 
-def progressed(program: Program, plan: PipelinePlan) -> list[Any]:
-    def contexts(pipe: SWPipeline[Any]) -> Iterator[Any]:
-        batches = iter(program.loader)
-        while True:
-            try:
-                yield pipe.progress(batches)
-            except StopIteration:
-                return
-
-    with SWPipeline(plan, program.tasks, device="cpu") as pipe:
-        return program.result(contexts(pipe))
-
-
 def run(program: Program, plan: PipelinePlan) -> list[Any]:
     """Without a body: contexts are kept by an observer's task, and looked at in the end."""
     kept: list[Any] = []
@@ -291,7 +278,6 @@ def overlapped(program: Program, plan: PipelinePlan) -> list[Any]:
 
 WAYS: dict[str, Callable[[Program, PipelinePlan], list[Any]]] = {
     "iterate": iterated,
-    "progress": progressed,
     "run": run,
     "overlap": overlapped,
 }
@@ -336,5 +322,5 @@ def test_what_is_accepted_has_the_numbers_of_the_plain_loop(seeds: range, tmp_pa
     counts, differ = outcomes(seeds, tmp_path)
     assert differ == []
     assert counts["overlap: ran"] == len(seeds)
-    for way in ("iterate", "progress", "run"):
+    for way in ("iterate", "run"):
         assert counts[f"{way}: ran"] >= 0.1 * counts[f"{way}: refused"] > 0

@@ -60,10 +60,7 @@ def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
 
 def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) -> None:
     """All have to do less; what overlaps already is not promised again."""
-    tasks = image_loop(host, decode=10, train=9, log=1)
-    first = report(tasks, range(8)).changes[0]
-    plan = PipelinePlan.from_json(first.advice.plan)
-    found = report(tasks, range(8), plan=plan)
+    found = report(image_loop(host, decode=10, train=9, log=1), range(8), plan=AHEAD)
     assert found.verdict.bound == "balanced"
     assert "all have to do less" in found.verdict.why
     assert found.profile.baseline_s == pytest.approx(10 * MS)
@@ -76,7 +73,6 @@ def test_ranks_that_share_the_cores_are_promised_no_second_thread(
 ) -> None:
     """Two ranks on two cores were promised 12 ms, and gained nothing."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert report(image_loop(host, decode=12, train=7), range(8)).changes[0].advice.plan
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = report(image_loop(host, decode=12, train=7, log=0), range(8))
     assert [change for change in found.changes if change.advice.plan] == []
@@ -108,8 +104,6 @@ def test_a_ready_made_plan_is_tried_where_none_is_advised(host: TimedHost) -> No
     assert first.tried is not None
     assert first.tried.value_s == pytest.approx(first.advice.saved_s) == pytest.approx(1.5 * MS)
     assert found.why_no_plan == ""
-    slow = image_loop(host, decode=12, train=7)
-    assert report(slow, range(8), ready_made={"ahead": AHEAD}).ready_made == {}
 
 
 def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
@@ -224,16 +218,15 @@ def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
     )
 
 
-def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost) -> None:
+def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost, waiting: StepReport) -> None:
     """In the text and on the page, for the plan that the loop runs under."""
     tasks, batches = image_loop(host, decode=12, train=7), [torch.zeros(1024)] * 8
-    plain, ahead = report(tasks, batches), report(tasks, batches, plan=AHEAD)
-    assert plain.memory is not None
+    ahead = report(tasks, batches, plan=AHEAD, rounds=2)
     assert ahead.memory is not None
-    assert (plain.memory.bytes, ahead.memory.bytes) == (4096, 2 * 4096)
-    assert str(plain).splitlines()[-1].startswith("memory: at most 4 KiB in 1 iteration; ")
+    assert ahead.memory.bytes == 2 * 4096
+    assert str(ahead).splitlines()[-1].startswith("memory: at most 8 KiB in 2 iterations; ")
     assert "Memory: at most 8 KiB in 2 iterations; " in ahead.to_html()
-    assert report(tasks, range(8)).memory is None
+    assert waiting.memory is None
 
 
 def test_the_text_has_what_the_page_begins_with(waiting: StepReport) -> None:

@@ -122,23 +122,8 @@ def test_the_loss_is_found_in_what_the_model_returns(returned: Any, loss_fn: Any
     assert model.weight.grad is not None
 
 
-@pytest.mark.parametrize("returned", [None, (), {"logits": 1}, 3.0, (1, 2)])
-def test_a_model_without_a_loss_is_told_apart(returned: Any) -> None:
-    """With what to do about it."""
-
-    class Model(nn.Linear):
-        def forward(self, batch: Tensor) -> Any:
-            return returned
-
-    model = Model(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with SchedulablePipeline.basic(model, optimizer) as pipe:
-        with pytest.raises(TypeError, match=r"no loss is found.*give basic\(\) a loss_fn"):
-            pipe.step(torch.ones(3, 2))
-
-
 def test_batches_go_to_the_device_in_whatever_they_are_nested() -> None:
-    """By ``to``: of the batch, or of tensors and objects in it; the rest stays as it is."""
+    """By ``to``; the rest stays as it is. A model without a loss is told what to do."""
 
     class Slow:
         def __init__(self, moves: int = 0) -> None:
@@ -149,19 +134,19 @@ def test_batches_go_to_the_device_in_whatever_they_are_nested() -> None:
             return Slow(self.moves + 1)
 
     seen: list[Any] = []
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        seen.append(batch)
-        loss: Tensor = model(torch.ones(1, 2)).sum()
-        return loss
-
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with SchedulablePipeline.basic(model, optimizer, forward_fn=forward) as pipe:
-        pipe.step(Slow())
-        pipe.step({"a": [Slow(), torch.ones(1)], "name": "x", "none": None})
-    assert seen[0].moves == seen[1]["a"][0].moves == 1
-    assert (seen[1]["name"], seen[1]["none"]) == ("x", None)
+    for returned in (None, (), {"logits": 1}, 3.0, (1, 2)):
+
+        def forward(model: nn.Module, batch: Any, out: Any = returned) -> Any:
+            seen.append(batch)
+            return out
+
+        with SchedulablePipeline.basic(model, optimizer, forward_fn=forward) as pipe:
+            with pytest.raises(TypeError, match=r"no loss is found.*give basic\(\) a loss_fn"):
+                pipe.step({"a": [Slow(), torch.ones(1)], "name": "x", "none": None})
+    assert seen[0]["a"][0].moves == 1
+    assert (seen[0]["name"], seen[0]["none"]) == ("x", None)
 
 
 @pytest.mark.parametrize(

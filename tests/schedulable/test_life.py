@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from swpipe._engine import observers
-from swpipe.errors import PlanError
 from swpipe.schedulable import (
     DataSlot,
     Pipeline,
@@ -83,26 +82,6 @@ def test_init_that_fails_leaves_no_pipeline() -> None:
         Pipeline([Fails()], pool())
 
 
-def test_the_seeds_schedule_by_hand_runs() -> None:
-    """Section 9.2: a task on a stream of its own, and one that sums what it made."""
-    producer = Task.from_fn(
-        "producer",
-        lambda ctx: ctx.slots.set("x", torch.arange(8)),
-        stream="memcpy",
-        writes=(DataSlot("x", 0),),
-    )
-    consumer = Task.from_fn(
-        "consumer",
-        lambda ctx: ctx.slots.set("step_result", ctx.slots["x"].sum()),
-        stream="default",
-        reads=(DataSlot("x", 0),),
-        writes=(DataSlot("step_result", 0),),
-    )
-    schedule = one_stage(producer, consumer, streams=("default", "memcpy"))
-    with SchedulablePipeline(schedule, pool("memcpy"), executor="threaded") as pipe:
-        assert pipe.step(None) == 28
-
-
 def ahead(log: Log) -> SchedulablePipeline:
     """A copy two batches ahead, on a thread of its own."""
     return SchedulablePipeline(
@@ -114,19 +93,6 @@ def ahead(log: Log) -> SchedulablePipeline:
         pool("memcpy"),
         executor="threaded",
     )
-
-
-def test_drain_finishes_what_is_in_flight() -> None:
-    """And returns the results, oldest first; the iterator keeps the rest."""
-    with ahead(Log()) as pipe:
-        batches = iter(range(9))
-        assert pipe.progress(batches) == 0
-        with pytest.raises(RuntimeError, match="of another iterator are in flight"):
-            pipe.step(5)
-        assert pipe.drain() == [1, 2]
-        assert next(batches) == 3
-        assert pipe.step(5) == 5
-        assert list(results(pipe, batches)) == [4, 5, 6, 7, 8]
 
 
 def test_push_overlaps_without_an_iterator() -> None:
@@ -147,34 +113,6 @@ def test_after_shutdown_nothing_runs() -> None:
         for call in (lambda: pipe.progress(iter([1])), lambda: pipe.step(1), pipe.drain):
             with pytest.raises(RuntimeError, match="the pipeline is closed"):
                 call()
-
-
-def test_a_failure_comes_out_as_itself_and_the_pipeline_goes_on() -> None:
-    """With a note of where; what was in flight is dropped."""
-    log = Log()
-
-    def fail(ctx: TaskContext) -> None:
-        if ctx.slots["batch_cpu"] == 1:
-            raise OSError("planted")
-
-    tasks = (
-        log.task("copy", fail, lookahead=1, stream="memcpy"),
-        log.task("train", writes=["step_result"]),
-    )
-    schedule = one_stage(*tasks, streams=("default", "memcpy"))
-    with SchedulablePipeline(schedule, pool("memcpy"), executor="threaded") as pipe:
-        with pytest.raises(OSError, match="planted") as failed:
-            pipe.progress(iter(range(4)))
-        assert failed.value.__notes__ == [
-            "swpipe: at task 'copy', iteration 1, thread group 'memcpy'"
-        ]
-        assert pipe.step(8) == 8
-
-
-def test_a_result_that_no_task_writes_is_none() -> None:
-    """And the slots of a context are its attributes."""
-    with Pipeline([task_of("a")], pool()) as pipe:
-        assert pipe.step(1) is None
 
 
 def test_nvtx_tags_are_ranges_within_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +152,3 @@ def test_random_tasks_draw_the_same_whatever_runs_beside_them(executor: Any) -> 
 
     assert draws(executor, 2) == draws(None, 0)
     assert len(set(draws(executor, 1))) == 5
-
-
-def test_pure_tasks_are_those_of_any_plan() -> None:
-    """What keeps its word may run ahead; what does not stops the run."""
-    tasks = (
-        Task.from_fn("ahead", lambda ctx: torch.rand(3), lookahead=1, pure=True),
-        Task.from_fn("train", lambda ctx: None),
-    )
-    with Pipeline(tasks, pool()) as pipe, pytest.raises(PlanError, match="'ahead'.*drawn?"):
-        pipe.step(1)

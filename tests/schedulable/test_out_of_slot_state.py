@@ -136,20 +136,6 @@ def test_forward_ahead_gives_the_numbers_of_the_loop_by_hand(sync: str, threads:
         assert all(map(torch.equal, parameters, model.net.parameters()))
 
 
-def test_both_ways_to_say_it_are_one() -> None:
-    """At lag 0 a cross-iteration edge becomes a wait within the period, without a word more."""
-    plans = []
-    for how, value in SYNC.items():
-        with SchedulablePipeline(
-            Model().schedule(**{how: value}), pool("ahead"), executor="threaded"
-        ) as pipe:
-            plans.append(resolve_plan(pipe.plan))
-    assert plans[0].period_order == plans[1].period_order
-    assert [d[:4] for d in plans[0].dependences if d.consumer == "forward"] == [
-        d[:4] for d in plans[1].dependences if d.consumer == "forward"
-    ]
-
-
 def test_it_is_the_barrier_that_orders_what_lies_outside_slots() -> None:
     """Without it nothing keeps ``zero_grad`` behind the step on the batch before."""
     with SchedulablePipeline(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swpipe import PipelinePlan, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.errors import PlanError
@@ -65,23 +65,6 @@ def test_a_schedule_and_the_plan_by_hand_compile_to_equal_programs() -> None:
         a, b = (compile_plan(validate(plan), streams=streams) for plan in (ours, theirs))
         assert a == b
         assert len(a.lanes) == 2
-
-
-def test_the_plan_runs_without_the_front_end() -> None:
-    """Its tasks come with it, in the order in which one batch goes through them."""
-    plan = by_schedule()
-    assert [task.name for task in plan.tasks] == [
-        "copy", "exchange", "stats", "forward", "backward", "step",
-    ]  # fmt: skip
-    with SWPipeline(plan, device="cpu") as pipe:
-        assert [ctx.loss for ctx in pipe.iterate(range(4))] == [0, 1, 2, 3]
-
-
-def test_streams_of_the_pool_are_those_of_the_plan() -> None:
-    """A stream as it was given; None is swpipe's to make, and of "default" the caller's."""
-    tasks = (Task.from_fn("a", print), Task.from_fn("b", print, stream="side"))
-    with SchedulablePipeline(one_stage(*tasks, streams=("default", "side")), pool("side")) as pipe:
-        assert [entry.stream for entry in pipe.plan.schedule.values()] == [None, "side"]
 
 
 def test_slots_are_attributes_of_the_context_whatever_they_are_called() -> None:

@@ -13,7 +13,6 @@ from swpipe.schedulable import (
     Schedule,
     ScheduleValidationError,
     Stage,
-    Task,
     ThreadedExecutor,
 )
 from swpipe.schedulable.schedule import edges_of
@@ -158,23 +157,3 @@ def test_what_one_stream_gets_is_submitted_in_order_from_whatever_thread() -> No
         assert pipe.plan.within_calls
     with SchedulablePipeline(schedule, pool("side"), executor="threaded") as pipe:
         assert pipe.plan.same_period_deps == ()
-
-
-def test_a_task_of_the_seeds_diagram_waits_as_drawn() -> None:
-    """Section 3.6: three edges order the period, two wait for an earlier one."""
-    tasks = [
-        Task.from_fn("start", print, lookahead=1),
-        Task.from_fn("wait", print, lookahead=1, depends_on=["start"]),
-        Task.from_fn("prefetch", print, lookahead=1, depends_on=["wait"]),
-        Task.from_fn("forward", print, depends_on=["prefetch"]),
-        Task.from_fn("backward", print, same_progress_sync=["prefetch"]),
-        Task.from_fn("stats", print, lookahead=2, cross_iter_depends_on=["start"]),
-    ]
-    edges = edges_of(one_stage(*tasks))
-    assert [(e.producer.name, e.consumer.name, e.lag) for e in edges] == [
-        ("start", "wait", 0),
-        ("wait", "prefetch", 0),
-        ("prefetch", "forward", 1),
-        ("prefetch", "backward", 0),
-        ("start", "stats", 0),  # at lag 0 a cross-iteration edge orders the period as well
-    ]

@@ -51,20 +51,16 @@ def _unproved(
     return found
 
 
-def test_the_click_job_is_declared(small_log: Path) -> None:
-    """In one process, under both of its plans."""
-    tasks = ClickJob(ClickConfig([small_log], batch_size=8, model=SMALL)).tasks()
-    assert _unproved(tasks, clicks.PLANS) == []
-    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
-
-
 def _sharded_clicks(config: ClickConfig) -> list[str]:
     return _unproved(ShardedClickJob(config).tasks(), sharded_clicks.PLANS)
 
 
-def test_the_sharded_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
-    """Under all of its plans."""
+def test_the_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
+    """In one process and sharded, under all of their plans."""
     config = ClickConfig([small_log], batch_size=8, model=SMALL)
+    tasks = ClickJob(config).tasks()
+    assert _unproved(tasks, clicks.PLANS) == []
+    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
     assert two_ranks.run(_sharded_clicks, config) == [[], []]
 
 

@@ -107,7 +107,7 @@ class Search:
             return math.inf if found is None else found.ii_us
 
         annealer = Annealer(Estimator(self.graph, threads, depth), simulate, goal_us)
-        annealer.search(starts(self.graph, depth), self._work * share)
+        annealer.search(starts(self.graph, threads, depth), self._work * share)
         self._work -= annealer.work
         if annealer.incumbent is None:
             return None

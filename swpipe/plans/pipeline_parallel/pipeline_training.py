@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.plan import PipelinePlan
 from swpipe.plans.prefetch import prefetch_plan
 
 __all__ = ["PLANS", "ahead", "serial"]
@@ -23,10 +23,7 @@ TASKS = (LOAD, STEP, UPDATE)
 
 def serial() -> PipelinePlan:
     """One task after the other on the caller's thread."""
-    plan = PipelinePlan(
-        schedule={name: TaskSchedule() for name in TASKS}, order=TASKS, pipeline_depth=1
-    )
-    return _ordered(plan)
+    return _ordered(PipelinePlan.serial(TASKS))
 
 
 def ahead(*, pull_group: str | None = "loader") -> PipelinePlan:
@@ -35,10 +32,8 @@ def ahead(*, pull_group: str | None = "loader") -> PipelinePlan:
     Args:
         pull_group: Name of the thread group that calls the loader; None for the caller's thread.
     """
-    plan = prefetch_plan(
-        [LOAD], [STEP, UPDATE], carried=[(STEP, UPDATE)], depth=3, pull_group=pull_group
-    )
-    return _ordered(plan)
+    carried = [(STEP, UPDATE)]
+    return _ordered(prefetch_plan([LOAD], [STEP, UPDATE], carried=carried, pull_group=pull_group))
 
 
 def _ordered(plan: PipelinePlan) -> PipelinePlan:

@@ -42,6 +42,7 @@ def configure(options: Mapping[str, Any]) -> Any:
     # that is split among more threads rounds otherwise.
     torch.set_num_threads(1)
     try:
+        import swpipe.tasks.clicks.job  # noqa: F401 - with all that it needs
         from swpipe.tasks.clicks import ClickConfig
         from swpipe.tasks.clicks.generate import click_logs
     except ModuleNotFoundError as error:

@@ -33,6 +33,7 @@ from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.log import BatchSpec, ClickLog
 from swpipe.tasks.clicks.metrics import RankingJob, RunningAUC
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
+from swpipe.tasks.workload import gradients_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,8 @@ class ClickJob(AnyClickJob):
         super().__init__(config)
         self.model = ClickModel(config.model, config.seed).to(self.device)
         self.modules = (self.model,)
-        self._parameters = tuple(self.model.parameters())
-        self.optimizer = make_optimizer(self._parameters, config.model.learning_rate)
+        parameters = list(self.model.parameters())
+        self.optimizer = make_optimizer(parameters, config.model.learning_rate)
 
     def hash(self, ctx: IterContext) -> None:
         ctx.host = self._encoded(ctx)
@@ -214,7 +215,7 @@ class ClickJob(AnyClickJob):
     def tasks(self) -> tuple[PipelineTask, ...]:
         """One training step, in the order of a plain loop."""
         reads = DeclaredIO(state="model parameters", mode="r", memory=self.model)
-        gradients = DeclaredIO(self._get_gradients, self._set_gradients, "model gradients")
+        gradients = gradients_of(self.modules, "model gradients")
         updates = [
             DeclaredIO(state="model gradients", mode="r"),
             DeclaredIO(state="model parameters"),
@@ -230,13 +231,6 @@ class ClickJob(AnyClickJob):
             PipelineTask("step", self.step, io=updates),
             PipelineTask("auc", self.update_auc, io=[self._histogram()]),
         )
-
-    def _get_gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._parameters]
-
-    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
 
     def plan(self, name: str = "pipelined") -> PipelinePlan:
         """A ready-made plan: "serial" or "pipelined"."""

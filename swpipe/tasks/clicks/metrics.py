@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,15 +91,6 @@ class RowCount:
         return "\n".join((told, *shown))
 
 
-class ReadRows(Protocol):
-    """What a step has read: how many rows, and in which epoch, from 0."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-
-
 class RankingJob(Job):
     """A job whose model predicts a label per row: its rows and its running AUC.
 
@@ -117,8 +108,8 @@ class RankingJob(Job):
         self.auc = RunningAUC(self.device)
         self.rows = RowCount()
 
-    def spec(self, ctx: Any) -> ReadRows:
-        """What a trained batch has read."""
+    def spec(self, ctx: Any) -> Any:
+        """What a trained batch has read: ``rows``, in the ``epoch`` of that number, from 0."""
         raise NotImplementedError
 
     def retired(self, ctx: Any) -> float | torch.Tensor | None:

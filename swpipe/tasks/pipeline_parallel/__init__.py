@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs, measure_hop
-    from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, StepResult
-    from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
+    from swpipe.tasks.pipeline_parallel.pipeline_runtime import (
+        PipelineRuntime,
+        SerialRuntime,
+        StepResult,
+    )
     from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks
 
 __all__ = [
@@ -21,7 +24,7 @@ __all__ = [
     "measure_hop",
 ]
 
-_MODULES = ("measured_costs", "pipeline_runtime", "serial_runtime", "train_tasks")
+_MODULES = ("measured_costs", "pipeline_runtime", "train_tasks")
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,7 @@ from swpipe.plans.pipeline_parallel import (
 )
 from swpipe.plans.pipeline_parallel.torch_orders import TorchOrder
 from swpipe.tasks.pipeline_parallel.measured_costs import measure_costs
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime
-from swpipe.tasks.pipeline_parallel.serial_runtime import SerialRuntime
+from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, SerialRuntime
 from swpipe.tasks.pipeline_parallel.train_tasks import PipelineTrainTasks, Runtime
 from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
 from swpipe.tasks.workload import Job

@@ -10,26 +10,19 @@ What stands in parentheses lies outside the context: in the chunks, in the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.pipeline_parallel.pipeline_training import LOAD, STEP, UPDATE
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import StepResult
+from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, SerialRuntime
+from swpipe.tasks.workload import gradients_of
 
-
-class Runtime(Protocol):
-    """``PipelineRuntime`` or ``SerialRuntime``."""
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The chunks of this process."""
-
-    def train(self, *inputs: Tensor, target: Tensor, with_output: bool = False) -> StepResult: ...
+Runtime: TypeAlias = PipelineRuntime | SerialRuntime
 
 
 class PipelineTrainTasks:
@@ -67,7 +60,7 @@ class PipelineTrainTasks:
     def tasks(self) -> tuple[PipelineTask, ...]:
         """In serial order."""
         reads = DeclaredIO(state="parameters", mode="r", memory=list(self._runtime.modules))
-        gradients = DeclaredIO(self._get_gradients, self._set_gradients, "gradients")
+        gradients = gradients_of(self._runtime.modules, "gradients")
         updates = [
             DeclaredIO(state="gradients", mode="r"),
             DeclaredIO(state="parameters"),
@@ -78,13 +71,3 @@ class PipelineTrainTasks:
             PipelineTask(STEP, self.step, io=[reads, gradients]),
             PipelineTask(UPDATE, self.update, io=updates),
         )
-
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        return (p for module in self._runtime.modules for p in module.parameters())
-
-    def _get_gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._parameters()]
-
-    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
-            parameter.grad = gradient

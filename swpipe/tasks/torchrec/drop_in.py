@@ -447,8 +447,8 @@ def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
 
 def split(tasks: SparseDistTasks) -> PipelinePlan:
     """The plan ``split`` for these tasks."""
-    after_step = tasks.tables_in_step or bool(tasks.fused)
-    return plans.split(after_step=after_step, lean=bool(tasks.memory))
+    early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
+    return plans.split(after_step=not early, lean=bool(tasks.memory))
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:

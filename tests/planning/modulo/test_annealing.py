@@ -17,7 +17,7 @@ from tests.planning.modulo.graphs import host_work
 from tests.support.strategies import random_case
 
 GRAPH = host_work(300, 200, 200, 100)
-STARTS = starts(GRAPH, 3)
+STARTS = starts(GRAPH, 2, 3)
 
 
 def exact(schedule: ModuloSchedule, enough_us: float) -> float:
@@ -88,5 +88,5 @@ def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> N
             return 0.0 if broken else super().cost(order, thread, stage, limit_us)
 
     annealer = Annealer(Checked(graph, 3, 4), lambda schedule, enough_us: math.inf, goal_us=1)
-    annealer.search(starts(graph, 4), work=50_000)
+    annealer.search(starts(graph, 3, 4), work=50_000)
     assert broken == []

@@ -50,7 +50,7 @@ def test_without_contention_no_estimate_is_too_low(number: int) -> None:
     given = uncontended(number)
     graph, rng = graph_of(given), random.Random(number)
     threads = given.limits.threads
-    here = MovableSchedule(graph, starts(graph, DEPTH)[0], threads, DEPTH, rng.random)
+    here = MovableSchedule(graph, starts(graph, threads, DEPTH)[0], threads, DEPTH, rng.random)
     estimator = Estimator(graph, threads, DEPTH)
     for _ in range(12):
         for _ in range(4):

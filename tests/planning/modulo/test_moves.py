@@ -35,7 +35,7 @@ def test_starts_and_moves_keep_dependences_and_limits(number: int) -> None:
     given = instance(number, tight=True)
     graph, rng = graph_of(given), random.Random(number)
     threads, depth = given.limits.threads, given.limits.in_flight
-    found = starts(graph, depth)
+    found = starts(graph, threads, depth)
     assert found
     for start in found:
         assert_valid(graph, start, threads, depth)
@@ -63,7 +63,7 @@ def test_undo_goes_back_to_what_was_kept() -> None:
 def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
     """Only order and stages change."""
     graph, rng = graph_of(instance(3)), random.Random(1)
-    start = starts(graph, 5)[0]
+    start = starts(graph, 3, 5)[0]
     here = MovableSchedule(graph, start, 3, 5, rng.random)
     for _ in range(100):
         if here.move(rng.randrange(graph.size), to_threads=False):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans.torchrec.sparse_dist import (
     COPY,
@@ -32,17 +31,6 @@ def before(order: Sequence[str], *names: str) -> bool:
     """Whether names come in this order."""
     places = [order.index(name) for name in names]
     return places == sorted(places)
-
-
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [("serial", 1), ("sparse_dist", 3), ("prefetch", 4), ("split", 3), ("semi_sync", 4)],
-)
-def test_each_plan_has_its_stages(name: str, stages: int) -> None:
-    """As many batches are in flight as there are stages; every task is scheduled."""
-    plan = PLANS[name]()
-    assert plan.depth == stages
-    assert tuple(plan.schedule) == TASKS
 
 
 MEMORY_LATE = {
@@ -135,20 +123,6 @@ def test_semi_sync_sends_everything_a_period_before_it_waits() -> None:
     assert list(lags.values()) == [1, 1, 1, 0]
     order = list(resolve_plan(plan).period_order)
     assert before(order, DENSE_BACK, PREFETCH, EMBED, WAIT, START, EMBED_BACK, STEP)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_only_semi_sync_allows_staleness(name: str) -> None:
-    """It reads tables, and the rates of their optimizers, that are one batch stale."""
-    stale = {"tables": 1, "optimizer": 1} if name == "semi_sync" else {}
-    assert PLANS[name]().stale == stale
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_can_be_saved_and_loaded(name: str) -> None:
-    """It is plain data."""
-    plan = PLANS[name]()
-    assert PipelinePlan.from_toml(plan.to_toml()) == plan
 
 
 @pytest.mark.parametrize("name", PLANS)

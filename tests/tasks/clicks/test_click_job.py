@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe._values.walk import tensors_in
-from swpipe.plans.clicks import TASKS
+from swpipe.plans.clicks import PLANS, TASKS
 from swpipe.profiler.trial_state import trial_state
 from swpipe.tasks.clicks import (
     ClickConfig,
@@ -32,6 +32,7 @@ from swpipe.tasks.clicks.encode import ClickBatch, encode
 from swpipe.tasks.clicks.generate import click_logs
 from swpipe.tasks.clicks.metrics import RunningAUC
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
+from swpipe.tasks.job_run import JobRun
 from tests.tasks.clicks.rows import SMALL, lines, row, write_log
 
 CPU = torch.device("cpu")
@@ -251,6 +252,19 @@ def test_malformed_rows_make_a_batch_shorter(tmp_path: Path, config: ClickConfig
         pytest.raises(ClickDataError, match=r"odd\.tsv:2: 1 fields"),
     ):
         list(pipe.iterate(strict.batches()))
+
+
+def test_rows_are_counted_once(tmp_path: Path, config: ClickConfig) -> None:
+    """Later epochs meet the same malformed rows; the first few are shown."""
+    path = tmp_path / "odd.tsv"
+    path.write_bytes(lines(row(), *["bad"] * 7, row()))
+    job = ClickJob(replace(config, data=[path], held_out=(), batch_size=4))
+    with JobRun("run", job, PLANS["serial"](), 9) as run:
+        run.advance(9)
+    (told,) = job.notes()
+    assert told.startswith("data: 9 rows, 7 of them malformed and dropped:\n")
+    assert [f":{line}: 1 fields" in told for line in range(2, 8)] == [True] * 5 + [False]
+    assert told.endswith("\n  ... and 2 more")
 
 
 # ----------------------------------------------------------------------------------- shortcuts

@@ -152,40 +152,29 @@ def rows(count: int) -> Tensor:
     return torch.arange(3.0 * count).view(count, 3).sin()
 
 
-def buffers_of_both() -> list[list[Tensor]]:
-    """Running means after two steps on one rank, and in a single process."""
-    modules = [[Stateful(), Stateful()] for _ in range(2)]
-    runtime = PipelineRuntime(ALONE, dict(enumerate(modules[0])), squared)
+def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Running means on one rank and in one process; gradients of the 2nd step, and of it alone."""
+    modules = [[Stateful(), Stateful()] for _ in range(3)]
+    runtimes = [PipelineRuntime(ALONE, dict(enumerate(modules[k])), squared) for k in (0, 2)]
     serial = SerialRuntime(modules[1], 2, squared)
-    for each in (runtime, serial):
-        for step in range(2):
-            each.train(rows(8) + step, target=rows(8))
-    return [[b for module in modules[k] for b in module.buffers()] for k in (0, 1)]
+    for each in (runtimes[0], serial):
+        for step in (1, 2):
+            each.train(rows(8) * step, target=rows(8))
+    runtimes[1].train(rows(8) * 2, target=rows(8))
+    buffers = [[b for module in modules[k] for b in module.buffers()] for k in (0, 1)]
+    grads = [[p.grad for m in modules[k] for p in m.parameters()] for k in (0, 2)]
+    return [tuple(buffers), tuple(grads)]  # type: ignore[list-item]
 
 
-def test_the_search_for_shapes_leaves_buffers_alone(one_rank: Ranks) -> None:
-    """Torch's runtime runs the first microbatch once more; running means do not see it."""
-    ((ours, serial),) = one_rank.run(buffers_of_both)
-    assert all(map(torch.equal, ours, serial))
-    assert int(ours[2]) == 4  # batches that the norm has seen
+def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
+    """Torch runs the first microbatch once more: running means do not see it.
 
-
-def gradients_after_two_steps() -> tuple[list[Tensor], list[Tensor]]:
-    """Of the second of two steps, and of that step alone."""
-    found = []
-    for steps in ((1, 2), (2,)):
-        modules = [Stateful(), Stateful()]
-        runtime = PipelineRuntime(ALONE, dict(enumerate(modules)), squared)
-        for step in steps:
-            runtime.train(rows(8) * step, target=rows(8))
-        found.append([p.grad for m in modules for p in m.parameters() if p.grad is not None])
-    return found[0], found[1]
-
-
-def test_gradients_replace_those_of_the_step_before(one_rank: Ranks) -> None:
-    """They would be scaled a second time where they are added to."""
-    ((both, alone),) = one_rank.run(gradients_after_two_steps)
-    assert all(map(torch.equal, both, alone))
+    Gradients replace those of the step before, which would be scaled a second time.
+    """
+    ((buffers, grads),) = one_rank.run(after_two_steps)
+    assert all(map(torch.equal, *buffers))
+    assert int(buffers[0][2]) == 4  # batches that the norm has seen
+    assert all(map(torch.equal, *grads))
 
 
 def steps_after_a_failure() -> list[str]:

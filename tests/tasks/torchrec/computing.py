@@ -196,25 +196,11 @@ class WithParameters(Computes):
         return batch.dense, [self.weights(batch.ids), batch.ids]
 
 
-class AfterParameters(Computes):
-    """A module takes the result of one that holds a parameter."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(self.weights(batch.ids)), batch.ids]
-
-
 class Twice(Computes):
     """Calls one module twice."""
 
     def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
         return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
-
-
-class Within(Computes):
-    """Calls a module, and one within it."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.parts(batch.ids), self.parts.inner(batch.ids)]
 
 
 class InList(Computes):
@@ -223,23 +209,6 @@ class InList(Computes):
     def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
         ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})
         return dense, [ids, batch.ids]
-
-
-class InTuple(Computes):
-    """Hands a tuple over."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids, dense = self.choose((batch, 2), {"ids": batch.ids})
-        return dense, [ids, ids]
-
-
-class ByKey(Computes):
-    """Picks a part by a computed key."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        rows = batch.dense[batch.labels.long()]
-        ids, dense = self.choose([batch, rows], {"ids": batch.ids})
-        return dense, [ids, ids]
 
 
 class Container(Computes):

@@ -332,18 +332,6 @@ def test_another_model_is_attached_when_none_is_in_flight(two_ranks: Ranks) -> N
         assert said[1:] == ["6 outputs, 1 pipelined"]
 
 
-def _reset() -> int:
-    pipeline = made(ours.PrefetchTrainPipelineSparseDist)
-    pipeline.progress(batches(6))
-    pipeline.reset()
-    return len(to_the_end(pipeline, batches(4, seed=1)))
-
-
-def test_reset_drops_what_is_in_flight(two_ranks: Ranks) -> None:
-    """And the pipeline can be used again."""
-    assert two_ranks.run(_reset) == [4, 4]
-
-
 # -------------------------------------------------------------------------- the user's own parts
 
 
@@ -390,28 +378,3 @@ def _own_forward() -> list[str]:
 def test_the_users_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
     """As ``custom_model_fwd``."""
     assert two_ranks.run(_own_forward) == [[], []]
-
-
-class _Rows(nn.Module):
-    """A model without tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        output = self.linear(rows).squeeze(1)
-        return output.square(), output.detach()
-
-
-@pytest.mark.parametrize("name", ["TrainPipelineBase", SPARSE])
-def test_a_model_without_tables_needs_no_process_group(name: str) -> None:
-    """TorchRec's numbers, on this process alone."""
-    results = []
-    for kind in (getattr(ours, name), theirs("TrainPipelineBase")):
-        model = _Rows()
-        pipeline = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
-        data = iter(torch.arange(24.0).view(3, 2, 4).unbind())
-        results.append([*to_the_end(pipeline, data), model.linear.weight.detach()])
-    assert all(map(torch.equal, *results))

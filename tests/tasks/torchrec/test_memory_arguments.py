@@ -41,7 +41,6 @@ from tests.tasks.torchrec.trial import Outcome, to_the_end
 
 ARGUMENTS = ("free_features_storage_early", "clear_data_dist_inputs", "enable_inplace_copy_batch")
 SPARSE = "TrainPipelineSparseDist"
-EARLY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
 WITH_STATE: dict[str, Any] = {"optimizer": torch.optim.Adagrad, "options": {"lr": 0.01}}
 ANSWERS = 8
 """Bytes of the ranks' answers whether their data has ended, which stay on the host."""
@@ -171,13 +170,6 @@ def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
 
 
 # ------------------------------------------------------------------------------------- numbers
-
-JOBS = (
-    Job(pooled=False),  # its modules' contexts keep what was sent; TorchRec's classes fail there
-    Job("row_wise", modules=2),
-    Job("column_wise"),
-    Job("data_parallel"),
-)
 
 
 SOME = (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")

@@ -114,11 +114,6 @@ def test_as_many_batches_are_pulled_as_by_torchrec(one_rank: Ranks, two_ranks: R
     assert two_ranks.run(_pulled) == [[PULLED, more]] * 2
 
 
-def test_semi_sync_trains_so_on_one_rank(one_rank: Ranks) -> None:
-    """The next batch is looked up before the one backward, which updates the tables."""
-    assert one_rank.run(_stale) == [[]]
-
-
 def _collectives_in_a_step() -> dict[str, int]:
     counts = {}
     for name in (*EXACT, "TrainPipelineSemiSync"):
@@ -136,24 +131,6 @@ def _collectives_in_a_step() -> dict[str, int]:
 def test_one_rank_agrees_with_nobody(one_rank: Ranks) -> None:
     """Neither on the end of the data, nor by a hook of DDP's in Python."""
     assert set(one_rank.run(_collectives_in_a_step)[0].values()) == {0}
-
-
-def _drained(pipeline: Any) -> list[torch.Tensor]:
-    data = batches(7)
-    outputs = [pipeline.progress(data), *pipeline.drain()]
-    return outputs + to_the_end(pipeline, data)
-
-
-def _drained_differences() -> list[list[str]]:
-    kind = ours.TrainPipelineSemiSync
-    starts = (3, 5)  # before and at the first batch after those that are drained
-    pairs = [(start, trained(kind, 7, start_batch=start)) for start in starts]
-    return [trained(kind, _drained, start_batch=k).differences(one) for k, one in pairs]
-
-
-def test_batches_that_are_drained_count_towards_the_start_batch(two_ranks: Ranks) -> None:
-    """Stale reads begin at the same batch as without drain()."""
-    assert two_ranks.run(_drained_differences) == [[[], []], [[], []]]
 
 
 def _cut() -> list[Any]:

@@ -1,6 +1,9 @@
-"""Each of the eleven tasks can be left out, alone and with all others, and the step still runs."""
+"""Each of the eleven tasks can be left out; training goes on unchanged after that."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
 
 import pytest
 import torch
@@ -9,19 +12,18 @@ from torch import Tensor
 from swpipe import TaskProfiler
 from swpipe.plans.torchrec.sparse_dist import TASKS
 from swpipe.profiler import ProfileResult
-from swpipe.tasks.torchrec import PipelineFactory
+from swpipe.profiler.trial_state import trial_state
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything, sharded
-from tests.tasks.torchrec.trial import EXACT, to_the_end
+from tests.tasks.torchrec.models import Job, batches, everything, sharded
+from tests.tasks.torchrec.trial import EXACT, create, to_the_end
+
+SPLIT, PREFETCH = EXACT[3], EXACT[2]
 
 
 def _left_out(name: str, job: Job, tasks: tuple[str, ...]) -> list[Tensor]:
     """Outputs of one batch again and again, the first without shortcuts."""
-    model = sharded(job)
     (batch,) = batches(1)
-    with PipelineFactory.create(
-        name, model=model, optimizer=dense_optimizer(job, model), device=CPU
-    ) as pipeline:
+    with create(name, job=job) as pipeline:
         outputs = to_the_end(pipeline, iter([batch]))
         pipeline.pipe.enable_shortcut(*tasks)
         outputs += to_the_end(pipeline, iter([batch] * 6))
@@ -29,23 +31,22 @@ def _left_out(name: str, job: Job, tasks: tuple[str, ...]) -> list[Tensor]:
         return outputs + to_the_end(pipeline, iter([batch]))
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_each_task_can_be_left_out_alone(two_ranks: Ranks, task: str) -> None:
-    """Under every exact plan: no error, no hang, and as many outputs as batches."""
-    for name in EXACT:
-        for outputs in two_ranks.run(_left_out, name, Job(), (task,)):
+@pytest.mark.parametrize(
+    ("job", "name"), [(Job(), PREFETCH), (Job("row_wise", pooled=False), SPLIT)]
+)
+def test_each_task_can_be_left_out_alone(two_ranks: Ranks, job: Job, name: str) -> None:
+    """As many outputs as batches; what a collection remembers of ids is put back, too."""
+    for task in TASKS:
+        for outputs in two_ranks.run(_left_out, name, job, (task,)):
             assert len(outputs) == 8
             assert all(torch.isfinite(output).all() for output in outputs)
 
 
-def _without_backward(task: str) -> bool:
+def _without(task: str) -> bool:
     """Whether tables stay as they are while a task is left out."""
-    job = Job()
-    model = sharded(job)
+    model = sharded(Job())
     (batch,) = batches(1)
-    with PipelineFactory.create(
-        "jagged_split_sparse_dist", model=model, optimizer=dense_optimizer(job, model), device=CPU
-    ) as pipeline:
+    with create(SPLIT, model) as pipeline:
         pipeline.pipe.enable_shortcut(task)
         to_the_end(pipeline, iter([batch] * 2))
         before = everything(model)
@@ -56,27 +57,56 @@ def _without_backward(task: str) -> bool:
 
 def test_leaving_out_the_embedding_backward_leaves_the_tables_alone(two_ranks: Ranks) -> None:
     """It is real work under the split forward: without it the fused update does not happen."""
-    assert two_ranks.run(_without_backward, "EmbBackward") == [True, True]
-    assert two_ranks.run(_without_backward, "OptimStep") == [False, False]
+    assert two_ranks.run(_without, "EmbBackward") == [True, True]
+    assert two_ranks.run(_without, "OptimStep") == [False, False]
+
+
+ALONE = tuple((name,) for name in TASKS)
+PAIRS = tuple(zip(TASKS, TASKS[4:] + TASKS[:4], strict=True))
+"""Each task with another."""
+
+
+def _trained(shortcuts: list[tuple[str, ...] | None]) -> Iterator[dict[str, Tensor]]:
+    """The parameters after one batch more; each time, tasks were shortcut before it."""
+    model, replayed = sharded(Job()), next(batches(1, seed=1))
+    with create(PREFETCH, model) as pipeline:
+        pipe = pipeline.pipe
+        for names, batch in zip(shortcuts, batches(len(shortcuts)), strict=True):
+            if names is not None:
+                with trial_state(pipe, replayed, None).trial(), pipe.shortcut(*names):
+                    to_the_end(pipeline, repeat(replayed, 4))
+            to_the_end(pipeline, iter([batch]))
+            yield everything(model)
+
+
+def _differing(shortcuts: tuple[tuple[str, ...], ...]) -> list[str]:
+    """The first shortcut after which training differs in any bit."""
+    apart = zip(_trained([None] * len(shortcuts)), _trained([*shortcuts]), strict=True)
+    for names, (expected, trained) in zip(shortcuts, apart, strict=True):
+        if not all(torch.equal(expected[name], trained[name]) for name in expected):
+            return ["+".join(names)]
+    return []
+
+
+@pytest.mark.parametrize(
+    "shortcuts", [ALONE, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["alone", "pairs"]
+)
+def test_training_goes_on_unchanged(
+    two_ranks: Ranks, shortcuts: tuple[tuple[str, ...], ...]
+) -> None:
+    """Nothing outside of the snapshot is trained meanwhile."""
+    assert two_ranks.run(_differing, shortcuts, deadline_s=300) == [[], []]
 
 
 def _profiled(pipelined: bool) -> tuple[ProfileResult, bool]:
-    job = Job()
-    model = sharded(job)
+    model = sharded(Job())
     before = everything(model)
-    with PipelineFactory.create(
-        "jagged_prefetch_sparse_dist",
-        model=model,
-        optimizer=dense_optimizer(job, model),
-        device=CPU,
-        forward="prefetch",
-    ) as pipeline:
+    with create(PREFETCH, model, forward="prefetch") as pipeline:
         results = TaskProfiler(pipeline.pipe).profile_many(
             list(batches(1)), 1, 1, 2, pipelined, tasks=TASKS[::4] if pipelined else TASKS
         )
     after = everything(model)
-    put_back = all(torch.equal(before[name], after[name]) for name in before)
-    return results[0], put_back
+    return results[0], all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serial", "pipelined"])

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
 from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
@@ -27,8 +26,7 @@ from swpipe.tasks.torchrec.hstu import HSTUTasks
 from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.cached import CacheOverflow, replace_tables
-from tests.tasks.torchrec.hstu.training import batches, made
+from tests.tasks.torchrec.hstu.training import made
 from tests.tasks.torchrec.models import CPU
 
 PREFETCH = "prefetch_embeddings"
@@ -215,53 +213,3 @@ def test_a_prefetch_runs_between_forward_and_backward() -> None:
     """It waits for the one, and the other for it, whatever their batches are."""
     pairs = {(PREFETCH, "forward"), ("backward", PREFETCH)}
     assert pairs <= {*hstu_plan(_schedule(), None).same_period_deps}
-
-
-def _keys_of_a_batch() -> int:
-    """The most keys that a batch has on any rank, in the plain loop."""
-    model, _ = made()
-    groups = replace_tables(model, 10_000, pooled=False, rate=0.1)
-    for batch in batches(STEPS):
-        model(batch)[0].sum().backward()
-    most: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(most, max(group.most for group in groups))
-    return max(most)
-
-
-def _outstanding(
-    schedule: Callable[..., Schedule], declared: bool = True, lines: int | None = None
-) -> tuple[int, int, list[str]]:
-    """The most keys of a batch, the most that were outstanding, and the calls of the tables."""
-    batch = _keys_of_a_batch()
-    model, optimizer = made()
-    groups = replace_tables(model, lines or batch, pooled=False, rate=0.1)
-    owner = _step_tasks(True, model, optimizer)
-    tasks = owner.tasks()
-    if not declared:  # then the plan is not checked against it
-        tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
-    preset = "io_prefetch_compute" if declared else "default"
-    made_schedule = schedule(prefetch=True, prefetch_depth=1, shuffled=False)
-    plan = hstu_plan(made_schedule, preset, threaded=declared)
-    with SWPipeline(plan, tasks, device="cpu", check_effects=declared) as pipe:
-        try:
-            pipe.run(batches(STEPS))
-        except CacheOverflow:
-            return batch, max(group.most for group in groups), ["overflow"]
-    owner.rewrite.detach()
-    calls = [call for group in groups for call in group.calls]
-    return batch, max(group.most for group in groups), calls
-
-
-def test_with_the_forward_first_the_keys_of_one_batch_are_outstanding(two_ranks: Ranks) -> None:
-    """A cache with as many lines as the largest batch has keys is enough."""
-    for batch, most, calls in two_ranks.run(_outstanding, hstu_schedule):
-        assert 0 < most <= batch
-        assert calls.count("prefetch") == calls.count("forward") == STEPS
-
-
-def test_with_the_prefetch_first_the_keys_of_two_are(one_rank: Ranks) -> None:
-    """The same cache overflows; with room, more than one batch is outstanding, two at most."""
-    ((_, _, calls),) = one_rank.run(_outstanding, _prefetch_first, False)
-    assert calls == ["overflow"]
-    ((batch, most, _),) = one_rank.run(_outstanding, _prefetch_first, False, 10_000)
-    assert batch < most <= 2 * batch

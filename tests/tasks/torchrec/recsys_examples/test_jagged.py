@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe.profiler import pipeline_breakdown
-from swpipe.tasks.torchrec import KarmarkarKarpShuffler
 from swpipe.tasks.torchrec import recsys_examples as ours
 from swpipe.tasks.torchrec.recsys_examples import collective_assert
 from tests.support.ranks import Ranks
@@ -183,20 +182,6 @@ def _rotated() -> dict[str, list[str]]:
 def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
     """It is called with the data-parallel group, once per batch."""
     assert two_ranks.run(_rotated) == [{}, {}]
-
-
-def _balanced() -> bool:
-    shuffler = KarmarkarKarpShuffler(Sequences.work)
-    outputs = [ran(name, sequences(4), batch_shuffler=shuffler) for name in EXACT]
-    shuffler.close()
-    plain = ran("jagged_none", sequences(4))
-    alike = all(all(map(torch.equal, one, outputs[0])) for one in outputs[1:])
-    return alike and not all(map(torch.equal, outputs[0], plain))
-
-
-def test_a_shuffler_of_swpipe_does_too(two_ranks: Ranks) -> None:
-    """All pipelines get the same rows, others than without it."""
-    assert two_ranks.run(_balanced) == [True, True]
 
 
 # ------------------------------------------------------------------------ what may go wrong
@@ -402,25 +387,3 @@ def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> No
     first = dict.fromkeys(("model", "optimizer", "device"), empty)
     wanted = {**first, **extra, "batch_shuffler": None}
     assert list(positional.items()) == list(wanted.items())
-
-
-def _custom_forward() -> bool:
-    model, optimizer = made()
-    calls = []
-
-    def forward(batch: Any) -> Any:
-        calls.append(batch)
-        return model(batch)
-
-    pipeline = ours.JaggedMegatronTrainPipelineSparseDist(
-        model, optimizer, CPU, True, False, False, forward
-    )
-    with closing(pipeline):
-        found = flat(results(pipeline, sequences(3)))
-    plain = ran("jagged_sparse_dist", sequences(3))
-    return len(calls) == 3 and all(map(torch.equal, found, plain))
-
-
-def test_a_custom_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
-    """By position, as there."""
-    assert two_ranks.run(_custom_forward) == [True, True]

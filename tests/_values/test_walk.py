@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -510,3 +512,18 @@ def test_a_tensordict_is_rebuilt_whole() -> None:
     assert new.is_locked
     assert torch.equal(new["n", "b"], x(2))
     assert new["a"] is not value["a"]
+
+
+def test_what_was_walked_over_is_held_by_nobody() -> None:
+    """Not even until the collector comes: it may be a batch on the device."""
+    gc.collect()
+    gc.disable()
+    try:
+        value = {"x": [x()]}
+        gone = weakref.ref(value["x"][0])
+        new = map_tensors(value, Tensor.clone)
+        assert len([*tensors_in(new), *nodes_in(new), *tensors_held(value)]) == 4
+        del value
+        assert gone() is None
+    finally:
+        gc.enable()
