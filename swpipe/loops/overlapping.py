@@ -303,7 +303,8 @@ def loop_over(
         plan = PipelinePlan.serial(given)
         if ahead:
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
-    plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
+    if keep is not None or depth is not None:
+        plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
     found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
     effects = {PULL: Effects() if ahead else UNKNOWN}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,9 +162,31 @@ def _others(
         said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
         limits = Limits(threads=max(2, min(4, cores())))
         try:
-            yield auto_plan(plan, loop.costs, limits=limits, **said).plan
+            best = auto_plan(plan, loop.costs, limits=limits, **said).plan
+            yield _least_moved(plan, best, loop, effects)
         except PlanError as error:
             why_not |= dict.fromkeys(plan.schedule, error.problems[0].text)
+
+
+def _least_moved(
+    plan: PipelinePlan, best: PipelinePlan, loop: LoopFacts, effects: EffectTable
+) -> PipelinePlan:
+    """A plan with another group as the caller's, if fewer tasks move so, and it is as fast."""
+    from swpipe.analysis import verify
+
+    most_us, least = (1 + LEAST) * _predict(best, loop)[0], best
+    for group in best.thread_groups:
+        swap = {group: DEFAULT_GROUP, DEFAULT_GROUP: group}
+        schedule = {
+            name: replace(entry, thread_group=swap.get(entry.thread_group, entry.thread_group))
+            for name, entry in best.schedule.items()
+        }
+        other = replace(best, schedule=schedule)
+        if len(_moved(plan, other)) < len(_moved(plan, least)):
+            with suppress(PlanError):  # what is not declared stays with the loop's body
+                verify(other, effects=effects, streams=loop.streams)
+                least = other if _predict(other, loop)[0] <= most_us else least
+    return least
 
 
 def _promise(result: Figures, moved: Sequence[str], then_s: float) -> Estimate:

@@ -58,6 +58,7 @@ WORTH = 0.02
 
 _WAITS = 0.25  # of a task's time: less is preemption
 _NAMED = 3  # tasks
+_SAME = 1e-3  # relative difference of two bounds that counts as none
 _WORDS: Mapping[Cause, str] = {
     "input": "waits for its input",
     "host": "waits for the host",
@@ -277,7 +278,7 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     what, _, names = bounds.busiest.partition(": ")
     limiting = names.removesuffix(" alone").split(", ")
     limit = f"{what}: {listed(names.split(', '), _NAMED)}"
-    if bounds.rec_mii_us > bounds.res_mii_us:
+    if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
         limiting = [*Roles.of(plan).recurring]
         named = listed(limiting, 2 * _NAMED)
         limit = f"{named}, which wait for each other across iterations"

@@ -290,6 +290,11 @@ def test_a_file_that_cannot_be_written_is_refused_first(
         ("demo", "--directory"),
     ):
         checked(refused(capsys, *args, here / "file" / "out.png"), str(here / "file"))
+    (here / "folder.toml").mkdir()
+    assert run("plan", "show", "plan.toml", "--output", "folder.toml") == 2
+    told = capsys.readouterr()
+    checked(told.err.removesuffix("\n"), "folder.toml: ")
+    assert told.out == ""
 
 
 def test_where_one_file_fails_the_others_are_written(

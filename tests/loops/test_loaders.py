@@ -130,6 +130,14 @@ def workers_that_shuffle_by_a_given_generator(over: Over) -> Any:
 
 
 @ahead
+def passes_that_are_left_at_their_last_batch(over: Over) -> Any:
+    """Nobody asks for more, so the sampler does not draw at the end."""
+    draws = torch.Generator().manual_seed(3)
+    loader = batches(shuffle=True, generator=draws, batch_size=2)  # the last one is whole
+    return [train(over, loader, epochs=3, every=11), torch.rand(1, generator=draws)]
+
+
+@ahead
 def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
     """Augmentation that the loop switches on between two passes, beside a body that draws."""
     rows = LateRows(random.random, after=ROWS)

@@ -147,9 +147,11 @@ def test_a_loader_that_draws_beside_the_loop_is_told_at_the_beginning() -> None:
             next(contexts)
 
 
-def test_a_loop_may_be_closed_before_it_is_left() -> None:
+@pytest.mark.parametrize("pull_ahead", [True, False])
+def test_a_loop_may_be_closed_before_it_is_left(pull_ahead: bool) -> None:
     """A pass that is left after that has nothing to drop."""
-    overlapped = swpipe.overlap(batches(), Training().tasks(), pull_ahead=True, device="cpu")
+    tasks = Training().tasks()
+    overlapped = swpipe.overlap(batches(), tasks, pull_ahead=pull_ahead, device="cpu")
     contexts = iter(overlapped)
     next(contexts)
     overlapped.close()

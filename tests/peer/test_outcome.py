@@ -7,7 +7,7 @@ import pytest
 from tests.peer import outcome as kinds
 from tests.peer.outcome import told
 
-_OURS = '  File "/x/swpipe/tasks/torchrec/arguments.py", line 3, in refuse\n    raise\n'
+_OURS = '  File "/x/swpipe/tasks/torchrec/refused_arguments.py", line 3, in refuse\n    raise\n'
 _OTHER = '  File "/x/swpipe/tasks/torchrec/rewrite.py", line 3, in use\n    raise\n'
 _MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
 

@@ -136,7 +136,7 @@ def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: Cycle | N
     if graph.pull_group is not None:
         load[f"thread {graph.pull_group!r}: {PULL}"] = ticks(graph.pull_us)
     for name, users in graph.users.items():
-        tasks = ", ".join(graph.names[v] for v in users)
+        tasks = ", ".join(graph.names[v] for v, us in users.items() if us)
         load[f"{name}: {tasks}"] = sum(map(ticks, users.values()))
     busiest = max(load, key=lambda what: load[what])
     words = "" if cycle is None else _words(graph, cycle)

@@ -27,12 +27,15 @@ __all__ = [
     "TrainingDivergedError",
 ]
 
-_MODULES = ("config", "log", "decode", "job")
+_MODULES = (
+    *(f"swpipe.tasks.clicks.{name}" for name in ("config", "log", "decode", "job")),
+    "swpipe.tasks.job_run",
+)
 
 
 def __getattr__(name: str) -> Any:
     for module in _MODULES if name in __all__ else ():
-        found = vars(import_module(f"{__name__}.{module}"))
+        found = vars(import_module(module))
         if name in found:
             return found[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

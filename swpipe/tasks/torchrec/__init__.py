@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'named')}"), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
-        if name in (arguments := import_module(f"{__name__}.arguments")).ELSEWHERE:
+        if name in (arguments := import_module(f"{__name__}.refused_arguments")).ELSEWHERE:
             return arguments.ELSEWHERE[name]
         theirs = import_module("torchrec.distributed.train_pipeline")
         if hasattr(theirs, name):

@@ -368,10 +368,6 @@ def build(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     device: Device | torch.device | str | None = None,
     step: TrainStep | None = None,
-    stall_timeout_s: float | None = 600.0,
-    seed: int | None = None,
-    check_data: bool = True,
-    run_ahead: int | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
     """A ``SparseDistPipeline``.
@@ -388,15 +384,12 @@ def build(
     if step is None:
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         step = TrainStep([one for one in several if one is not None])
+    own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, device=device, **options)
-    return SparseDistPipeline(
-        tasks,
-        plan_for(plan, tasks),
-        stall_timeout_s=stall_timeout_s,
-        seed=seed,
-        check_data=check_data,
-        run_ahead=run_ahead,
-    )
+    return SparseDistPipeline(tasks, plan_for(plan, tasks), **own)
+
+
+_OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
 
 
 def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePlan:

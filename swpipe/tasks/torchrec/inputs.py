@@ -49,7 +49,7 @@ from swpipe.tasks.torchrec._torchrec import (
     get_leaf_module_names,
     get_unwrapped_module,
 )
-from swpipe.tasks.torchrec.gradients import ddp_modules, is_megatrons
+from swpipe.tasks.torchrec.grad_reduction import ddp_modules, is_megatrons
 
 
 class RewriteError(ValueError):

@@ -26,7 +26,6 @@ from torch import nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
-from swpipe.tasks.torchrec.arguments import bound, no_internal, refuse_overrides, signature_of
 from swpipe.tasks.torchrec.drop_in import (
     Pass,
     PlanFor,
@@ -36,8 +35,14 @@ from swpipe.tasks.torchrec.drop_in import (
     split,
 )
 from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.gradients import ddp_modules, warn_of_rounding
+from swpipe.tasks.torchrec.grad_reduction import ddp_modules, warn_of_rounding
 from swpipe.tasks.torchrec.inputs import sharded_modules, unwrapped
+from swpipe.tasks.torchrec.refused_arguments import (
+    bound,
+    no_internal,
+    refuse_overrides,
+    signature_of,
+)
 from swpipe.tasks.torchrec.released import MemoryOptions
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks

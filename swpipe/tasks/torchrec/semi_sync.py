@@ -44,8 +44,9 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def reset(self) -> None:
         """Drop the batches in flight, and count from 0 again."""
-        self._go_exact()
-        super().reset()
+        self._stale = False
+        self.close()
+        self._start_anew()
 
     def state_dict(self) -> dict[str, Any]:
         """As for the other pipelines; from ``start_batch`` on, only after ``drain``.
@@ -53,7 +54,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         Raises:
             RuntimeError: With batches in flight from ``start_batch`` on, or gradients stashed.
         """
-        if self._stash is not None and self._stash.begun:
+        if self._stale and self._stashes:
             raise RuntimeError(
                 "the gradients of the last batch are stashed for the next batch's step, and no "
                 "state_dict has them: save before start_batch, or train with stash_gradients=False"
@@ -64,8 +65,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         """As for the other pipelines; stale from ``start_batch`` on, as the run that saved."""
         super().load_state_dict(state)
         if self._stale:
-            self._go_exact()
-            self._restart(self._start)
+            self._stale = False
+            self._restart(self._start_anew)
 
     def is_semi_sync(self) -> bool:
         """Whether the next output is that of a batch from ``start_batch`` on."""
@@ -79,20 +80,16 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
                 f"{interval}, which counts from there: give a multiple"
             )
         self._start_batch: int = start_batch
-        self._stash = _Stash() if given["stash_gradients"] else None
+        self._stashes: bool = given["stash_gradients"]
         self._stale = False
 
     def _go_stale(self) -> None:
         """Change the plan: the last exact batch is done, and none is in flight."""
         self._stale = True
-        if self._stash is not None:
-            self._stash.begin(self._model)
-        self._restart(self._start)
+        self._restart(self._start_anew)
 
-    def _go_exact(self) -> None:
-        self._stale = False
-        if self._stash is not None:
-            self._stash.clear()
+    def _start_anew(self) -> None:
+        (self._build if self._stashes else self._start)()  # the first with another optimizer
 
     @property
     def _done(self) -> int:
@@ -108,53 +105,32 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         return Pass(source, self._even, limit=limit)
 
     def _optimizers(self) -> Sequence[Any]:
-        if self._stash is None:
-            return super()._optimizers()
-        return [_Stashing(self._optimizer_given, self._stash)]
+        if self._stashes and self._stale:
+            return [_Stashing(self._optimizer_given, self._model)]
+        return super()._optimizers()
 
 
-class _Stash:
-    """Dense gradients that wait for the next batch's step."""
+class _Stashing:
+    """An optimizer that steps with the gradients of the batch before.
 
-    def __init__(self) -> None:
-        self._model: nn.Module | None = None
+    ``model`` has the dense parameters whose gradients wait for the next batch's step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
         self._gradients: dict[str, Tensor] = {}
         self._first = True
 
-    @property
-    def begun(self) -> bool:
-        """Whether gradients are exchanged by now."""
-        return self._model is not None
-
-    def begin(self, model: nn.Module) -> None:
-        self._model = model
-
-    def clear(self) -> None:
-        self._model, self._gradients, self._first = None, {}, True
-
-    def swap(self) -> bool:
-        """Exchange the gradients for the batch's before; whether there is any to step with."""
-        if self._model is None:
-            return True
+    def step(self) -> None:
         for name, parameter in self._model.named_parameters():
             before = self._gradients.get(name)
             if parameter.grad is not None:
                 self._gradients[name] = parameter.grad.clone()
             parameter.grad = before
-        first, self._first = self._first, False
-        return not first
-
-
-class _Stashing:
-    """An optimizer that steps with the gradients of the batch before."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, stash: _Stash) -> None:
-        self._optimizer = optimizer
-        self._stash = stash
-
-    def step(self) -> None:
-        if self._stash.swap():
+        if not self._first:
             self._optimizer.step()
+        self._first = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)

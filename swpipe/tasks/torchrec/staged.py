@@ -26,11 +26,11 @@ from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
-from swpipe.tasks.torchrec.arguments import REASONS, no_internal, refuse
 from swpipe.tasks.torchrec.drop_in import Pass
 from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.named import In, Out
 from swpipe.tasks.torchrec.postproc import PostprocResults
+from swpipe.tasks.torchrec.refused_arguments import REASONS, no_internal, refuse
 from swpipe.tasks.torchrec.rewrite import Rewrite
 
 _HAND_OUT = "hand out"

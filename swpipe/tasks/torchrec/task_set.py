@@ -43,7 +43,7 @@ from swpipe.device import Device, resolve
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.forwards import Kind, SparseDistContext
-from swpipe.tasks.torchrec.gradients import Accumulation, DeferredReduction, is_megatrons
+from swpipe.tasks.torchrec.grad_reduction import Accumulation, DeferredReduction, is_megatrons
 from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from swpipe.tasks.torchrec.released import MemoryOptions, copied_in_place

@@ -18,7 +18,7 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
-from swpipe.tasks.torchrec.gradients import Accumulation
+from swpipe.tasks.torchrec.grad_reduction import Accumulation
 from swpipe.tasks.torchrec.inputs import unwrapped
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import zoo

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from swpipe.tasks.torchrec import EvenData, TrainStep, UnevenDataError
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.gradients import ddp_modules
+from swpipe.tasks.torchrec.grad_reduction import ddp_modules
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import zoo

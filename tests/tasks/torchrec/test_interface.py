@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.arguments import REASONS
+from swpipe.tasks.torchrec.refused_arguments import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import (
     PIPELINES,

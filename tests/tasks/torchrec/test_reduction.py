@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swpipe.tasks.torchrec.gradients import DeferredReduction
+from swpipe.tasks.torchrec.grad_reduction import DeferredReduction
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec.drop_in import PLANS
 from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.gradients import is_megatrons
+from swpipe.tasks.torchrec.grad_reduction import is_megatrons
 from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
 from swpipe.tasks.torchrec.recsys_examples.registry import TrainPipelineFactory
 from swpipe.tasks.torchrec.recsys_examples.reported_losses import (
