@@ -1,20 +1,27 @@
-"""The recipes of CONTRIBUTING.md for an observer, a device and a planner, each as one file has it.
+"""The recipes of CONTRIBUTING.md for an observer, a device, a planner and a system.
 
 ``tests/core/test_new_field.py`` adds a schedule field, ``tests/cli/test_workloads.py`` a workload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import swpipe.plans
+import swpipe.tasks
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.device import CpuDevice
 from swpipe.planning import lower_bounds, simulate
+from swpipe.tasks import workload
 from swpipe.trace import Observer
 
 
@@ -97,3 +104,84 @@ def test_a_planner_is_a_function_from_plan_to_plan() -> None:
     assert simulate(plan, costs, streams=False).ii_us == bound.ii_us == 1000.0
     with SWPipeline(plan, TASKS, device="cpu") as pipe:
         assert [ctx.y for ctx in pipe.iterate(range(3))] == [2, 4, 6]
+
+
+SYSTEM = {
+    "plans/echo.py": """
+from swpipe.plans.prefetch import prefetch_plan
+
+PLANS = {"ahead": lambda: prefetch_plan(["read"], ["train"])}
+""",
+    "tasks/echo/__init__.py": "",
+    "tasks/echo/echo_job.py": """
+from itertools import islice
+
+from swpipe import PipelineTask
+from swpipe.tasks.workload import Job
+
+
+class EchoJob(Job):
+    def tasks(self):
+        return PipelineTask("read", self.read, pure=True), PipelineTask("train", self.train)
+
+    def read(self, ctx):
+        ctx.x = ctx.batch + 1
+
+    def train(self, ctx):
+        ctx.loss = 2.0 * ctx.x
+
+    def batches(self, steps=None, /):
+        return islice(iter(range(8)), steps)
+""",
+    "tasks/echo/echo_workload.py": """
+from types import SimpleNamespace
+
+from swpipe.plans.echo import PLANS
+from swpipe.tasks.workload import Workload, register
+
+
+def open_job(config):
+    from swpipe.tasks.echo.echo_job import EchoJob
+
+    return EchoJob()
+
+
+register(Workload("echo", PLANS, "ahead", lambda options: SimpleNamespace(device="cpu"), open_job))
+""",
+}
+"""The files of a system, from ``swpipe`` on."""
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package as it would be with them."""
+    for name, text in SYSTEM.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for package in (swpipe.plans, swpipe.tasks):
+        folder = tmp_path / package.__name__.rpartition(".")[2]
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.setattr(workload, "_registered", {**workload._registered})
+    yield
+    for name in [name for name in sys.modules if ".echo" in name]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("system")
+def test_a_system_is_folders_of_one_name() -> None:
+    """Its workload is found by name, and its plan gives the numbers of the serial run."""
+    found = workload.workloads()["echo"]
+    job = found.open_job(found.configure({}))
+    with SWPipeline(found.plans["ahead"](), tuple(job.tasks()), device="cpu") as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(job.batches(4))] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_each_system_has_a_page() -> None:
+    """A folder of tasks has a page of its name; plans of its own have that name, too."""
+    root = Path(__file__).parent.parent
+    folders = {path.parent.name for path in (root / "swpipe" / "tasks").glob("*/__init__.py")}
+    pages = {path.stem for path in (root / "docs" / "guide").glob("*.md")}
+    plans = {path.stem for path in (root / "swpipe" / "plans").glob("[!_]*")}
+    assert folders - pages == set()
+    assert plans - folders == {"prefetch", "published"}

@@ -19,15 +19,8 @@ ROOT = HERE.parent.parent
 EXAMPLES = HERE.parent / "examples"
 
 ONE = (sys.executable, "-m", "swpipe", "report")
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-TWO = (sys.executable, *RANKS, "-m", "swpipe", "report")
-
 REPORTS = {
     "report": (*ONE, "my_loop:loop", "--device", "cpu", "--rounds", "10"),
-    "report-clicks": (*ONE, "clicks", "--rounds", "10"),
-    "report-images": (*ONE, "images", "--rounds", "10"),
-    "report-transformer": (*ONE, "transformer", "--rounds", "6"),
-    "report-ranks": (*TWO, "clicks", "--plan", "serial", "--rounds", "10"),
 }
 """Picture to the command that writes the report."""
 

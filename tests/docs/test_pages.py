@@ -1,4 +1,4 @@
-"""The API pages show the public names, every promise has its test, every link leads somewhere."""
+"""The API pages show the public names; guarantees say how they are checked; links lead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ GUARANTEES = DOCS / "guide" / "guarantees.md"
 _AUTOMODULE = re.compile(r"automodule:: ([\w.]+)(?:\n +:exclude-members: (.*))?")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 _SECTION_LINK = re.compile(r"\]\((?!\w+:)([^)#]*)#([^)]+)\)")
-_TEST = re.compile(r"`((?:tests|bench)/[\w/]+\.py)(?:::(\w+))?`")
 
 NOT_OUR_WORDS = re.compile(
     r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|\bthe cast\b|"
@@ -180,27 +179,20 @@ def test_a_table_that_is_cut_is_seen(text: str, found: list[str]) -> None:
     assert rows_cut_off(text) == found
 
 
-def test_every_guarantee_names_its_tests() -> None:
-    """The table of guarantees has G1 to G12, each with at least one test beside it."""
-    rows = {
-        match[1]: line
-        for line in GUARANTEES.read_text(encoding="utf-8").splitlines()
-        if (match := re.match(r"\| \*\*(G\d+)\*\*", line))
-    }
-    assert list(rows) == [f"G{n}" for n in range(1, 13)]
-    assert [name for name, line in rows.items() if not _TEST.search(line)] == []
+def test_every_guarantee_says_how_it_is_checked() -> None:
+    """The table of guarantees has G1 to G12, each with what holds and how that is checked."""
+    rows = re.findall(
+        r"^\| \*\*(G\d+)\*\* \| \*\*.+?\*\*.* \| .+ \|$",
+        GUARANTEES.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert rows == [f"G{n}" for n in range(1, 13)]
 
 
-def test_the_tests_that_the_guarantees_name_exist() -> None:
-    """No row of the table points to a test that was renamed or removed."""
-    missing = []
-    for file, name in set(_TEST.findall(GUARANTEES.read_text(encoding="utf-8"))):
-        path = ROOT / file
-        if not path.is_file():
-            missing.append(file)
-        elif name:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-            if name not in names:
-                missing.append(f"{file}::{name}")
-    assert missing == []
+def test_the_guide_and_the_readme_stay_short() -> None:
+    """Both have a limit, so that what is added replaces something."""
+    words = [
+        len(page.read_text(encoding="utf-8").split()) for page in (DOCS / "guide").glob("*.md")
+    ]
+    assert sum(words) <= 27_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
