@@ -451,7 +451,7 @@ def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(programs())
 def test_what_is_drawn_in_many_programs_is_what_a_plain_loop_draws(program: Program) -> None:
     """The same of more."""
