@@ -1,5 +1,8 @@
 """Sphinx: pages in Markdown (MyST), API pages from the docstrings."""
 
+import re
+from pathlib import Path
+
 import swpipe
 import swpipe.tasks.clicks.model  # TorchRec logs what it loads; from here it is not shown
 
@@ -40,6 +43,16 @@ def show_drawings(app, what, name, obj, options, lines):
     lines[:] = shown
 
 
+def share_table(app, docname, source):
+    """The start page has README's table of what to read, with the titles of pages as links."""
+    if docname == "index":
+        readme = Path(__file__).parent.parent.joinpath("README.md").read_text(encoding="utf-8")
+        table = readme.split("## What to read when")[1].split("\n## ")[0]
+        table = re.sub(r"`docs/([\w/-]+\.md)`", r"[](\1)", table)
+        source[0] = source[0].replace("<!-- README's table -->", table.strip())
+
+
 def setup(app):
     """Run ahead of napoleon, which has the default priority of 500."""
     app.connect("autodoc-process-docstring", show_drawings, priority=400)
+    app.connect("source-read", share_table)

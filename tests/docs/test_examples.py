@@ -24,8 +24,7 @@ del a
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
-    r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}|"
-    r"\{include\} \.\./README\.md"
+    r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
 )
 """What a fence may say: another one could be Python that no test runs."""
 
