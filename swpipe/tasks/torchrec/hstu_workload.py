@@ -33,7 +33,7 @@ def configure(options: Mapping[str, Any]) -> Any:
         from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig
     except ImportError as error:
         raise InputError(
-            f"the workload hstu needs swpipe[clicks] and TorchRec, see docs/guide/install.md: {error}"
+            f"the workload hstu needs swpipe[clicks] and TorchRec: docs/guide/install.md: {error}"
         ) from error
     return HSTUConfig(
         ratings=tuple(options["ratings"] or ()),
