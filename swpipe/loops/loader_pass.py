@@ -335,7 +335,9 @@ class LoaderPass:
         """Call the loader, and note what it did."""
         of, failure, ended, batch = self._of, None, False, None
         try:
-            with nullcontext() if of.watch is None else of.watch.pull(number):
+            # Where all pulls are in turn nothing can change meanwhile.
+            watch = None if of.draws.known.shared else of.watch
+            with nullcontext() if watch is None else watch.pull(number):
                 batch = next(self._batches)
         except StopIteration:
             ended = True
