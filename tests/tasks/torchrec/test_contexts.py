@@ -9,11 +9,8 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.sparse_dist import PLANS, TASKS
 from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from swpipe.tasks.torchrec.forwards import SparseDistContext
-from tests.docs.pages import DOCS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job, batches, dense_optimizer, sharded
-
-GUIDE = DOCS / "guide" / "torchrec.md"
 
 
 class FieldUse(NamedTuple):
@@ -98,14 +95,6 @@ def test_each_field_is_filled_and_emptied_where_the_table_says(two_ranks: Ranks)
         for of_batch in two_ranks.run(_life, plan)[0]:
             assert {name: of_batch[name] for name in expected} == expected
             assert all(of_batch[name] == set() for name in QUIET)
-
-
-def test_the_guide_has_the_same_table() -> None:
-    """Each field has a row with the tasks that fill and empty it."""
-    rows = GUIDE.read_text(encoding="utf-8").splitlines()
-    for use in FIELDS:
-        end = f"| `{use.writer}` | `{use.reader}` |"
-        assert [row for row in rows if f"`{use.field}`" in row and row.endswith(end)], use.field
 
 
 def test_the_table_names_every_field_that_is_used() -> None:
