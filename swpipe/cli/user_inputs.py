@@ -189,7 +189,7 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
         return found
     if ":" not in name:
         raise UserError(
-            f"workload {plain(name)}: name one of {', '.join(known)}, or module:function"
+            f"workload {plain(name)}: name one of {', '.join(sorted(known))}, or module:function"
         )
 
     def open_job(config: _OwnConfig) -> _OwnJob:

@@ -57,7 +57,7 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
     if different := _KEYS ^ {*state}:
         names = listed(sorted(map(shown, different)), most=3)
         return f"it lacks, or should not have, {names}"
-    if state["checksum"] != _checksum(state):
+    if type(state["checksum"]) is not int or state["checksum"] != _checksum(state):
         return "its checksum is another one, so it was damaged or changed after it was saved"
     if same_ranks and state["ranks"] != rank_count():
         saved = counted(state["ranks"], "rank")

@@ -175,4 +175,4 @@ def workloads() -> Mapping[str, Workload]:
         for file in sorted(folder.rglob("*_workload.py")):
             parts = file.relative_to(folder).with_suffix("").parts
             importlib.import_module(".".join(("swpipe.tasks", *parts)))
-    return MappingProxyType(dict(sorted(_registered.items())))
+    return MappingProxyType(_registered)
