@@ -155,6 +155,7 @@ register(Workload("echo", PLANS, "ahead", lambda options: SimpleNamespace(device
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package as it would be with them."""
+    workload.workloads()  # those that there are, for the tests that follow
     for name, text in SYSTEM.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,6 @@ TOY = Workload(
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy workload, registered for one test."""
     registry.workloads()
-    registry.workloads()  # all are registered before
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     register(TOY)
 
