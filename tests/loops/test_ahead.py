@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -29,6 +27,7 @@ from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import Rows, batches
+from tests.support.scripts import Script, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
@@ -211,17 +210,12 @@ print("left", flush=True)
     ("leaves", "code"), [("sys.exit(3)", 3), ("raise KeyError(2)", 1), ("break", 0)]
 )
 def test_the_interpreter_may_end_while_a_batch_is_pulled(
-    leaves: str, code: int, pull: float
+    scripts: Scripts, leaves: str, code: int, pull: float
 ) -> None:
     """With its own exit code, and soon."""
-    script = EXITS.format(leaves=leaves, pull=pull)
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = scripts.run(Script(EXITS.format(leaves=leaves, pull=pull)), deadline_s=40)
     assert done.returncode == code, done.stderr
     assert "Fatal" not in done.stderr
-    assert time.monotonic() - begin < 40
 
 
 # --------------------------------------------------------------------------------- errors
@@ -425,8 +419,13 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-def check(program: Program) -> None:
-    """The same numbers; or the error of two that draw, where the body began late."""
+@settings(max_examples=80)
+@given(programs())
+def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
+    """By the loader, the body or both, whatever the timing, wherever the passes are left.
+
+    Or it is the error of two that draw, where the body began late.
+    """
     expected = program.run(lambda loader: loader)
     try:
         with warnings.catch_warnings(record=True) as told:
@@ -441,21 +440,6 @@ def check(program: Program) -> None:
         assert body
         return
     same(found, expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(programs())
-def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
-    """By the loader, the body or both, whatever the timing, wherever the passes are left."""
-    check(program)
-
-
-@pytest.mark.slow
-@settings(max_examples=250, deadline=None)
-@given(programs())
-def test_what_is_drawn_in_many_programs_is_what_a_plain_loop_draws(program: Program) -> None:
-    """The same of more."""
-    check(program)
 
 
 def test_a_loader_that_draws_beside_a_body_that_does_not_is_ahead_after_four_pulls() -> None:
