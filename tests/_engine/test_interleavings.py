@@ -9,12 +9,10 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe._engine.waiting import Cancelled
-from tests.device.virtual.guards import GUARDS
 from tests.device.virtual.harness import break_case, run_case
 from tests.support.exploring import DeadlockError, ExploringHost
-from tests.support.machines import PlainMachine, outputs, serial_outputs, tasks_of
 from tests.support.plans_for_tests import NAMES, piped, spread
-from tests.support.strategies import Case, random_case
+from tests.support.strategies import random_case
 
 SCHEDULES = 200
 PLANS = {
@@ -23,34 +21,6 @@ PLANS = {
     "four groups": spread(),
     "workers only": spread(("a", "b", "a", "b", "c")),
 }
-
-
-def run_on_cpu(case: Case, host: ExploringHost) -> None:
-    """Run a case without streams and compare all numbers with the serial ones."""
-    plain, machine = PlainMachine(case.workload), PlainMachine(case.workload)
-    machine.pause = host.pause
-    with SWPipeline(
-        case.plan,
-        tasks_of(machine, case.workload),
-        device="cpu",
-        host=host,
-        stall_timeout_s=None,
-    ) as pipe:
-        found = [outputs(ctx) for ctx in pipe.iterate(case.batches)]
-    assert found == serial_outputs(plain, case.workload, case.batches)
-    assert machine.states == plain.states
-
-
-def run_random_plans_on_cpu() -> None:
-    """Random plans, each with a schedule of its own."""
-    for seed in range(SCHEDULES):
-        run_on_cpu(random_case(seed, most_tasks=5), ExploringHost(seed))
-
-
-@pytest.mark.slow
-def test_random_plans_on_the_cpu_give_the_serial_numbers_in_every_interleaving() -> None:
-    """Host waits alone have to do, without a device that would tell."""
-    run_random_plans_on_cpu()
 
 
 @pytest.mark.slow
@@ -123,10 +93,3 @@ def test_a_deadlock_is_found_and_reported(seed: int) -> None:
     mine.cancel()
     thread.join()
     assert not thread.is_alive()
-
-
-def test_without_host_waits_some_interleaving_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The explorer finds what it is there to find."""
-    next(guard for guard in GUARDS if guard.name == "host waits").remove(monkeypatch)
-    with pytest.raises((AssertionError, AttributeError)):
-        run_random_plans_on_cpu()

@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import swpipe
+from swpipe._engine import watchdog
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
@@ -177,13 +178,39 @@ def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
         assert list(loop) == [0, 1, 2, 3]
 
 
-def test_a_body_that_stops_for_long_is_no_stall() -> None:
+class BodysTime:
+    """The watchdog's ``time``, which goes on only while the body stops."""
+
+    def __init__(self) -> None:
+        self.now_s, self.goes = 0.0, False
+        self._looks, self._looked = 0, threading.Condition()
+
+    def monotonic(self) -> float:
+        """Called once for each look."""
+        with self._looked:
+            self._looks += 1
+            self.now_s += self.goes
+            self._looked.notify_all()
+        return self.now_s
+
+    def await_looks(self) -> None:
+        """More than make a stall, where nothing moves and time goes on."""
+        with self._looked:
+            enough = self._looks + 20
+            assert self._looked.wait_for(lambda: self._looks >= enough, 60)
+
+
+def test_a_body_that_stops_for_long_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger, or an evaluation: nothing moves, and nobody waits."""
+    clock = BodysTime()
+    monkeypatch.setattr(watchdog, "time", clock)
     with swpipe.ahead(range(6), device="cpu") as loop:
-        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.05
+        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.01
         for batch in loop:
             if batch == 2:
-                threading.Event().wait(0.3)
+                clock.goes = True
+                clock.await_looks()
+                clock.goes = False
     assert batch == 5
 
 

@@ -179,12 +179,14 @@ class Guard:
         remove: Takes it away.
         found: What kinds of violation, or of errors, show that it is gone.
         run: Runs the case of a seed.
+        shows_on: On which kinds of device something goes wrong then.
     """
 
     name: str
     remove: Callable[[pytest.MonkeyPatch], None]
     found: tuple[type[Exception], ...]
     run: Callable[[int], Finding] = run_random
+    shows_on: tuple[str, ...] = ("virtual",)
 
 
 # ------------------------------------------------------------------- changes to the program
@@ -364,13 +366,25 @@ def _no_more_events(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+STREAMS = ("virtual", "accelerator")
+
 GUARDS = (
-    Guard("host waits", _instructions(_host_waits), (Race, WaitBeforeRecord)),
-    Guard("event waits", _instructions(_event_waits), (Race,)),
+    Guard(
+        "host waits",
+        _instructions(_host_waits),
+        (Race, WaitBeforeRecord),
+        shows_on=("cpu", "virtual"),
+    ),
+    Guard("event waits", _instructions(_event_waits), (Race,), shows_on=STREAMS),
     Guard("event wait for a batch on the device", _instructions(_batch_wait), (Race,)),
-    Guard("sink waits at retirement", _instructions(_sink_waits), (Race,)),
-    Guard("hold on deleted and overwritten attributes", unguarded.hold_on_dropped, (UseAfterFree,)),
-    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,)),
+    Guard("sink waits at retirement", _instructions(_sink_waits), (Race,), shows_on=STREAMS),
+    Guard(
+        "hold on deleted and overwritten attributes",
+        unguarded.hold_on_dropped,
+        (UseAfterFree,),
+        shows_on=STREAMS,
+    ),
+    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,), shows_on=STREAMS),
     Guard("back-pressure", unguarded.back_pressure, (RanAhead,)),
     Guard("back-pressure from one run to the next", _back_pressure_between_runs, (RanAhead,)),
     Guard("record before publish", _record_before_publish, (WaitBeforeRecord, EventReused)),
@@ -386,7 +400,13 @@ GUARDS = (
     ),
     Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
     Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), run_keeping),
-    Guard("memory that went waits for the device", unguarded.waiting, (UseAfterFree,), run_keeping),
+    Guard(
+        "memory that went waits for the device",
+        unguarded.waiting,
+        (UseAfterFree,),
+        run_keeping,
+        STREAMS,
+    ),
     Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
     Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
     Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.accelerator.work import DEVICE, spin, warm_up
+from tests.device.accelerator.work import DEVICE, spin, warm_up
 from tests.support.plans_for_tests import NOBODY_ELSE
 
 ITERATIONS = 25

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device import AcceleratorDevice
-from tests.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
+from tests.device.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
 from tests.support import unguarded
 
 DEPTH = 4

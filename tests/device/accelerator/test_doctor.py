@@ -17,7 +17,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSche
 from swpipe.device import resolve
 from swpipe.doctor import Diagnosis, diagnose
 from swpipe.doctor.waits import sync_debug
-from tests.accelerator.work import DEVICE
+from tests.device.accelerator.work import DEVICE
 
 NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL", "TORCH_NCCL")
 

@@ -16,7 +16,7 @@ from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, spin
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 from tests.inference.helpers import WORD
 from tests.support.plans_for_tests import NOBODY_ELSE, scattered
 
