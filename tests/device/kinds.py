@@ -27,11 +27,13 @@ class Kind:
         name: What it is.
         new: A new device of it; None where it has no streams.
         run: Runs a random case; what is wrong, or something false.
+        plans: How many random plans run in one go.
     """
 
     name: str
     new: Callable[[], Device] | None
     run: Callable[[Any], object]
+    plans: int = 240
 
     def __str__(self) -> str:
         return self.name
@@ -63,7 +65,7 @@ def _on_accelerator(case: Any) -> object:
 
 
 HERE = (Kind("cpu", None, _on_cpu), Kind("virtual", VirtualDevice, _on_virtual))
-APART = (Kind("accelerator", _accelerator, _on_accelerator),)
+APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=100),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:

@@ -15,9 +15,6 @@ from tests.support.strategies import Case, keeping_case, random_case
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="no CUDA device poisons what was freed")
 
-PLANS = 240
-"""How many run in one go; seeded, so that a failure names what to run again."""
-
 SEEDS_TO_TRY = 200
 """Among how many random plans the loss of a guard must show; most show within ten."""
 
@@ -30,8 +27,9 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     """Outputs, states and draws; also where values go early, or are saved outside of the context.
 
     Streams are late and events adversarial: no race, early wait, use after free, or running ahead.
+    Seeded, so that a failure names what to run again.
     """
-    assert {seed: wrong for seed in range(PLANS) if (wrong := kind.run(cases(seed)))} == {}
+    assert {seed: wrong for seed in range(kind.plans) if (wrong := kind.run(cases(seed)))} == {}
 
 
 def test_each_guard_is_missed(kind: Kind, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

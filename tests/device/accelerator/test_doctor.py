@@ -66,7 +66,7 @@ def rules(found: Diagnosis) -> list[tuple[str, str]]:
 def last_line(fn: Any) -> str:
     """The place of a function's last line, as findings name it."""
     lines, first = inspect.getsourcelines(fn)
-    return f"tests/accelerator/test_doctor.py:{first + len(lines) - 1}, task {fn.__name__!r}"
+    return f"tests/device/accelerator/test_doctor.py:{first + len(lines) - 1}, task {fn.__name__!r}"
 
 
 def plan_of(tasks: list[PipelineTask], priority: int) -> PipelinePlan:
