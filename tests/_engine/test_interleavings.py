@@ -9,36 +9,16 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe._engine.waiting import Cancelled
-from tests.device.virtual.harness import break_case, run_case
 from tests.support.exploring import DeadlockError, ExploringHost
 from tests.support.plans_for_tests import NAMES, piped, spread
-from tests.support.strategies import random_case
 
-SCHEDULES = 200
+SCHEDULES = 50
 PLANS = {
     "two groups": piped(),
     "two groups, deep": piped(depth=5),
     "four groups": spread(),
     "workers only": spread(("a", "b", "a", "b", "c")),
 }
-
-
-@pytest.mark.slow
-def test_random_plans_on_the_virtual_device_break_no_rule_in_every_interleaving() -> None:
-    """Adversarial threads and adversarial streams together."""
-    for seed in range(SCHEDULES):
-        finding = run_case(random_case(seed, most_tasks=5), host=ExploringHost(seed))
-        assert not finding, f"seed {seed}: {finding}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("close", [False, True], ids=["failing", "closing"])
-def test_a_broken_run_ends_in_every_interleaving(close: bool) -> None:
-    """A failure anywhere, or a close on the way: everybody wakes, nothing is left unordered."""
-    for seed in range(SCHEDULES // 2):
-        case = random_case(seed, most_tasks=5)
-        finding = break_case(case, host=ExploringHost(seed), close=close)
-        assert not finding, f"seed {seed}: {finding}"
 
 
 def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[PipelineTask]:
@@ -64,12 +44,12 @@ def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
 def test_one_plan_under_many_schedules(plan: PipelinePlan) -> None:
     """Each schedule ends, and keeps the order of every task's iterations; many of them differ."""
     interleavings = set()
-    for seed in range(SCHEDULES // 4):
+    for seed in range(SCHEDULES):
         ran = interleaving_of(plan, seed)
         for name in NAMES:
             assert [i for task, i in ran if task == name] == list(range(6))
         interleavings.add(tuple(ran))
-    assert len(interleavings) > SCHEDULES // 16
+    assert len(interleavings) > SCHEDULES // 4
 
 
 def test_the_same_seed_gives_the_same_interleaving() -> None:

@@ -1,7 +1,8 @@
 """The kinds of device that the suite runs on, and what each finds wrong with a random case.
 
     cpu          no streams; threads interleave as badly as can be
-    virtual      streams are as late and in as odd an order as the events allow; it knows its rules
+    virtual      streams are as late and in as odd an order as the events allow, and so are threads,
+                 every third time; it knows its rules
     accelerator  CUDA, or else the test backend: streams are asynchronous for real, and memory that
                  was freed is poisoned. In a process of its own, which sees it for ever
 
@@ -47,9 +48,11 @@ def _on_cpu(case: Any) -> object:
 
 def _on_virtual(case: Any) -> object:
     from tests.device.virtual.harness import run_case
+    from tests.support.exploring import ExploringHost
     from tests.support.strategies import with_run_ahead
 
-    return run_case(with_run_ahead(case), observed=bool(case.seed % 2))
+    host = None if case.seed % 3 else ExploringHost(case.seed)
+    return run_case(with_run_ahead(case), host=host, observed=bool(case.seed % 2))
 
 
 def _accelerator() -> Device:

@@ -50,14 +50,19 @@ def run_random(seed: int) -> Finding:
     return run_case(with_run_ahead(random_case(seed)), observed=bool(seed % 2))
 
 
+def host(seed: int) -> ExploringHost | None:
+    """One that interleaves threads as badly as can be, half of the time."""
+    return ExploringHost(seed) if seed // 2 % 2 else None
+
+
 def break_random(seed: int) -> Finding:
     """A random case that fails on the way, or every other time is closed."""
-    return break_case(with_run_ahead(random_case(seed)), close=bool(seed % 2))
+    return break_case(with_run_ahead(random_case(seed)), host=host(seed), close=bool(seed % 2))
 
 
 def break_keeping(seed: int) -> Finding:
     """The same under a plan with ``keep``."""
-    return break_case(with_run_ahead(keeping_case(seed)), close=bool(seed % 2))
+    return break_case(with_run_ahead(keeping_case(seed)), host=host(seed), close=bool(seed % 2))
 
 
 def run_keeping(seed: int) -> Finding:
