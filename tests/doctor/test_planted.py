@@ -1,6 +1,6 @@
 """Each planted fault is found, and nothing else; clean loops have no findings.
 
-Faults of device work are planted in ``tests/accelerator/test_doctor.py``.
+Faults of device work are planted in ``tests/device/accelerator/test_doctor.py``.
 """
 
 from __future__ import annotations
