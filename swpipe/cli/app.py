@@ -478,7 +478,7 @@ def profile_job(
     rounds: int,
     pipelined: bool,
     labels: Sequence[str] | None = None,
-    **until: float | None,
+    **until: Any,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop.
 
