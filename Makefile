@@ -59,7 +59,7 @@ $(VENV)/.python:
 	  exit 1; }
 	@echo "Making $(VENV), an environment of $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv $(VENV)
-	@$(call install,setuptools)
+	@$(INSTALL) --quiet setuptools
 	@touch $@
 
 $(VENV)/.setup: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $(VENV)/.python
@@ -71,6 +71,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python
 	@echo "Installing swpipe, torch and matplotlib into $(VENV)."
 	@$(call install,$(SWPIPE) '.[plot]')
+	@echo "Compiling what the demo imports of torch."
+	@$(BIN)/python -c 'import swpipe.cli.app, torch._dynamo'
 	@touch $@
 
 $(VENV)/.clicks: requirements-torchrec-cpu.txt $(VENV)/.demo
