@@ -20,14 +20,16 @@ unexport PYTHONDONTWRITEBYTECODE
 # What pip is at: on a terminal in one line, written over and over; elsewhere a line for what takes
 # long. All that it says is in the log, and shown where it fails.
 LOG := $(VENV)/install.log
-PROGRESS = awk -v terminal="$$(test -t 1 && echo 1)" '\
+PROGRESS = awk -v terminal="$$terminal" '\
   function say(line) { if (terminal) printf "\r\033[K%.76s", line; else print line; fflush() } \
-  /^ *Installing collected/ { say("  unpacking " split($$0, names, ",") " packages"); next } \
+  /^ *Installing collected/ { n = split($$0, part, ","); \
+    say("  unpacking " n " package" (n > 1 ? "s" : "")); next } \
   /^ *Downloading .*\([0-9.]+ [MG]B\)/ { mb = substr($$(NF - 1), 2) * ($$NF ~ /^G/ ? 1000 : 1); \
-    if (terminal || mb >= 50) say("  downloading " $$2 " " $$(NF - 1) " " $$NF); next } \
+    split($$2, part, "-"); \
+    if (terminal || mb >= 50) say("  downloading " part[1] " " $$(NF - 1) " " $$NF); next } \
   terminal && /^ *(Collecting|Processing|Building|Preparing)/ { say("  " $$0) } \
   END { if (terminal) printf "\r\033[K" }'
-install = { $(INSTALL) $(1) 2>&1 || echo $$? >$(LOG).failed; } | tee -a $(LOG) | $(PROGRESS); \
+install = test -t 1 && terminal=1; { $(INSTALL) $(1) 2>&1 || echo $$? >$(LOG).failed; } | tee -a $(LOG) | $(PROGRESS); \
   if test -e $(LOG).failed; then rm $(LOG).failed; tail -n 40 $(LOG); exit 1; fi
 
 # Every pip below obeys these pins, also in the environments in which packages are built
