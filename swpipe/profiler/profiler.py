@@ -12,6 +12,7 @@ import torch.distributed as dist
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._values.owners import given_state
 from swpipe.core.plan import PULL
+from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
@@ -140,8 +141,6 @@ class TaskProfiler:
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
         """
-        from tqdm import tqdm
-
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
         if spread_s is not None and not spread_s > 0:
             raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
@@ -154,7 +153,7 @@ class TaskProfiler:
         results = []
         alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
         visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
-        with tqdm(total=visits, desc="profiling", unit="visit", disable=not verbose) as bar:
+        with progress_bar("profiling", "visit", visits, shown=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(
                     *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),

@@ -219,8 +219,8 @@ def autotune(
     over_ranks: Callable[[Any], list[Any]] | None = None,
     progress: Callable[[str], object] = lambda line: None,
     loader: Iterable[Any] | None = None,
-    seconds: float | None = None,
-    verbose: bool = False,
+    seconds: float | None = 60.0,
+    verbose: bool = True,
     max_bytes: int | None = None,
     body: bool = True,
 ) -> Tuned:
@@ -243,7 +243,7 @@ def autotune(
         ordered: Names of tasks that communicate, in addition to those that are recognised.
         over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
             torch.distributed's default group, where there is one.
-        progress: Called with one line before each step.
+        progress: Called with one line before each step, as ``verbose`` shows them.
         loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
             measured and planned too, and each trial makes them. They come after the iteration
             before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
@@ -251,7 +251,7 @@ def autotune(
         seconds: What it may take, about; None for as long as it takes. A short time means fewer
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
-        verbose: Show a bar, with an estimate of the time that is left.
+        verbose: Show each step and a bar, with an estimate of the time that is left.
         max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
         body: The loop has a body, as for ``auto_plan``.
 
