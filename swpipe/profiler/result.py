@@ -85,7 +85,7 @@ class Report(Rows):
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ProfileResult(Figures, Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
@@ -124,6 +124,8 @@ class ProfileResult(Figures, Report):
             one. See ``rank_waits``.
         collectives: The tasks in which ranks meet: the globally ordered ones.
     """
+
+    __repr__ = Rows.__repr__  # not that of ``Figures``
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
