@@ -77,7 +77,7 @@ class SchedulablePipeline:
         self._executor = checked_executor(executor)
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
-        kind = SWPipeline[IterContext]
+        kind: type[SWPipeline[IterContext]] = SWPipeline
         check_schedule(schedule, stream_pool, problems)
         first = _FirstIteration()
         self.schedule = schedule
