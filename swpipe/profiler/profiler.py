@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._values.owners import given_state
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
@@ -27,6 +28,7 @@ NO_WORK_S, NO_WORK_SHARE = 20e-6, 0.01
 """A task that takes less, in seconds and as a part of an iteration, may have nothing to do."""
 
 
+@suggests_keywords
 class TaskProfiler:
     """Measures the exposed time of a pipeline's tasks.
 

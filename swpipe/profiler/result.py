@@ -85,7 +85,7 @@ class Report(Rows):
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ProfileResult(Figures, Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
@@ -127,6 +127,8 @@ class ProfileResult(Figures, Report):
         loader: What the loader does in the long run; None where it was not called. What the start
             of a pass takes is in the times of an iteration and of ``"<pull>"``.
     """
+
+    __repr__ = Rows.__repr__  # not that of ``Figures``
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""

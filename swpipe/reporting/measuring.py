@@ -25,6 +25,7 @@ import torch
 from swpipe._distributed.shared_cores import cores
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -53,6 +54,7 @@ _LEAST_TRACED, _MOST_TRACED = 12, 60
 _TRACED_S = 1.0  # so that a few slow iterations do not decide
 
 
+@suggests_keywords
 def report(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],

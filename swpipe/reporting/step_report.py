@@ -15,6 +15,7 @@ from typing import Any
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.records import first_lines
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import Ends, host_ends
@@ -169,6 +170,9 @@ class StepReport:
 
     def __str__(self) -> str:
         return self.format()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
 
     def _lines(self) -> Iterator[str]:
         ceiling, step = self.ceiling, self.profile.step

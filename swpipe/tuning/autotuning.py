@@ -25,9 +25,11 @@ from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import with_the_others
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import BODY, PipelinePlan, StreamRef
+from swpipe.core.records import first_lines
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
@@ -99,6 +101,12 @@ class Tuned:
         busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,7 @@ class Loop:
         return replace(plan, schedule=schedule, tasks=())
 
 
+@suggests_keywords
 def autotune(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],
