@@ -209,7 +209,7 @@ def verify_for_run(
             f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
             "never behind the host: leave it out there",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])

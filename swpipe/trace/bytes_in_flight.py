@@ -70,6 +70,8 @@ class PeakMemory:
 
     def format(self) -> str:
         """The sum and the largest parts, in a line; of one task's over all iterations."""
+        if not self.held:
+            return "memory: the iterations in flight hold nothing"
         sums: Counter[tuple[str, str]] = Counter()
         where: dict[tuple[str, str], set[int]] = defaultdict(set)
         for one in self.held:

@@ -25,9 +25,11 @@ from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import EffectTable, with_the_others
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import BODY, PipelinePlan, StreamRef
+from swpipe.core.records import first_lines
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
@@ -99,6 +101,12 @@ class Tuned:
         busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +219,7 @@ class Loop:
         return replace(plan, schedule=schedule, tasks=())
 
 
+@suggests_keywords
 def autotune(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],
@@ -224,8 +233,8 @@ def autotune(
     over_ranks: Callable[[Any], list[Any]] | None = None,
     progress: Callable[[str], object] = lambda line: None,
     loader: Iterable[Any] | None = None,
-    seconds: float | None = None,
-    verbose: bool = False,
+    seconds: float | None = 60.0,
+    verbose: bool = True,
     max_bytes: int | None = None,
     body: bool = True,
 ) -> Tuned:
@@ -248,7 +257,7 @@ def autotune(
         ordered: Names of tasks that communicate, in addition to those that are recognised.
         over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
             torch.distributed's default group, where there is one.
-        progress: Called with one line before each step.
+        progress: Called with one line before each step, as ``verbose`` shows them.
         loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
             measured and planned too, and each trial makes them. They come after the iteration
             before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
@@ -256,7 +265,7 @@ def autotune(
         seconds: What it may take, about; None for as long as it takes. A short time means fewer
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
-        verbose: Show a bar, with an estimate of the time that is left.
+        verbose: Show each step and a bar, with an estimate of the time that is left.
         max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
         body: The loop has a body, as for ``auto_plan``.
 

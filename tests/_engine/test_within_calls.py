@@ -52,7 +52,7 @@ def test_without_the_flag_a_worker_runs_between_two_calls() -> None:
 
     def b(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
-            assert outside.wait(10)
+            assert outside.wait(60)
             ran.set()
 
     work = [PipelineTask("a", lambda ctx: None), PipelineTask("b", b)]
@@ -60,7 +60,7 @@ def test_without_the_flag_a_worker_runs_between_two_calls() -> None:
         batches = iter(range(5))
         pipe.progress(batches)
         outside.set()
-        assert ran.wait(10)
+        assert ran.wait(60)
 
 
 class Calls:
