@@ -1,4 +1,4 @@
-"""Tasks and loaders of known cost: they stand on a virtual clock, so that what they take is exact."""
+"""Tasks and loaders of known cost, on a virtual clock: what they take is exact."""
 
 from __future__ import annotations
 

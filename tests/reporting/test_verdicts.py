@@ -1,6 +1,6 @@
 """Loops whose truth is known by construction: the step, what bounds it, and what to do first.
 
-They stand on a virtual clock. ``bench.verdicts`` asks the same of real loaders, threads and ranks.
+They stand on a virtual clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES = {
         {"train": 20}, (InTurn, 60), 80, "input-bound", LOADER_THREAD, 20
     ),
     "a loader in turn and a decode": Case(
-        {"decode": 10, "train": 30}, (InTurn, 15), 55, "compute-bound", LOADER_THREAD, 25
+        {"decode": 10, "train": 30}, (InTurn, 15), 55, "compute-bound", "Run", 25
     ),
     "a fast loader that works ahead": Case(
         {"train": 30}, (Ahead, 20), 30, "compute-bound", "Make train take half"

@@ -157,7 +157,7 @@ def _best(
 
 
 def shared_with_body(effects: EffectTable) -> dict[str, set[Location]]:
-    """The tasks that stay with the loop's body, since it may touch what they touch: these places."""
+    """Task to the places that the loop's body may touch, too: it stays with the body."""
     shared: dict[str, set[Location]] = {}
     for each in conflicts(effects):
         if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
