@@ -95,9 +95,9 @@ demo-clicks: $(VENV)/.clicks ## the same with a click model of TorchRec's
 	@$(BIN)/swpipe demo --workload clicks $(ARGS)
 
 # With the test backend a process sees an accelerator for ever: its tests have processes of their own.
-test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/accelerator
+test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops
 	@$(PYTEST) $(ARGS)
-	@$(if $(ARGS),,$(PYTEST) tests/accelerator)
+	@$(if $(ARGS),,$(PYTEST) tests/device --accelerator)
 
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.
@@ -146,7 +146,7 @@ gpu-check: ## CUDA bench and tests, on PYTHON's own packages; elsewhere says tha
 	  several=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal"); \
 	  failed=0; \
 	  $(PYTHON) -m bench.gpu || failed=1; \
-	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib -p no:benchmark \
+	  $(PYTHON) -m pytest tests/device --accelerator -o addopts=--import-mode=importlib -p no:benchmark \
 	      -W ignore::pytest.PytestConfigWarning -q $$several $(ARGS) || failed=1; \
 	  exit $$failed; \
 	else \

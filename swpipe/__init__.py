@@ -18,6 +18,8 @@ from swpipe.core.task import DeclaredIO, PipelineTask, task
 from swpipe.pipeline import SWPipeline
 
 if TYPE_CHECKING:
+    from swpipe import loops as loops
+    from swpipe import tuning as tuning
     from swpipe.loops import ahead, overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
@@ -52,11 +54,12 @@ _LATE = {
     "report": "swpipe.reporting",
 }
 
+if not TYPE_CHECKING:  # which would take each name for Any
 
-def __getattr__(name: str) -> Any:
-    """The names of the profiler, the planners and loops, and their doors, loaded when asked for."""
-    if name in _LATE:
-        return getattr(import_module(_LATE[name]), name)
-    if name in ("loops", "tuning"):
-        return import_module(f"swpipe.{name}")
-    raise AttributeError(f"module 'swpipe' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """The names of the profiler, the planners and the loops, loaded when asked for."""
+        if name in _LATE:
+            return getattr(import_module(_LATE[name]), name)
+        if name in ("loops", "tuning"):
+            return import_module(f"swpipe.{name}")
+        raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

@@ -99,6 +99,6 @@ class TimedPulls(Iterator[Any]):
                 "no task runs meanwhile. Let another thread pull them: replace(plan, "
                 'pull_group="loader"), as prefetch_plan does, or use swpipe.overlap',
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return report

@@ -109,7 +109,7 @@ def check_command(
         )
 
 
-@app.command("train")
+@app.command("train", cls=options.Command)
 @options.takes_workload_options
 def train(
     context: typer.Context,
@@ -124,7 +124,7 @@ def train(
     ] = None,
     **given: Any,
 ) -> None:
-    """Train a workload: the click model, unless another is named, or your own."""
+    """Train the click model, another workload, or a loop of yours."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
@@ -141,7 +141,7 @@ def train(
         save(context, Output(what, timeline, recorded.save))
 
 
-@app.command("profile")
+@app.command("profile", cls=options.Command)
 @options.takes_workload_options
 def profile(
     context: typer.Context,
@@ -154,12 +154,14 @@ def profile(
     rounds: Annotated[int, options.count("Visits to each task.", least=2)] = ROUNDS,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
+        typer.Option(
+            min=0.1, metavar="S", help="Measure for so long on each batch, instead of --rounds."
+        ),
     ] = None,
     output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
     **given: Any,
 ) -> None:
-    """Show what each task of a workload really costs: its exposed time."""
+    """Show what each task really costs: its exposed time."""
     check_outputs(context, output)
     with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
         under = opened.plan()
@@ -169,7 +171,7 @@ def profile(
     save(context, Output("written to", output, results.save))
 
 
-@app.command("trace")
+@app.command("trace", cls=options.Command)
 @options.takes_workload_options
 def draw_trace(
     context: typer.Context,
@@ -213,14 +215,14 @@ def draw_trace(
     )
 
 
-@app.command("doctor")
+@app.command("doctor", cls=options.Command)
 @options.takes_workload_options
 def doctor(
     context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME|MODULE:FUNCTION]",
+            metavar="NAME|MODULE:FUNCTION",
             help="The loop; none: examine the machine and its settings only.",
         ),
     ] = "",
@@ -230,7 +232,7 @@ def doctor(
     rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
     **given: Any,
 ) -> None:
-    """Find what keeps work from overlapping, and how much overlap can gain at most."""
+    """Find what keeps work from overlapping, and the most to gain."""
     from swpipe.doctor import diagnose
 
     if not workload:
@@ -251,7 +253,7 @@ def doctor(
     echo(str(found))
 
 
-@app.command("report")
+@app.command("report", cls=options.Command)
 @options.takes_workload_options
 def report(
     context: typer.Context,
@@ -259,7 +261,8 @@ def report(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Of yours, that returns (tasks, batches[, context]); or a workload's name.",
+            help="Of yours, that returns (tasks, batches[, context]); or the name of a workload, "
+            "whose options --help then shows, too.",
         ),
     ],
     output: Annotated[
@@ -278,7 +281,7 @@ def report(
     ] = 5,
     **given: Any,
 ) -> None:
-    """Say what bounds a loop, how much overlap can still gain, and what to do next."""
+    """Say what bounds a loop, the most to gain, and what to do next."""
     from swpipe.reporting.measuring import report_on
 
     check_outputs(context, output)
@@ -299,12 +302,15 @@ def report(
     save(context, Output("written to", output, found.save))
 
 
-@app.command("diff")
+@app.command("diff", cls=options.Command)
 def diff(
     before: Annotated[Path, typer.Argument(metavar="BEFORE.json", help="From `swpipe profile`.")],
     after: Annotated[Path, typer.Argument(metavar="AFTER.json", help="The same, later.")],
 ) -> None:
-    """Compare two saved profiles; exit with 1 if iterations take longer, beyond the intervals."""
+    """Compare two saved profiles; exit with 1 if the later is slower.
+
+    Slower is what is beyond both intervals.
+    """
     profiles = [load_file(_profiles, path) for path in (before, after)]
     try:
         changes = profiles[0].diff(profiles[1])
@@ -319,7 +325,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("demo")
+@app.command("demo", cls=options.Command)
 def demo(
     context: typer.Context,
     workload: Annotated[
@@ -329,9 +335,9 @@ def demo(
             help="What to train: an image model, with torch alone, or the click model.",
         ),
     ] = "images",
-    directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
-        "build/demo"
-    ),
+    directory: Annotated[
+        Path, typer.Option(metavar="PATH", help="Where data and results go.")
+    ] = Path("build/demo"),
     steps: Annotated[
         int | None, options.count("Under each plan; none: as many as take a few seconds.")
     ] = None,
@@ -340,7 +346,7 @@ def demo(
         int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
     ] = 0,
 ) -> None:
-    """Train serially and pipelined, compare, break down, draw."""
+    """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)

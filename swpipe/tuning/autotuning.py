@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
+from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import with_the_others
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import BODY, PipelinePlan, StreamRef
-from swpipe.core.resolved import resolve_plan
+from swpipe.core.records import first_lines
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
@@ -98,6 +101,12 @@ class Tuned:
         busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +214,7 @@ class Loop:
         return replace(plan, schedule=schedule, tasks=())
 
 
+@suggests_keywords
 def autotune(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],
@@ -354,10 +364,10 @@ def _simple(
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
-        elif not loop.admits(plan, costs):
-            reason = "it holds more than max_bytes"
         elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
+        elif not loop.admits(plan, costs):
+            reason = "it holds more than max_bytes"
         else:
             plans[name] = plan
             continue
@@ -367,8 +377,13 @@ def _simple(
 
 
 def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
-    """Whether a plan for the loop's tasks gives the numbers of the serial loop."""
-    return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
+    """Whether a plan for the loop's tasks gives the numbers of the serial loop.
+
+    Raises:
+        PlanError: It cannot run.
+    """
+    before = HappensBefore.of(validate(plan, loop.tasks), streams=loop.has_streams)
+    return not race_problems(recording.effects, [before])
 
 
 # ----------------------------------------------------------------------------------------- trial
