@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.tasks import job_run
-from swpipe.tasks.job_run import JobRun, alternate, speed_up
+from swpipe.tasks.job_run import JobRun, alternate
 from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
@@ -50,11 +50,11 @@ _WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
 ROUNDS = 4  # visits to each task
 
-# The demo trains until its turns tell two plans apart, and profiles until intervals are narrow.
-_UNTIMED = 10  # steps of each plan before its turns
-_DEMO_TURNS, _DEMO_TURN_S, _DEMO_TURN = 4, 1.5, 30  # at least so many; their seconds, or steps
-_DEMO_TRAINS_S, _DEMO_PROFILES_S = 15.0, 5.0  # at most; each of two profiles
-_DEMO_SPREAD = 0.05  # of an iteration
+_UNTIMED = 10  # steps of each run before its turns
+
+# The demo trains and profiles for so long; a profile ends when its intervals are narrow.
+_DEMO_TRAINS_S, _DEMO_TURNS, _DEMO_TURN = 6.0, 5, 30  # each of two plans; its turns; steps at least
+_DEMO_PROFILES_S, _DEMO_SPREAD = 5.0, 0.05  # each of two; of an iteration
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -343,7 +343,7 @@ def demo(
         Path, typer.Option(metavar="PATH", help="Where data and results go.")
     ] = Path("build/demo"),
     steps: Annotated[
-        int | None, options.count("Under each plan; none: until the speeds are told apart.")
+        int | None, options.count("Under each plan; none: as many as take a few seconds.")
     ] = None,
     batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
@@ -421,37 +421,23 @@ def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
 
     Args:
         runs: Of the same length.
-        seconds: None for all of their steps; else so many that the turns tell the first and the
-            last run apart, but for no longer than about so long.
+        seconds: None for all of their steps; else as many as take each run about so long.
     """
-    steps = runs[0].steps
+    steps, turn, warm_up = runs[0].steps, _TURN, _UNTIMED
     traced = min(steps, _TRACED)
     with progress_bar("training", "step", None if seconds else steps * len(runs)) as bar:
         if seconds:
-            _train_until_told_apart(runs, time.monotonic() + seconds, bar.update)
-        else:
-            alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
+            for _ in range(2):  # the first time much is loaded and allocated
+                begin_s, warm_up = time.monotonic(), 0
+                alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=bar.update)
+            step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
+            turn = max(_DEMO_TURN, round(seconds / _DEMO_TURNS / step_s))
+            steps = traced + _DEMO_TURNS * turn
+        alternate(runs, steps - traced, chunk=turn, warm_up=warm_up, on_step=bar.update)
         for run in runs:
             with run.pipe.trace() as recorded:
                 run.advance(traced, bar.update, timed=False)
     return recorded
-
-
-def _train_until_told_apart(
-    runs: Sequence[JobRun], end_s: float, on_step: Callable[[], object]
-) -> None:
-    first, *_, last = runs
-    for _ in range(2):  # the first time much is loaded and allocated
-        begin_s = time.monotonic()
-        alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=on_step)
-    step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
-
-    def enough() -> bool:
-        least, most = speed_up(first, last) if len(first.turns_s) >= _DEMO_TURNS else (1, 1)
-        return not least <= 1 <= most or time.monotonic() > end_s
-
-    turn = max(_DEMO_TURN, round(_DEMO_TURN_S / step_s))
-    alternate(runs, first.steps, chunk=turn, warm_up=0, on_step=on_step, enough=enough)
 
 
 def format_outcome(tuned: Tuned, run: JobRun) -> str:

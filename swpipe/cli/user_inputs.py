@@ -160,6 +160,7 @@ class Opened:
                 limits=limits,
                 seconds=seconds,
                 max_bytes=max_bytes,
+                verbose=True,
                 ready_made=others,
                 **{**self._known(), "progress": lambda line: None},  # the bar shows them
             )

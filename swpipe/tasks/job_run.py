@@ -127,7 +127,6 @@ def alternate(
     chunk: int = 50,
     warm_up: int = 10,
     on_step: Callable[[], object] | None = None,
-    enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Advance several runs by ``steps`` each, in turns.
 
@@ -140,13 +139,10 @@ def alternate(
         chunk: Steps in a turn.
         warm_up: Steps of the first turn, which is not timed.
         on_step: Called after each step of each run.
-        enough: Called before each has its turn; ends them, whatever steps are left.
     """
     for run in runs:
         run.advance(min(warm_up, steps), on_step, timed=False)
     for turn, done in enumerate(range(warm_up, steps, chunk)):
-        if enough():
-            return
         for run in runs if turn % 2 == 0 else reversed(runs):
             run.advance(min(chunk, steps - done), on_step)
 
@@ -230,18 +226,13 @@ def _ends(run: JobRun) -> str:
     )
 
 
-def speed_up(first: JobRun, other: JobRun) -> tuple[float, float]:
-    """How many times as fast the other is, at least and at most, by the turns of both."""
-    a, b = first.speeds, other.speeds
-    return b[0] / a[-1], b[-1] / a[0]
-
-
 def _speed(first: JobRun, other: JobRun) -> str:
     """How many times as fast the other is, if the turns are able to tell."""
     names = f"{other.name} over {first.name}"
-    if min(len(first.speeds), len(other.speeds)) < 2:
+    a, b = first.speeds, other.speeds
+    if len(a) < 2 or len(b) < 2:
         return f"{names}: no difference was measured: one turn has no range; train for more steps"
-    least, most = speed_up(first, other)
+    least, most = b[0] / a[-1], b[-1] / a[0]
     if least <= 1 <= most:
         return f"{names}: no difference was measured: the ranges of steps per second overlap"
     ratio = other.steps_per_s / first.steps_per_s
