@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Before all that asks to be called in a forked child, so that this is the one line to read.
+if not hasattr(os, "register_at_fork"):
+    raise ImportError(
+        "swpipe needs a system whose processes can fork, such as Linux; on Windows, use it in WSL"
+    )
 
 from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,12 +34,13 @@ from swpipe.cli.user_inputs import (
 from swpipe.core.files import parse_json
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.progress import progress_bar
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.tasks import job_run
-from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import DEFAULT, MOST_SEED, Workload
+from swpipe.tasks.job_run import JobRun, alternate, speed_up
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
@@ -47,8 +49,11 @@ _WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
 ROUNDS = 4  # visits to each task
 
-CLICKS_NEED = ("polars", "torchmetrics", "fbgemm_gpu", "torchrec")
-"""What the click job imports; without them the demo trains on generated images."""
+# The demo trains until its turns tell two plans apart, and profiles until intervals are narrow.
+_UNTIMED = 10  # steps of each plan before its turns
+_DEMO_TURNS, _DEMO_TURN_S, _DEMO_TURN = 4, 1.5, 30  # at least so many; their seconds, or steps
+_DEMO_TRAINS_S, _DEMO_PROFILES_S = 15.0, 5.0  # at most; each of two profiles
+_DEMO_SPREAD = 0.05  # of an iteration
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -326,15 +331,16 @@ def demo(
     workload: Annotated[
         str,
         typer.Option(
-            metavar="clicks|images",
-            help="What to train.",
-            show_default="clicks where its packages are, else images: with torch alone",
+            metavar="images|clicks",
+            help="What to train: an image model, with torch alone, or the click model.",
         ),
-    ] = "",
+    ] = "images",
     directory: Annotated[
         Path, typer.Option(metavar="PATH", help="Where data and results go.")
     ] = Path("build/demo"),
-    steps: Annotated[int, options.count("Under each plan.")] = 322,
+    steps: Annotated[
+        int | None, options.count("Under each plan; none: until the speeds are told apart.")
+    ] = None,
     batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
         int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
@@ -344,29 +350,41 @@ def demo(
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
-    workload = workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images")
     work = find_workload(workload)
     given = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
     opening = partial(Opened, context, workload, given, [""])
     opened = opening()
-    echo(f"Training the same model ({workload}) under both plans, in turns.")
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
-    with open_runs(opened.workload, opened.config, list(plans.items()), steps) as runs:
-        recorded = train_runs(runs)
-        echo("\nWhat each task costs, in the plain loop and under the plan.")
-        breakdown = []
-        for label, pipelined in (("plain loop", False), ("under the plan", True)):
-            with opening() as opened:
-                plan = opened.plan()
-                breakdown.append(profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label]))
-        for results in breakdown:
-            echo(f"\n{format_breakdown(results)}")
-        echo(f"\n{job_run.report(runs)}\nfiles:")
-        both = ProfileResults(results[0] for results in breakdown)
-        drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
-        writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
-        writes += [drawn, both.plot][: len(pictures)]
-        save(context, *map(partial(Output, " "), [*files, *pictures], writes))
+    echo(f"Training the same model ({workload}) under two plans, in turns: {', '.join(plans)}.")
+    most = MOST_COUNT if steps is None else steps
+    with open_runs(opened.workload, opened.config, list(plans.items()), most) as runs:
+        recorded = train_runs(runs, None if steps else _DEMO_TRAINS_S)
+        echo(job_run.report(runs))
+        interval_ms = 1e3 / max(run.steps_per_s for run in runs)
+    breakdown = []
+    for label, pipelined in (("plain loop", False), ("under the plan", True)):
+        echo(f"\nWhat each task costs, {label}.")
+        with opening() as opened:
+            results = profile_job(
+                opened,
+                opened.plan(),
+                1,
+                ROUNDS,
+                pipelined,
+                labels=[label],
+                seconds=_DEMO_PROFILES_S,
+                target_spread_ms=_DEMO_SPREAD * interval_ms,
+            )
+        echo(format_breakdown(results))
+        breakdown.append(results)
+    echo("\nfiles:")
+    both = ProfileResults(results[0] for results in breakdown)
+    drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+    writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
+    writes += [drawn, both.plot][: len(pictures)]
+    save(context, *map(partial(Output, " "), [*files, *pictures], writes))
+    if not pictures:
+        echo("no pictures: they need matplotlib: pip install 'swpipe[plot]'")
 
 
 # ------------------------------------------------------------------------------ train and profile
@@ -394,18 +412,42 @@ def open_runs(
         yield runs
 
 
-def train_runs(runs: Sequence[JobRun]) -> Trace:
-    """Run all steps of all runs, in turns, and record the end of the last run."""
-    from tqdm import tqdm
+def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
+    """Run steps of all runs, in turns, and record the end of the last run.
 
+    Args:
+        runs: Of the same length.
+        seconds: None for all of their steps; else so many that the turns tell the first and the
+            last run apart, but for no longer than about so long.
+    """
     steps = runs[0].steps
     traced = min(steps, _TRACED)
-    with tqdm(total=steps * len(runs), desc="training", unit="step") as bar:
-        alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
+    with progress_bar("training", "step", None if seconds else steps * len(runs)) as bar:
+        if seconds:
+            _train_until_told_apart(runs, time.monotonic() + seconds, bar.update)
+        else:
+            alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
         for run in runs:
             with run.pipe.trace() as recorded:
                 run.advance(traced, bar.update, timed=False)
     return recorded
+
+
+def _train_until_told_apart(
+    runs: Sequence[JobRun], end_s: float, on_step: Callable[[], object]
+) -> None:
+    first, *_, last = runs
+    for _ in range(2):  # the first time much is loaded and allocated
+        begin_s = time.monotonic()
+        alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=on_step)
+    step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
+
+    def enough() -> bool:
+        least, most = speed_up(first, last) if len(first.turns_s) >= _DEMO_TURNS else (1, 1)
+        return not least <= 1 <= most or time.monotonic() > end_s
+
+    turn = max(_DEMO_TURN, round(_DEMO_TURN_S / step_s))
+    alternate(runs, first.steps, chunk=turn, warm_up=0, on_step=on_step, enough=enough)
 
 
 def format_outcome(tuned: Tuned, run: JobRun) -> str:
@@ -442,18 +484,21 @@ def profile_job(
     rounds: int,
     pipelined: bool,
     labels: Sequence[str] | None = None,
-    seconds: float | None = None,
+    **until: Any,
 ) -> ProfileResults:
-    """Measure the tasks of a job under a plan, or in a plain loop."""
+    """Measure the tasks of a job under a plan, or in a plain loop.
+
+    ``until`` is a time or a spread, as ``TaskProfiler.profile_many`` has them.
+    """
     with opened.pipeline(plan) as pipe:
         return TaskProfiler(pipe).profile_many(
             opened.take(batches),
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,
-            seconds=seconds,
             labels=labels,
             loader=opened.loader,
+            **until,
         )
 
 

@@ -126,7 +126,7 @@ def check(
             opened.plan(),
             loop.tasks,
             recording.effects,
-            sizes=recording.sizes,
+            memory=loop.measure_memory(),
             budget_bytes=budget,
         )
     echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")

@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Run what must be refused: exit code 2 and one line after its progress; the line."""
     assert run(*args) == 2
     told = capsys.readouterr().err.splitlines()
-    progress = re.compile(r"\s*$|training:|\S+: (recording|measuring) ")
+    progress = re.compile(r"\s*$|training|tuning|trying|(\S+: )?(recording|measuring) ")
     told = [line for line in told if not progress.match(line)]
     assert len(told) == 1
     assert told[0].startswith("swpipe: ")
