@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_a_command_on_a_page_is_one(command: str) -> None:
     """Its options are known, and their values are of the right kind."""
-    args = command.split()[1:]
+    args = shlex.split(command, comments=True)[1:]
     rest = options.declare_workload_options(args)
     part: Any = get_command(app)
     context = part.make_context("swpipe", [*rest])

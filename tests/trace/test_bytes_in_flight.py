@@ -68,4 +68,4 @@ def test_a_timeline_without_these_tasks_holds_nothing() -> None:
     """And says so."""
     found = two_iterations(retired_ns=20).peak_memory(TaskMemory((Block("step", "", 1),)))
     assert (found.bytes, found.held) == (0, ())
-    assert found.format() == "memory: at most 0 B in 0 iterations"
+    assert found.format() == "memory: the iterations in flight hold nothing"
