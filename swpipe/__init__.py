@@ -11,7 +11,7 @@ from swpipe.core.task import DeclaredIO, PipelineTask, task
 from swpipe.pipeline import SWPipeline
 
 if TYPE_CHECKING:
-    from swpipe.loops import ahead, overlap
+    from swpipe.loops import EvenData, ahead, overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeclaredIO",
+    "EvenData",
     "IterContext",
     "PipelinePlan",
     "PipelineTask",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "EvenData": "swpipe.loops",
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
     "ahead": "swpipe.loops",

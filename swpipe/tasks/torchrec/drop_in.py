@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from swpipe._distributed.even_data import EvenData, EvenIterator, UnevenDataError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
@@ -41,7 +42,6 @@ from swpipe.tasks.torchrec.mid_flight import check_saving, runs_early
 from swpipe.tasks.torchrec.rewrite import RewriteReport
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
-from swpipe.tasks.torchrec.uneven import EvenData, EvenIterator, UnevenDataError
 
 
 class Pass(Iterator[Any]):
