@@ -86,7 +86,7 @@ class SWPipeline(ShortcutControl[C]):
         plan: PipelinePlan,
         tasks: Iterable[PipelineTask] | None = None,
         *,
-        device: Device | torch.device | str | None = None,
+        device: Device | torch.device | str | int | None = None,
         context: type[C] | None = None,
         seed: int | None = None,
         start_iteration: int = 0,
@@ -184,18 +184,21 @@ class SWPipeline(ShortcutControl[C]):
             self._driver.refuse_in_flight("loading a state")
             self._driver.load_state_dict(state)
 
-    def fill_pipeline(self, iterator: Iterator[Any]) -> None:
+    def fill_pipeline(self, iterator: Iterable[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises.
+        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises. Of
+        a loader, such as a list, ``progress()`` goes on with the iterator that is made here.
         """
-        self._driver.fill(iterator)
+        given = iterator if isinstance(iterator, Iterator) else iter(iterator)
+        self._driver.fill(given)
 
-    def progress(self, iterator: Iterator[Any]) -> C:
+    def progress(self, iterator: Iterator[Any] | None = None) -> C:
         """Run one period: admit a batch, run every task once, hand out the oldest iteration.
 
         Args:
-            iterator: Where the batches come from; the same one until it is drained.
+            iterator: Where the batches come from; the same one until it is drained. None: the one
+                that the iterations in flight are from.
 
         Returns:
             The context of the oldest iteration. The caller's stream waits for all of its device
@@ -214,6 +217,8 @@ class SWPipeline(ShortcutControl[C]):
         """
         if self._asks_of_body:
             self._refuse_beside_body()
+        if iterator is None:
+            iterator = self._driver.current_iterator()
         return self._driver.progress(iterator)
 
     def _refuse_beside_body(self) -> None:
@@ -308,8 +313,12 @@ class SWPipeline(ShortcutControl[C]):
             yield ctx
             del ctx  # this frame must not keep what the user drops
 
-    def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
+    def run(
+        self, loader: Iterable[Any], *, verbose: bool = False, emit_nvtx: bool = True
+    ) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``.
+
+        NVTX ranges are there where a tool such as Nsight Systems is attached, if ``emit_nvtx``.
 
         Warns:
             RuntimeWarning: Most of the time went into pulling batches, under a plan of several
@@ -321,7 +330,9 @@ class SWPipeline(ShortcutControl[C]):
         pulls = TimedPulls(batches)
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
         contexts = self._contexts(batches if batches is loader else pulls)
-        report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
+        label = "pipelined" if verbose else None
+        with self._observers.nvtx(emit_nvtx):
+            report = run_to_end(contexts, self.device, loader, label)
         return pulls.warn_if_most(report, self.plan)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:
@@ -389,9 +400,17 @@ class SWPipeline(ShortcutControl[C]):
         """The iteration that each task works on in each of the first ``periods`` periods."""
         return format_grid(self.plan, self._verified.resolved.period_order, periods)
 
+    def print_schedule(self, periods: int = 8) -> None:
+        """Print ``format_schedule``."""
+        sys.stdout.write(self.format_schedule(periods) + "\n")
+
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
         return format_stages(self._verified.resolved)
+
+    def print_stage_analysis(self) -> None:
+        """Print ``format_stage_analysis``."""
+        sys.stdout.write(self.format_stage_analysis() + "\n")
 
     def format_program(self, *, streams: bool | None = None) -> str:
         """What each thread group does in a period, and what it waits for; a line per group.
@@ -419,6 +438,13 @@ class SWPipeline(ShortcutControl[C]):
                 does.
         """
         self._driver.close()
+
+    if not TYPE_CHECKING:  # for which every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            from swpipe.names_elsewhere import where_it_is
+
+            raise AttributeError(where_it_is(name), name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ from typing import Any
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.host import HostTimes, TaskRun
+from swpipe.profiler.host import HostRun, HostTimes
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
@@ -48,7 +48,7 @@ class Pulls:
         self.effects = Effects() if is_apart(loader) else UNKNOWN
         self._batches: Iterator[Any] | None = None
         self._on = True
-        self.runs: list[TaskRun] = []
+        self.runs: list[HostRun] = []
 
     def __call__(self) -> None:
         """Pull a batch.
@@ -61,7 +61,7 @@ class Pulls:
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
             self._next()
             wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-            self.runs.append(TaskRun(len(self.runs), wall_s, cpu_s))
+            self.runs.append(HostRun(len(self.runs), wall_s, cpu_s))
 
     def _next(self) -> None:
         for _ in range(2):

@@ -123,7 +123,7 @@ def _wait(
     )
 
 
-class Ends(NamedTuple):
+class RankEnds(NamedTuple):
     """A time over the ranks, and the rank on which it is the longest."""
 
     median_s: float
@@ -131,25 +131,25 @@ class Ends(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTimes], seconds: Sequence[float]) -> Ends:
+    def of(cls, ranks: Sequence[RankTimes], seconds: Sequence[float]) -> RankEnds:
         """Of times by rank."""
         worst = max(range(len(ranks)), key=seconds.__getitem__)
         return cls(median(seconds), seconds[worst], ranks[worst].rank)
 
 
-def host_ends(ranks: Sequence[RankTimes]) -> dict[str, Ends]:
+def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
     """Task to its time on the host, over the ranks."""
-    return {name: Ends.of(ranks, [of.host_s[name] for of in ranks]) for name in ranks[0].host_s}
+    return {name: RankEnds.of(ranks, [of.host_s[name] for of in ranks]) for name in ranks[0].host_s}
 
 
-def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
+def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """A table with a row for the iteration and one per task, and who waits for whom."""
-    step = Ends.of(ranks, [of.baseline_s for of in ranks])
+    step = RankEnds.of(ranks, [of.baseline_s for of in ranks])
     rows = [("iteration", *_cells(step), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
         if all(name in of.exposed_s for of in ranks):
-            exposed = _cells(Ends.of(ranks, [of.exposed_s[name] for of in ranks]))
+            exposed = _cells(RankEnds.of(ranks, [of.exposed_s[name] for of in ranks]))
         rows.append((name, *exposed, *_cells(host)))
     titles = [f"over {len(ranks)} ranks"]
     for what in ("exposed ms", "host ms"):
@@ -160,5 +160,5 @@ def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
         yield "no rank waits for another by more than the measurement's error"
 
 
-def _cells(ends: Ends) -> tuple[str, str, str]:
+def _cells(ends: RankEnds) -> tuple[str, str, str]:
     return ms(ends.median_s), ms(ends.worst_s), str(ends.rank)

@@ -222,7 +222,7 @@ class Rounds:
             base = [seconds for kind, seconds in found if kind == BASE]
             self.base_s.append(fmean(map(fmean, base)))
             self.spans_s += [span for seconds in base for span in self.timer.spans(seconds)]
-            for kind, saved_s in differences(found).items():
+            for kind, saved_s in differences_in(found).items():
                 self.saved_s[kind].append(saved_s)
             return
 
@@ -297,7 +297,7 @@ def visits(order: Sequence[Kind]) -> list[Kind]:
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
 
 
-def differences(round_: Sequence[Visit]) -> dict[Kind, float]:
+def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
     """By how much each kind's iterations were shorter than those without a shortcut around it.
 
     These are taken from the line between the two visits without one.
