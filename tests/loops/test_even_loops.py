@@ -102,11 +102,14 @@ def test_a_pass_may_be_left_where_ranks_have_pulled_differently(two_ranks: Ranks
 def _leaves_while_it_waits() -> bool:
     """Rank 0 leaves a pass whose thread waits for the other rank; whether the thread ends."""
     before, ended = {*threading.enumerate()}, True
-    own = _Gated(9 if dist.get_rank() == 0 else 3)
+    own = _Gated(3)
+    if dist.get_rank() == 0:
+        own.gate.set()
     with EvenData(ahead=0, timeout_s=60.0) as even:
         batches = iter(swpipe.ahead(even.loader(own), prefetch=4))
         list(islice(batches, 2))
         if dist.get_rank() == 0:
+            assert own.pulled.wait(30.0)  # the other rank does not pull this batch
             batches.close()
             deadline = time.monotonic() + 20.0
             while not ({*threading.enumerate()} <= before or time.monotonic() > deadline):

@@ -175,6 +175,7 @@ def tell_time(
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
     # What other processes use of the machine says nothing about this time.
     monkeypatch.setattr(profiler.rounds, "load_so_far", lambda **given: None)
+    monkeypatch.setattr(profiler.host, "core_wait_s", lambda: 0.0)
     if device is not None:
         monkeypatch.setattr(swpipe._engine.iterations, "time", _Looks(device))
 

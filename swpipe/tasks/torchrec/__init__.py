@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         pad_with_last,
     )
     from swpipe.tasks.torchrec._torchrec import PipelineStage
-    from swpipe.tasks.torchrec.drop_in import PipelineFactory, SparseDistPipeline
+    from swpipe.tasks.torchrec.drop_in import SparseDistPipeline
     from swpipe.tasks.torchrec.inputs import RewriteError
     from swpipe.tasks.torchrec.named import (
         EvalPipelineFusedSparseDist,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
+    from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
     from swpipe.tasks.torchrec.released import MemoryOptions
     from swpipe.tasks.torchrec.rewrite import RewriteReport
     from swpipe.tasks.torchrec.semi_sync import TrainPipelineSemiSync
