@@ -347,12 +347,8 @@ class SWPipeline(ShortcutControl[C]):
             yield ctx
             del ctx  # this frame must not keep what the user drops
 
-    def run(
-        self, loader: Iterable[Any], *, verbose: bool = False, emit_nvtx: bool = True
-    ) -> RunReport:
+    def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``.
-
-        NVTX ranges are there where a tool such as Nsight Systems is attached, if ``emit_nvtx``.
 
         Warns:
             RuntimeWarning: Most of the time went into pulling batches, under a plan of several
@@ -364,9 +360,7 @@ class SWPipeline(ShortcutControl[C]):
         pulls = TimedPulls(batches)
         # An iterator of the caller's stays what it is: some of its batches may be in flight.
         contexts = self._contexts(batches if batches is loader else pulls)
-        label = "pipelined" if verbose else None
-        with self._observers.nvtx(emit_nvtx):
-            report = run_to_end(contexts, self.device, loader, label)
+        report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
         return pulls.warn_if_most(report, self.plan)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:

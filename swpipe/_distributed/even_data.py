@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe._distributed.host_group import host_group
+from swpipe._distributed.rank_checks import host_group
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.loaders import LoaderAround
 
@@ -199,9 +199,9 @@ class EvenLoader(LoaderAround):
     """A loader whose passes have as many batches on all ranks; made by ``EvenData.loader``."""
 
     def __init__(self, data: EvenData, loader: Iterable[Any]) -> None:
-        pads = "pads by a function, which may read what the loop changes" if data.pad else ""
-        super().__init__(loader, pads)
-        self._data = data
+        self._data, self.loader = data, loader
+        if data.pad is not None:
+            self.touches = "pads by a function, which may read what the loop changes"
         self._last: Callable[[], EvenIterator | None] = lambda: None
 
     def __iter__(self) -> EvenIterator:

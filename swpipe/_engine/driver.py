@@ -175,11 +175,7 @@ class Driver(Generic[C]):
             raise StopIteration
 
     def current_iterator(self) -> Iterator[Any]:
-        """That of the iterations in flight, or of the data that has just ended.
-
-        Raises:
-            TypeError: There is none.
-        """
+        """That of the iterations in flight, or of the data that has just ended; or TypeError."""
         iterator = self._ended if self.run is None else self.run.admission.iterator
         if iterator is None or iterator is self._pushed:
             raise TypeError(

@@ -116,15 +116,6 @@ class Observers:
         tools = (nvtx, _profiler_ranges if profiler._is_profiler_enabled else None)
         return (*(tool for tool in tools if tool is not None), *self._added)
 
-    @contextmanager
-    def nvtx(self, emitted: bool) -> Iterator[None]:
-        """Whether there are NVTX ranges within the block, where a tool is attached."""
-        before, self._has_nvtx = self._has_nvtx, self._has_nvtx and emitted
-        try:
-            yield
-        finally:
-            self._has_nvtx = before
-
     def adding(self, observer: Observer) -> AbstractContextManager[None]:
         """Add an observer within the block.
 

@@ -61,8 +61,8 @@ class LoaderAround:
         touches: What a pull may touch besides, in words; empty for nothing.
     """
 
-    def __init__(self, loader: Any, touches: str) -> None:
-        self.loader, self.touches = loader, touches
+    loader: Any
+    touches = ""
 
     def leave(self) -> None:
         """A loop leaves the pass that began last; a pull of it must not wait any more."""

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe._distributed.host_group import host_group
-from swpipe._distributed.rank_checks import gather
+from swpipe._distributed.rank_checks import gather, host_group
 from swpipe.errors import add_note
 from swpipe.tasks.torchrec.balance import balanced_partition
 from swpipe.tasks.torchrec.rows import Group, Route, exchange_rows
