@@ -20,7 +20,7 @@ from swpipe.pipeline import SWPipeline
 if TYPE_CHECKING:
     from swpipe import loops as loops
     from swpipe import tuning as tuning
-    from swpipe.loops import ahead, overlap
+    from swpipe.loops import EvenData, ahead, overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeclaredIO",
+    "EvenData",
     "IterContext",
     "PipelinePlan",
     "PipelineTask",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "EvenData": "swpipe.loops",
     "ProfileResult": "swpipe.profiler",
     "TaskProfiler": "swpipe.profiler",
     "ahead": "swpipe.loops",

@@ -105,7 +105,7 @@ class SWPipeline(ShortcutControl[C]):
         plan: PipelinePlan,
         tasks: Iterable[PipelineTask] | None = None,
         *,
-        device: Device | torch.device | str | None = None,
+        device: Device | torch.device | str | int | None = None,
         context: type[C] | None = None,
         seed: int | None = None,
         start_iteration: int = 0,
@@ -218,18 +218,21 @@ class SWPipeline(ShortcutControl[C]):
             self._driver.refuse_in_flight("loading a state")
             self._driver.load_state_dict(state)
 
-    def fill_pipeline(self, iterator: Iterator[Any]) -> None:
+    def fill_pipeline(self, iterator: Iterable[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises.
+        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises. Of
+        a loader, such as a list, ``progress()`` goes on with the iterator that is made here.
         """
-        self._driver.fill(iterator)
+        given = iterator if isinstance(iterator, Iterator) else iter(iterator)
+        self._driver.fill(given)
 
-    def progress(self, iterator: Iterator[Any]) -> C:
+    def progress(self, iterator: Iterator[Any] | None = None) -> C:
         """Run one period: admit a batch, run every task once, hand out the oldest iteration.
 
         Args:
-            iterator: Where the batches come from; the same one until it is drained.
+            iterator: Where the batches come from; the same one until it is drained. None: the one
+                that the iterations in flight are from.
 
         Returns:
             The context of the oldest iteration. The caller's stream waits for all of its device
@@ -248,6 +251,8 @@ class SWPipeline(ShortcutControl[C]):
         """
         if self._asks_of_body:
             self._refuse_beside_body()
+        if iterator is None:
+            iterator = self._driver.current_iterator()
         return self._driver.progress(iterator)
 
     def _refuse_beside_body(self) -> None:
@@ -423,9 +428,17 @@ class SWPipeline(ShortcutControl[C]):
         """The iteration that each task works on in each of the first ``periods`` periods."""
         return format_grid(self.plan, self._verified.resolved.period_order, periods)
 
+    def print_schedule(self, periods: int = 8) -> None:
+        """Print ``format_schedule``."""
+        sys.stdout.write(self.format_schedule(periods) + "\n")
+
     def format_stage_analysis(self) -> str:
         """Each stage's tasks, where they run and what they wait for."""
         return format_stages(self._verified.resolved)
+
+    def print_stage_analysis(self) -> None:
+        """Print ``format_stage_analysis``."""
+        sys.stdout.write(self.format_stage_analysis() + "\n")
 
     def format_program(self, *, streams: bool | None = None) -> str:
         """What each thread group does in a period, and what it waits for; a line per group.
@@ -453,6 +466,13 @@ class SWPipeline(ShortcutControl[C]):
                 does.
         """
         self._driver.close()
+
+    if not TYPE_CHECKING:  # for which every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            from swpipe.names_elsewhere import where_it_is
+
+            raise AttributeError(where_it_is(name), name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

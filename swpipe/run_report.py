@@ -28,6 +28,10 @@ class RunReport:
     iterations: int
     seconds: float
 
+    def __float__(self) -> float:
+        """The seconds."""
+        return self.seconds
+
     @property
     def iterations_per_s(self) -> float:
         """Iterations per second; 0 where there was none."""

@@ -19,6 +19,7 @@ before the time-out, at no cost per step, the watchdog of that rank answers::
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import queue
 import re
@@ -138,6 +139,22 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of the same ranks (None: all), separate from those of the training step.
+
+    Creating it is a collective of these ranks.
+    """
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group or dist.group.WORLD),
+        timeout=dt.timedelta(seconds=timeout_s),
+        backend="gloo",
+        use_local_synchronization=group is not None,
+    )
+    # Without it, ranks that still connect would report a closed connection if one rank fails here.
+    dist.barrier(group=made)
+    return made
 
 
 def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:

@@ -174,6 +174,16 @@ class Driver(Generic[C]):
             self._ended = None
             raise StopIteration
 
+    def current_iterator(self) -> Iterator[Any]:
+        """That of the iterations in flight, or of the data that has just ended; or TypeError."""
+        iterator = self._ended if self.run is None else self.run.admission.iterator
+        if iterator is None or iterator is self._pushed:
+            raise TypeError(
+                "progress() has no iterator to go on with: give it iter(loader), or call "
+                "fill_pipeline(loader) before"
+            )
+        return iterator
+
     def push(self, batch: Any) -> C | None:
         """Run one period on a batch; what it handed out."""
         with self:

@@ -53,6 +53,21 @@ _SAMPLERS = (
 )
 
 
+class LoaderAround:
+    """A loader of swpipe's around another one; a pull touches what that one's touches.
+
+    Attributes:
+        loader: The other one.
+        touches: What a pull may touch besides, in words; empty for nothing.
+    """
+
+    loader: Any
+    touches = ""
+
+    def leave(self) -> None:
+        """A loop leaves the pass that began last; a pull of it must not wait any more."""
+
+
 def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
     """Whether pulling a batch touches nothing that tasks or the loop's body may change.
 
@@ -62,6 +77,10 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
     """
     if type(loader) in SEQUENCES:
         return True
+    if isinstance(loader, LoaderAround):
+        if loader.touches or type(loader.loader) is list:
+            return False
+        return is_apart(loader.loader, draws_watched=draws_watched)
     loader = unprepared(loader)
     return bool(
         type(loader) is DataLoader
@@ -74,6 +93,11 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
 
 def why_not_apart(loader: Any) -> tuple[str, str]:
     """What is not known of a loader that is not apart, and what to do about it."""
+    if isinstance(loader, LoaderAround):
+        if loader.touches:
+            return loader.touches, "Stop at the first end, or let a sampler pad"
+        if type(loader.loader) is list:
+            return "is over a list, which the loop may change", "Give it a tuple"
     loader = unprepared(loader)
     if isinstance(loader, _BaseDataLoaderIter):
         return "is an iterator of a DataLoader", "Give the DataLoader itself, with workers"
@@ -108,7 +132,9 @@ def _may_be_changed(sampler: Any) -> bool:
 
 
 def unprepared(loader: object) -> Any:
-    """The ``DataLoader`` that Accelerate's loader wraps; any other loader as it is."""
+    """The ``DataLoader`` within Accelerate's loader or swpipe's; any other loader as it is."""
+    while isinstance(loader, LoaderAround):
+        loader = loader.loader
     kind = type(loader)
     prepared = kind.__name__ in ("DataLoaderShard", "SkipDataLoader")
     if prepared and kind.__module__ == _ACCELERATE:

@@ -138,7 +138,7 @@ class PipelineTask:
     """
 
     name: str
-    fn: TaskFn = field(hash=False)  # compared, so that two tasks of one name are seen to be two
+    fn: TaskFn  # compared, so that two tasks of one name are seen to be two
     io: Sequence[DeclaredIO] = field(default=(), compare=False)
     random: bool = field(default=False, compare=False)
     pure: bool = field(default=False, compare=False)
@@ -176,6 +176,9 @@ class PipelineTask:
                     "a pure task changes its context only. Leave out pure=True, or the state; a "
                     "pure task may read states (mode='r')"
                 )
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __call__(self, ctx: Any) -> None:
         self.fn(ctx)

@@ -9,15 +9,20 @@ from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Device
 
 
-def resolve(device: Device | torch.device | str | None) -> Device:
+def resolve(device: Device | torch.device | str | int | None) -> Device:
     """The device that a pipeline uses; None is the machine's accelerator, or else the CPU.
+
+    A number is an index of the accelerator's, from 0.
 
     Raises:
         ValueError: The device is neither the CPU nor one of this machine's accelerators, or torch
             offers no streams and events for it.
     """
+    if type(device) is int:
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        device = f"{kind.type if kind else 'cuda'}:{device}"
     if device is not None and not isinstance(device, str | torch.device):
-        if not hasattr(device, "has_streams"):
+        if isinstance(device, int) or not hasattr(device, "has_streams"):
             raise ValueError(f"device is {device!r}: give a name such as 'cpu', or a torch.device")
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)

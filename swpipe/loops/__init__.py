@@ -1,7 +1,16 @@
-"""What a plain loop gets: work ahead of it, resume in mid-pass, Accelerate's flags, a stop."""
+"""What a plain loop gets: work ahead of it, resume, ranks that end together, a stop."""
 
 from typing import TYPE_CHECKING, Any
 
+from swpipe._distributed.even_data import (
+    EvenData,
+    EvenIterator,
+    EvenLoader,
+    RankDataError,
+    UnevenDataError,
+    pad_with,
+    pad_with_last,
+)
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
@@ -13,14 +22,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AccelerateLoader",
     "AheadLoop",
+    "EvenData",
+    "EvenIterator",
+    "EvenLoader",
     "Overlap",
     "OverlappedLoop",
+    "RankDataError",
     "Resumable",
     "ResumableLoop",
     "StopRequest",
+    "UnevenDataError",
     "WatchedLoop",
     "ahead",
     "overlap",
+    "pad_with",
+    "pad_with_last",
 ]
 
 if not TYPE_CHECKING:  # which would take each name for Any

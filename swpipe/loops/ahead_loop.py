@@ -87,7 +87,7 @@ def _batches(contexts: Iterator[IterContext]) -> Iterator[Any]:
 def ahead(
     loader: Iterable[Batch],
     *,
-    device: Device | torch.device | str | None = None,
+    device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Batch]: ...
@@ -97,7 +97,7 @@ def ahead(
 def ahead(
     loader: Iterable[Any],
     *functions: Callable[[Any], Any],
-    device: Device | torch.device | str | None = None,
+    device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]: ...
@@ -107,7 +107,7 @@ def ahead(
 def ahead(
     loader: Iterable[Any],
     *functions: Callable[[Any], Any],
-    device: Device | torch.device | str | None = None,
+    device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]:

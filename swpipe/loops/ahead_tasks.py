@@ -23,7 +23,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import Content, content_of, parts_of
+from swpipe.loops.batch_memory import Content, content_of, memory_parts
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """On the caller's thread, where all other tasks run ahead."""
@@ -71,7 +71,7 @@ class AheadTasks:
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
             if first:
-                self._buffers[number] = [weakref.ref(one) for one in parts_of(ctx.batch)[0]]
+                self._buffers[number] = [weakref.ref(one) for one in memory_parts(ctx.batch)[0]]
             try:
                 if number not in self._failures:
                     task.fn(ctx)

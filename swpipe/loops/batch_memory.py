@@ -32,7 +32,7 @@ Content = tuple[int, int]
 """A version counter, and a checksum."""
 
 
-def parts_of(batch: Any) -> tuple[list[Any], list[Any]]:
+def memory_parts(batch: Any) -> tuple[list[Any], list[Any]]:
     """A batch's tensors and arrays of numpy; and its other numbers, strings and objects."""
     several = batch if type(batch) in (tuple, list) else (batch,)
     if all(type(one) is Tensor for one in several):  # as most are: there is nothing to search
@@ -76,7 +76,7 @@ def checksum_of(batch: Any) -> int:
 
     It tells a batch from others in another process, too.
     """
-    buffers, leaves = parts_of(batch)
+    buffers, leaves = memory_parts(batch)
     found: list[Any] = [
         one[:_CHECKED_BYTES] if isinstance(one, str | bytes) else one
         for one in leaves

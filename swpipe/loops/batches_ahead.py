@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import content_of, parts_of, place_of
+from swpipe.loops.batch_memory import content_of, memory_parts, place_of
 from swpipe.loops.live_loaders import goes_on
 
 
@@ -27,7 +27,7 @@ class BatchAsPulled:
 
     def __init__(self, batch: Any, *, keep: bool) -> None:
         self.batch = batch if keep else None
-        buffers, leaves = parts_of(batch)
+        buffers, leaves = memory_parts(batch)
         self._contents = [(one, content_of(one)) for one in buffers]
         self._leaves = leaves if keep else []
 
@@ -45,7 +45,7 @@ class BatchAsPulled:
         """The tensors and arrays that were written since, and what was taken out of the batch."""
         found = [one for one, content in self._contents if content_of(one) != content]
         if self.batch is not None:
-            buffers, leaves = parts_of(self.batch)
+            buffers, leaves = memory_parts(self.batch)
             left = {id(one) for one in (*buffers, *leaves)}
             parts = (*(one for one, _ in self._contents), *self._leaves)
             found += [one for one in parts if id(one) not in left]

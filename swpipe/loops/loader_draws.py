@@ -27,7 +27,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from swpipe.loops.pass_generators import PassGenerators, States, changed, is_default, told
+from swpipe.loops.pass_generators import (
+    PassGenerators,
+    States,
+    changed,
+    is_default,
+    told_names,
+)
 
 _EACH_PASS = 2
 """The pull that is measured in each pass: between two the loop may switch augmentation on."""
@@ -186,7 +192,7 @@ class LoaderDraws:
 def both_draw(names: Iterable[str]) -> RuntimeError:
     """The error where others have drawn from what the loader has drawn from ahead."""
     return RuntimeError(
-        f"the loader and the loop, a task or its body, both draw from {told(names)}, and the "
+        f"the loader and the loop, a task or its body, both draw from {told_names(names)}, and the "
         "loader has drawn ahead of the loop: they do not draw in the order of a plain loop. Let "
         "the loader's workers draw (DataLoader(num_workers=1)), give the loader, the task or the "
         "body a generator of its own, or do not pull the loader ahead"

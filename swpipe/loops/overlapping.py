@@ -39,7 +39,7 @@ from swpipe.loops.draw_views import DrawViews
 from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_draws import LoaderDraws, known_draws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, told
+from swpipe.loops.pass_generators import PassGenerators, told_names
 from swpipe.loops.pull_watch import PullWatch
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
@@ -153,7 +153,7 @@ class OverlappedLoop(ResumableLoop[C]):
         ):
             if new := told_of - self._told:
                 self._told |= new
-                warnings.warn(text.format(told(new)), RuntimeWarning, stacklevel=self._frames)
+                warnings.warn(text.format(told_names(new)), RuntimeWarning, stacklevel=self._frames)
 
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         super()._drop(current, failed=failed)
@@ -188,7 +188,7 @@ def overlap(
     tasks: Iterable[PipelineTask | Callable[[Any], None]],
     *,
     pull_ahead: bool | None = None,
-    device: Device | torch.device | str | None = None,
+    device: Device | torch.device | str | int | None = None,
     seed: int | None = None,
     start_iteration: int = 0,
     context: type[C] | None = None,

@@ -125,7 +125,7 @@ def _differ(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
-def told(names: Iterable[str]) -> str:
+def told_names(names: Iterable[str]) -> str:
     """What a message calls these generators."""
     torchs = "torch's default generators"
     words = (torchs if _is_torchs(one) else _TOLD.get(one, one) for one in sorted(names))

@@ -161,7 +161,7 @@ def _led_back(
             )
         end_workers(loader)
         generators.write(saved["at_start"])
-        batches = iter(loader) if state is None else set_back(loader, state)
+        batches = iter(loader) if state is None else begun_at(loader, state)
         with _of_state(loader, state):
             found = sum(1 for _ in islice(batches, number - len(again)))
             places, same = _pulled_again(loader, generators, batches, saved)
@@ -210,7 +210,7 @@ def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, in
         yield None, handed_out
 
 
-def set_back(loader: Any, state: Any) -> Iterator[Any]:
+def begun_at(loader: Any, state: Any) -> Iterator[Any]:
     """A loader with a state of its own, begun where the state was saved."""
     with _of_state(loader, state):
         loader.load_state_dict(state)

@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from swpipe.core.keywords import suggests_keywords
+from swpipe.core.loaders import LoaderAround
 from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
@@ -35,9 +36,9 @@ from swpipe.loops.live_loaders import (
 )
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, told
-from swpipe.loops.place_in_pass import set_back
-from swpipe.loops.saved_state import OF_PLACE, checked, complete
+from swpipe.loops.pass_generators import PassGenerators, told_names
+from swpipe.loops.place_in_pass import begun_at
+from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
 from swpipe.pipeline import SWPipeline
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
@@ -88,7 +89,7 @@ class ResumableLoop(Generic[Out]):
         pipe: Resumable[Out],
         loader: Iterable[Any],
         *,
-        device: Device | torch.device | str | None = None,
+        device: Device | torch.device | str | int | None = None,
     ) -> None:
         if not isinstance(pipe, Resumable):
             raise TypeError(
@@ -182,8 +183,8 @@ class ResumableLoop(Generic[Out]):
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
-                f"{told(shared)}, and the loader has drawn ahead: call drain() before you save, "
-                "let the loader's workers draw (DataLoader(num_workers=1)), or give tasks "
+                f"{told_names(shared)}, and the loader has drawn ahead: call drain() before you "
+                "save, let the loader's workers draw (DataLoader(num_workers=1)), or give tasks "
                 "random=True"
             )
         if check and current.handed_out and not has_place(self._loader):
@@ -263,7 +264,7 @@ class ResumableLoop(Generic[Out]):
         """
         self._refuse_running()
         loader, generators = self._loader, self._pulled.generators
-        state = checked(state, type(self).__name__, loader, generators, same_ranks=check)
+        state = checked_state(state, type(self).__name__, loader, generators, same_ranks=check)
         if self._pass is not None:
             self._pass.check_modified()
         self._pulled.draws.known.names |= frozenset(state["loader_draws"])
@@ -273,7 +274,7 @@ class ResumableLoop(Generic[Out]):
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
             self._loaded = {**state, "again": again}
         elif state["loader"] is not None:
-            set_back(loader, state["loader"])
+            begun_at(loader, state["loader"])
         generators.write(state["generators"])
         self.pipe.load_state_dict(state["pipeline"])
         self._left = False
@@ -366,7 +367,7 @@ class ResumableLoop(Generic[Out]):
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """The pass is over, or left."""
         self._running = None
-        if isinstance(self._loader, AccelerateLoader):
+        if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
         if not current.ended:
@@ -377,7 +378,7 @@ class ResumableLoop(Generic[Out]):
             current.release()
         elif self._dropped and (drawn := current.leave(failed=failed)):
             warnings.warn(
-                f"the pass was left, and the loader has drawn ahead from {told(drawn)}, from "
+                f"the pass was left, and the loader has drawn ahead from {told_names(drawn)}, from "
                 "which the loop draws, too: what is drawn from now on is not what a plain loop "
                 "draws",
                 RuntimeWarning,

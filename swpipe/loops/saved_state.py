@@ -34,7 +34,7 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
     return {**state, "checksum": _checksum(state)}
 
 
-def checked(
+def checked_state(
     state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
 ) -> Mapping[str, Any]:
     """The state, if it is one of such a loop, and with ``same_ranks``, of as many ranks."""

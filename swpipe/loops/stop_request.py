@@ -36,7 +36,7 @@ from swpipe.core.messages import shown
 from swpipe.errors import add_note
 
 Item = TypeVar("Item")
-Place: TypeAlias = tuple[int, ...]
+StepPlace: TypeAlias = tuple[int, ...]
 
 LOOK_S = 0.2
 """How often a rank looks whether another one was asked to stop; 1 ms more for each rank."""
@@ -83,7 +83,7 @@ class StopRequest:
         self._earlier: dict[signal.Signals, Any] = {}
         self._asked = ""
         self._ranks: _Ranks | None = None
-        self._at: Place = (0,)
+        self._at: StepPlace = (0,)
         self._held: list[Iterator[Any]] = []
 
     @property
@@ -126,7 +126,7 @@ class StopRequest:
         begun = self._at
         return iter(()) if self._ends((*begun, 0, 0)) else self._steps(iter(loop), begun, every)
 
-    def _steps(self, items: Iterator[Item], begun: Place, every: int) -> Iterator[Item]:
+    def _steps(self, items: Iterator[Item], begun: StepPlace, every: int) -> Iterator[Item]:
         try:
             for step in itertools.count(1):
                 try:
@@ -144,12 +144,12 @@ class StopRequest:
         finally:
             self._move((*begun[:-1], begun[-1] + 1))
 
-    def _move(self, at: Place) -> None:
+    def _move(self, at: StepPlace) -> None:
         self._at = at
         if self._ranks is not None:
             self._ranks.move(at)
 
-    def _ends(self, at: Place) -> bool:
+    def _ends(self, at: StepPlace) -> bool:
         """Whether no step begins here."""
         self._move(at)
         self.reason = self._ranks.why_stop() if self._ranks is not None else self._why()
@@ -228,14 +228,14 @@ class _Ranks:
         self._keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
         self._own = self._keys[dist.get_rank()]
         self._lock = threading.Lock()  # held while the loop must not go on
-        self._at: Place = ()
-        self._last: Place | None = None
+        self._at: StepPlace = ()
+        self._last: StepPlace | None = None
         self._reason = ""
         self._failure: RuntimeError | None = None
         self._left = ProgressCounter()
         self._thread = WorkerThread("swpipe-stop", self._listen)
 
-    def move(self, at: Place) -> None:
+    def move(self, at: StepPlace) -> None:
         """The loop is here from now on; waits while the ranks agree."""
         with self._lock:
             self._at = at

@@ -32,7 +32,7 @@ from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
 from swpipe.profiler.figures import Advice, Figures
-from swpipe.profiler.spread import Estimate, in_ms, ms
+from swpipe.profiler.spread import Estimate, ms, short_ms
 
 if TYPE_CHECKING:
     from swpipe.planning.simulation.interval import Limit
@@ -119,7 +119,7 @@ def _of_loader(result: Figures) -> Iterator[Advice]:
     if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
         rest_s = result.baseline_s - waits.value_s
         more = pace.workers_for(max(rest_s, least_s))
-        words = f"make a batch in {in_ms(rest_s)} ms instead of {in_ms(pace.rate_s)}"
+        words = f"make a batch in {short_ms(rest_s)} ms instead of {short_ms(pace.rate_s)}"
         if pace.workers:
             words += f": {more} workers instead of {pace.workers}, or less work for each batch"
             if more > cores():

@@ -24,7 +24,7 @@ _LEAST_S = 20e-6
 """Differences of host times from here on, in standard errors and in seconds, are told."""
 
 
-class TaskRun(NamedTuple):
+class HostRun(NamedTuple):
     """One run of a task; seconds. In ``core_s`` of them its thread waited for a core."""
 
     iteration: int
@@ -72,7 +72,7 @@ class HostObserver(Observer):
     """Observes ``tasks``. Each has a list of its own, which one thread at a time writes to."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
-        self.runs: dict[str, list[TaskRun]] = {name: [] for name in tasks}
+        self.runs: dict[str, list[HostRun]] = {name: [] for name in tasks}
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
@@ -83,14 +83,14 @@ class HostObserver(Observer):
         runs = self.runs.get(ins.task)
         begin = self._local.__dict__.pop("begin", None)
         if runs is not None and begin is not None:
-            runs.append(TaskRun(iteration, *map(sub, now, begin)))
+            runs.append(HostRun(iteration, *map(sub, now, begin)))
 
 
 class HostTimes:
     """Times of tasks in some of the iterations that were observed; seconds per iteration."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
-        self._kept: dict[str, list[TaskRun]] = {name: [] for name in tasks}
+        self._kept: dict[str, list[HostRun]] = {name: [] for name in tasks}
         self._visits_s: dict[str, list[float]] = {name: [] for name in self._kept}
 
     def observer(self) -> HostObserver:
@@ -104,7 +104,7 @@ class HostTimes:
             self._kept[name] += runs
             self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
-    def put_first(self, name: str, runs: Sequence[TaskRun], more_s: float = 0.0) -> None:
+    def put_first(self, name: str, runs: Sequence[HostRun], more_s: float = 0.0) -> None:
         """Take what no observer sees, the calls of the loader, as the first task.
 
         ``more_s``: what each takes longer, off the CPU, in the mean of many passes.

@@ -34,7 +34,7 @@ from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart, unprepared
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.figures import LoaderPace
-from swpipe.profiler.host import HostTimes, TaskRun, thread_times
+from swpipe.profiler.host import HostRun, HostTimes, thread_times
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
@@ -87,7 +87,7 @@ class Pulls:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self.effects = Effects() if is_apart(loader) else UNKNOWN
-        self.runs: list[TaskRun] = []
+        self.runs: list[HostRun] = []
         self.rate_s = 0.0
         inner = unprepared(loader)
         is_torchs = isinstance(inner, DataLoader)
@@ -200,11 +200,11 @@ class Pulls:
         self._batches = None  # its workers end
         self._timed()
 
-    def _timed(self) -> tuple[Any, TaskRun]:
+    def _timed(self) -> tuple[Any, HostRun]:
         begin = thread_times()
         batch = self._next()
         self._called_s = time.perf_counter()
-        return batch, TaskRun(len(self.runs), *map(sub, thread_times(), begin))
+        return batch, HostRun(len(self.runs), *map(sub, thread_times(), begin))
 
     def _next(self) -> Any:
         for _ in range(2):

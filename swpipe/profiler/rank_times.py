@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table
-from swpipe.profiler.spread import Estimate, in_ms, ms
+from swpipe.profiler.spread import Estimate, ms, short_ms
 
 _SIGMAS = 2.0
 _LEAST = 0.02
@@ -124,7 +124,7 @@ def _wait(
     )
 
 
-class Ends(NamedTuple):
+class RankEnds(NamedTuple):
     """A time over the ranks, and the rank on which it is the longest, with its interval there."""
 
     median_s: float
@@ -135,16 +135,16 @@ class Ends(NamedTuple):
     @classmethod
     def of(
         cls, ranks: Sequence[RankTimes], seconds: Sequence[float], spread_s: Sequence[float]
-    ) -> Ends:
+    ) -> RankEnds:
         """Of times by rank."""
         worst = max(range(len(ranks)), key=seconds.__getitem__)
         return cls(median(seconds), seconds[worst], ranks[worst].rank, spread_s[worst])
 
 
-def host_ends(ranks: Sequence[RankTimes]) -> dict[str, Ends]:
+def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
     """Task to its time on the host, over the ranks."""
     return {
-        name: Ends.of(
+        name: RankEnds.of(
             ranks,
             [of.host_s[name] for of in ranks],
             [_SIGMAS * of.error_s[name] for of in ranks],
@@ -165,16 +165,16 @@ def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
     )
 
 
-def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
+def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """A table with a row for the iteration and one per task, and who waits for whom."""
     steps_s = [of.baseline_s for of in ranks]
-    step = Ends.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])
+    step = RankEnds.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])
     rows = [("iteration", *_cells(step), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
         if all(name in of.exposed_s for of in ranks):
             times_s = [of.exposed_s[name] for of in ranks]
-            exposed = _cells(Ends.of(ranks, times_s, [of.spread_s[name] for of in ranks]))
+            exposed = _cells(RankEnds.of(ranks, times_s, [of.spread_s[name] for of in ranks]))
         rows.append((name, *exposed, *_cells(host)))
     titles = [f"over {len(ranks)} ranks"]
     for what in ("exposed ms", "host ms"):
@@ -185,6 +185,6 @@ def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
         yield "no rank waits for another by more than the measurement's error"
 
 
-def _cells(ends: Ends) -> tuple[str, str, str]:
+def _cells(ends: RankEnds) -> tuple[str, str, str]:
     worst = Estimate(ends.worst_s, ends.spread_s).text
-    return in_ms(ends.median_s), worst, str(ends.rank)
+    return short_ms(ends.median_s), worst, str(ends.rank)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from swpipe.core.messages import listed
 from swpipe.core.tables import table
 from swpipe.profiler.figures import Figures
-from swpipe.profiler.rank_times import over_ranks
+from swpipe.profiler.rank_times import rank_lines
 from swpipe.profiler.spread import ms
 
 _READ = (
@@ -115,7 +115,7 @@ def _notes(result: Figures, on_batch: str) -> Iterator[str]:
     if not result.advice:
         yield f"do next{on_batch}: {_NO_ADVICE}"
     if result.ranks:
-        yield from over_ranks(result.ranks, result.rank_waits)
+        yield from rank_lines(result.ranks, result.rank_waits)
     if result.interrupted:
         yield f"interrupted{on_batch}: not all rounds were measured"
     if result.already_shortcut:

@@ -31,7 +31,7 @@ from typing import TypeAlias
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.host import HostTimes, TaskRun
+from swpipe.profiler.host import HostRun, HostTimes
 from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
@@ -125,8 +125,8 @@ class Rounds:
         self.saved_s: dict[Kind, list[float]] = {}
         self.times: dict[Kind, HostTimes] = {BASE: self._new_times()}
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self.pulls: list[TaskRun] = []
-        self._called: list[list[TaskRun]] = []  # of the run, visit by visit
+        self.pulls: list[HostRun] = []
+        self._called: list[list[HostRun]] = []  # of the run, visit by visit
         self._rest_s: dict[Kind, float] = {}  # of an iteration, less the call of the loader
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
@@ -241,7 +241,7 @@ class Rounds:
             base = [seconds for kind, seconds in found if kind == BASE]
             self.base_s.append(fmean(map(fmean, base)))
             self.spans_s += [span for seconds in base for span in self.timer.spans(seconds)]
-            for kind, saved_s in differences(found).items():
+            for kind, saved_s in differences_in(found).items():
                 self.saved_s[kind].append(saved_s)
             return
 
@@ -254,7 +254,7 @@ class Rounds:
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         where: list[slice] = []
-        called = self._called = list[list[TaskRun]]()
+        called = self._called = list[list[HostRun]]()
         run, seen = self.timer.run(), self.times[BASE].observer()
         try:
             with self.timer.pipe.observe(seen):
@@ -336,7 +336,7 @@ def visits(order: Sequence[Kind]) -> list[Kind]:
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
 
 
-def differences(round_: Sequence[Visit]) -> dict[Kind, float]:
+def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
     """By how much each kind's iterations were shorter than those without a shortcut around it.
 
     These are taken from the line between the two visits without one.

@@ -45,8 +45,8 @@ class Estimate(NamedTuple):
     def text(self) -> str:
         """Milliseconds with their interval; "< x" for what is not told apart from 0."""
         if 0 < self.spread_s >= self.value_s:
-            return f"< {in_ms(max(0.0, self.value_s) + self.spread_s)}"
-        return f"{in_ms(self.value_s)} ± {in_ms(self.spread_s)}"
+            return f"< {short_ms(max(0.0, self.value_s) + self.spread_s)}"
+        return f"{short_ms(self.value_s)} ± {short_ms(self.spread_s)}"
 
 
 def ms(seconds: float) -> str:
@@ -54,7 +54,7 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
 
 
-def in_ms(seconds: float) -> str:
+def short_ms(seconds: float) -> str:
     """Milliseconds, with three digits that count, such as "1.25", "12.5" and "125"."""
     value = 1e3 * seconds
     return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"

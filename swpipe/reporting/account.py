@@ -36,7 +36,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of
 from swpipe.planning import lower_bounds
 from swpipe.profiler import ProfileResult
-from swpipe.profiler.spread import in_ms
+from swpipe.profiler.spread import short_ms
 from swpipe.trace import CriticalPath
 from swpipe.trace.critical_path import GAPS
 from swpipe.trace.span import Kind as RowKind
@@ -285,8 +285,8 @@ def _bound(
         who = f"its {counted(pace.workers, 'worker')}" if pace.workers else "what it has of its own"
         rest_s = profile.baseline_s - pace.start_s - max(0.0, profile.raw_s[PULL] - pace.start_s)
         return "input-bound", (
-            f"The loader makes a batch in {in_ms(pace.rate_s)} ms, with {who}; the rest of a step "
-            f"takes {in_ms(rest_s)} ms."
+            f"The loader makes a batch in {short_ms(pace.rate_s)} ms, with {who}; the rest of a "
+            f"step takes {short_ms(rest_s)} ms."
         )
     if len(busy) > 1:
         named = listed(busy)
@@ -307,8 +307,9 @@ def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
     """The rank that waits longest for another one, and what for."""
     for wait in profile.rank_waits[:1]:
         yield (
-            f"Rank {wait.rank} waits {in_ms(wait.seconds)} ± {in_ms(wait.spread_s)} ms of each "
-            f"step for rank {wait.waits_for}, which takes longer in {listed([*wait.longer_there])}."
+            f"Rank {wait.rank} waits {short_ms(wait.seconds)} ± {short_ms(wait.spread_s)} ms of "
+            f"each step for rank {wait.waits_for}, which takes longer in "
+            f"{listed([*wait.longer_there])}."
         )
 
 
@@ -338,7 +339,7 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     pace = profile.loader
     if pace is not None and pace.works_ahead and pace.rate_s > floor_s:
         floor_s, others = pace.rate_s, []
-        limit = f"the loader, which makes a batch in {in_ms(pace.rate_s)} ms"
+        limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
         needs = "To reach it, the loader has to be called early enough, and never wait."
     step_s, spread_s = profile.step
     floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), step_s)

@@ -18,8 +18,8 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.records import first_lines
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
-from swpipe.profiler.rank_times import Ends, host_ends
-from swpipe.profiler.spread import Estimate, in_ms
+from swpipe.profiler.rank_times import RankEnds, host_ends
+from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.reporting.account import (
     BETWEEN,
     LOADER,
@@ -51,14 +51,14 @@ class PromisedChange:
     @property
     def promised(self) -> str:
         """The promise, in milliseconds."""
-        return f"{in_ms(self.advice.saved_s)} ± {in_ms(self.advice.spread_s)} ms"
+        return f"{short_ms(self.advice.saved_s)} ± {short_ms(self.advice.spread_s)} ms"
 
     @property
     def gave(self) -> str:
         """What the trial gave, in milliseconds; "" if it was not tried."""
         if self.tried is None:
             return ""
-        given = "{} ± {} ms".format(*map(in_ms, self.tried))
+        given = "{} ± {} ms".format(*map(short_ms, self.tried))
         return given + ("" if self.kept else ", not as promised")
 
     @property
@@ -182,10 +182,10 @@ class StepReport:
             yield self.next_step
             return
         yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield f"step: {in_ms(step.value_s)} ± {in_ms(step.spread_s)} ms"
+        yield f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
         if ceiling.is_worth_it:
             yield (
-                f"ceiling: any overlap can save {in_ms(ceiling.saved_s)} ms at most "
+                f"ceiling: any overlap can save {short_ms(ceiling.saved_s)} ms at most "
                 f"({ceiling.share:.0%}); then limited by {ceiling.limit}"
             )
         else:
@@ -285,7 +285,7 @@ def page_of(report: StepReport) -> str:
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
-        ms=in_ms,
+        ms=short_ms,
         percent=_percent,
         under=_under(report),
         changes=[_change(number, one) for number, one in enumerate(report.changes, 1)],
@@ -340,11 +340,11 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
         takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
         yield {
             "task": LOADER if name == PULL else name,
-            "part": in_ms(seconds),
+            "part": short_ms(seconds),
             "share": _percent(seconds / profile.baseline_s),
             "cause": " and ".join(causes[name]) or "hidden",
             "removed": "" if exposed is None else exposed.text,
-            "takes": in_ms(takes_s) if name in profile.host_s else "",
+            "takes": short_ms(takes_s) if name in profile.host_s else "",
             "note": _note(report, name, seconds),
         }
 
@@ -399,13 +399,13 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
     if len(ranks) < 2:
         return []
     steps_s = [of.baseline_s for of in ranks]
-    ends = {"step": Ends.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])}
+    ends = {"step": RankEnds.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])}
     ends |= host_ends(ranks)
     return [
         {
             "task": LOADER if name == PULL else name,
-            "median": in_ms(one.median_s),
-            "worst": f"{in_ms(one.worst_s)} ± {in_ms(one.spread_s)}",
+            "median": short_ms(one.median_s),
+            "worst": f"{short_ms(one.worst_s)} ± {short_ms(one.spread_s)}",
             "rank": str(one.rank),
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }
@@ -415,8 +415,8 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
 
 def _timelines(report: StepReport) -> dict[str, Any]:
     measured_s = report.measured.initiation_interval_s
-    took = "" if measured_s is None else f": {in_ms(measured_s)} ms per iteration"
+    took = "" if measured_s is None else f": {short_ms(measured_s)} ms per iteration"
     found = {f"measured{took}": report.measured}
     if report.predicted is not None and report.predicted_s is not None:
-        found[f"predicted: {in_ms(report.predicted_s)} ms per iteration"] = report.predicted
+        found[f"predicted: {short_ms(report.predicted_s)} ms per iteration"] = report.predicted
     return found

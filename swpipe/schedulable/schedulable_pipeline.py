@@ -29,7 +29,7 @@ from swpipe.schedulable.executors import (
     threads_of,
 )
 from swpipe.schedulable.schedule import Schedule, Stage
-from swpipe.schedulable.schedule_rules import check_schedule
+from swpipe.schedulable.schedule_rules import check_stages
 from swpipe.schedulable.slot_context import RESULT, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 from swpipe.schedulable.training_tasks import training_tasks
@@ -78,7 +78,7 @@ class SchedulablePipeline:
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
         kind: type[SWPipeline[IterContext]] = SWPipeline
-        check_schedule(schedule, stream_pool, problems)
+        check_stages(schedule, stream_pool, problems)
         first = _FirstIteration()
         self.schedule = schedule
         plan = translate(schedule, stream_pool, threads, first)
@@ -227,20 +227,26 @@ class SchedulablePipeline:
 
 
 class Pipeline(SchedulablePipeline):
-    """A ``SchedulablePipeline`` of a list of tasks, in one stage."""
+    """A ``SchedulablePipeline`` of a list of tasks, in one stage.
+
+    Without a pool, swpipe makes the streams that the tasks name.
+    """
 
     def __init__(
         self,
         tasks: Iterable[Task],
-        stream_pool: StreamPool,
+        stream_pool: StreamPool | None = None,
         *,
         executor: Any = None,
         device: Device | torch.device | str | None = None,
         **options: Unpack[PipelineOptions],
     ) -> None:
+        stage = Stage(tuple(tasks))
+        if stream_pool is None:
+            stream_pool = StreamPool(dict.fromkeys([DEFAULT, *(one.stream for one in stage.tasks)]))
         if not isinstance(stream_pool, StreamPool):
             raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
-        schedule = Schedule((Stage(tuple(tasks)),), stream_pool.names)
+        schedule = Schedule((stage,), stream_pool.names)
         super().__init__(schedule, stream_pool, executor=executor, device=device, **options)
 
 

@@ -88,7 +88,7 @@ def _all(field: str, given: Any, kind: type, what: str) -> tuple[Any, ...]:
     return found
 
 
-class Edge(NamedTuple):
+class TaskEdge(NamedTuple):
     """The consumer on batch i comes after the producer on batch i - distance.
 
     Attributes:
@@ -135,7 +135,7 @@ def named_waits(task: Task) -> Iterator[tuple[str, str, int | None]]:
     yield from (("same_progress_sync", name, None) for name in task.same_progress_sync)
 
 
-def edges_of(schedule: Schedule) -> list[Edge]:
+def edges_of(schedule: Schedule) -> list[TaskEdge]:
     """Every dependence whose other side the schedule has; future reads too, except of slots."""
     writers, tasks = writers_of(schedule), schedule.all_tasks()
     by_name = {task.name: task for task in tasks}
@@ -143,14 +143,14 @@ def edges_of(schedule: Schedule) -> list[Edge]:
     for task in tasks:
         for name in dict.fromkeys(slot.name for slot in task.reads if slot.name != BATCH):
             found += [
-                Edge(task, writer, 0, "reads", name)
+                TaskEdge(task, writer, 0, "reads", name)
                 for writer in writers.get(name, ())
                 if writer is not task and writer.lookahead >= task.lookahead
             ]
         for field, name, distance in named_waits(task):
             if (producer := by_name.get(name)) is not None:
                 apart = task.lookahead - producer.lookahead if distance is None else distance
-                found.append(Edge(task, producer, apart, field, name))
+                found.append(TaskEdge(task, producer, apart, field, name))
     return found
 
 

@@ -10,8 +10,8 @@ from swpipe.core.messages import listed
 from swpipe.errors import PlanError, Problem
 from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.schedule import (
-    Edge,
     Schedule,
+    TaskEdge,
     edges_of,
     named_waits,
     period_order,
@@ -73,7 +73,7 @@ class SchedulingError(ScheduleValidationError):
     """Among the problems is a cycle: its tasks would each have to come after the next."""
 
 
-def check_schedule(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] = ()) -> None:
+def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] = ()) -> None:
     """Refuse a schedule that cannot run.
 
     Args:
@@ -151,7 +151,7 @@ def _reads(schedule: Schedule) -> Iterator[Problem]:
                 continue
             if found:
                 nearest = max(found, key=lambda w: w.lookahead)
-                yield _future(Edge(task, nearest, 0, "reads", name))
+                yield _future(TaskEdge(task, nearest, 0, "reads", name))
             else:
                 yield _problem("unwritten", of=task.name, slot=name)
 
@@ -165,7 +165,7 @@ def _unknown(tasks: Collection[Task]) -> Iterator[Problem]:
                 yield _problem("unknown", of=task.name, **values)
 
 
-def _future(edge: Edge) -> Problem:
+def _future(edge: TaskEdge) -> Problem:
     consumer, producer, distance, field, value = edge
     return _problem(
         "future",
@@ -182,7 +182,7 @@ def _future(edge: Edge) -> Problem:
     )
 
 
-def _earlier_stage(schedule: Schedule, edges: Collection[Edge]) -> Iterator[Problem]:
+def _earlier_stage(schedule: Schedule, edges: Collection[TaskEdge]) -> Iterator[Problem]:
     place = {t.name: n for n, stage in enumerate(schedule.stages) for t in stage.tasks}
     for edge in edges:
         consumer, producer = edge.names
@@ -191,7 +191,7 @@ def _earlier_stage(schedule: Schedule, edges: Collection[Edge]) -> Iterator[Prob
             yield _problem("later", *edge.names, of=consumer, field=edge.field, **values)
 
 
-def _cycle(schedule: Schedule, edges: Collection[Edge]) -> Problem | None:
+def _cycle(schedule: Schedule, edges: Collection[TaskEdge]) -> Problem | None:
     try:
         period_order(schedule)
     except CycleError as error:

@@ -24,12 +24,12 @@ from swpipe.shortcut.graft import (
     find_sources,
     gradient_edges,
 )
-from swpipe.shortcut.handed_out import HandedOut, Uses
+from swpipe.shortcut.handed_out import HandedOut, LaterUses
 from swpipe.shortcut.leaf_gradients import LeafGradients, LeftGradient
 from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
 
-class Values(NamedTuple):
+class ReplayedValues(NamedTuple):
     """What a task produced: attributes by name, and what each of its io captured, in order."""
 
     attributes: dict[str, Any]
@@ -96,7 +96,7 @@ def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
         task.fn(ctx)
     produced, deleted = watch.changes
     states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
-    values = Values({name: vars(ctx)[name] for name in produced}, states)
+    values = ReplayedValues({name: vars(ctx)[name] for name in produced}, states)
     made = list(tensors_in(values))
     sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges, made)
     return Cache(task.name, ctx, values, deleted, gradients.changed(), sources, device)
@@ -125,7 +125,7 @@ class Cache:
         self,
         task: str,
         ctx: Any,
-        values: Values,
+        values: ReplayedValues,
         deleted: tuple[str, ...],
         gradients: list[LeftGradient],
         sources: Sources,
@@ -140,7 +140,7 @@ class Cache:
         self._objects = KeptObjects()
         self._checking = threading.Lock()
         self._refused = ""  # why replays are not right, once this is known
-        self._uses = Uses(self._keep(ctx, values))
+        self._uses = LaterUses(self._keep(ctx, values))
         self._check_complete()
         self._stream = device.current_stream()
         self._ready = device.new_event()
@@ -201,7 +201,7 @@ class Cache:
         """Remove the hooks on parameters."""
         self._sources.close()
 
-    def _keep(self, ctx: Any, live: Values) -> HandedOut:
+    def _keep(self, ctx: Any, live: ReplayedValues) -> HandedOut:
         """Copy what the task produced into the cache."""
         places = {
             id(part): place
@@ -234,7 +234,7 @@ class Cache:
         self._values = map_tensors(live, keep_tensor, keep_object)
         return HandedOut(ctx, outputs)
 
-    def _new_values(self, ctx: Any, fresh: dict[int, Tensor]) -> Values:
+    def _new_values(self, ctx: Any, fresh: dict[int, Tensor]) -> ReplayedValues:
         """What to restore; watches the first replays."""
         objects: dict[int, Any] = {}
         memo: dict[int, Any] = dict(fresh)

@@ -26,7 +26,7 @@ from swpipe._values.walk import tensors_in
 from swpipe.errors import ShortcutError
 from swpipe.shortcut.leaf_gradients import OwnLeaf
 
-Edge: TypeAlias = tuple[Node, int]
+GradientEdge: TypeAlias = tuple[Node, int]
 """A tensor's position in the autograd graph: a node, and the index of one of its outputs."""
 
 
@@ -134,9 +134,9 @@ def _matches(zero: Tensor, version: int, tensor: Tensor) -> bool:
     )
 
 
-def gradient_edges(attributes: Mapping[str, Any]) -> dict[Edge, str]:
+def gradient_edges(attributes: Mapping[str, Any]) -> dict[GradientEdge, str]:
     """The edges of the tensors in ``attributes`` that require grad, with the attribute of each."""
-    edges: dict[Edge, str] = {}
+    edges: dict[GradientEdge, str] = {}
     for name, value in attributes.items():
         for tensor in tensors_in(value):
             if tensor.requires_grad:
@@ -157,7 +157,7 @@ class Sources(NamedTuple):
 
 
 def find_sources(
-    outputs: Iterable[Tensor], edges: Mapping[Edge, str], made: Sequence[Tensor] = ()
+    outputs: Iterable[Tensor], edges: Mapping[GradientEdge, str], made: Sequence[Tensor] = ()
 ) -> Sources:
     """What is found first on each path backwards through the graph of ``outputs``.
 
@@ -184,6 +184,6 @@ def find_sources(
     return Sources(tuple(sorted(names)), tuple(map(OwnLeaf, own)))
 
 
-def _edge_of(tensor: Tensor) -> Edge:
+def _edge_of(tensor: Tensor) -> GradientEdge:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr

@@ -70,7 +70,7 @@ def _reference(ctx: Any) -> Callable[[], Any]:
         return lambda: None
 
 
-class Uses:
+class LaterUses:
     """What becomes of each output, by key; known once the first iterations have ended."""
 
     def __init__(self, cached: HandedOut) -> None:

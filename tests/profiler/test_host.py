@@ -9,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan
 from swpipe._engine.program import compile_plan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostObserver, HostTimes, TaskRun
+from swpipe.profiler.host import HostObserver, HostRun, HostTimes
 from tests.support.virtual_clock import TimedHost
 
 ON = compile_plan(resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=False).instructions
@@ -56,7 +56,7 @@ def test_what_becomes_shorter_is_told_if_it_is_no_noise() -> None:
         found = HostTimes(["backward"])
         for ms in visits_ms:
             seen = found.observer()
-            seen.runs["backward"] += [TaskRun(i, ms / 1e3, ms / 1e3) for i in range(50)]
+            seen.runs["backward"] += [HostRun(i, ms / 1e3, ms / 1e3) for i in range(50)]
             found.add(seen, range(50))
         return found
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from swpipe.profiler.rounds import BASE, Kind, differences, visits
+from swpipe.profiler.rounds import BASE, Kind, differences_in, visits
 from swpipe.profiler.spread import (
     Estimate,
     mean_of,
@@ -80,7 +80,7 @@ def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles(
             for kind in order:
                 _, *timed = (next(machine) for _ in range(5))
                 measured.append((kind, timed[1:]))
-            for kind, difference in differences(measured).items():
+            for kind, difference in differences_in(measured).items():
                 saved_s[kind].append(difference)
         hits += [abs(value) <= spread for value, spread in time_saved(saved_s).values()]
     assert 0.91 <= fmean(hits) <= 0.99
@@ -92,7 +92,7 @@ def test_visits_and_their_differences() -> None:
     order = visits(names)
     assert order == [BASE, ("a",), ("b",), ("c",), BASE, ("d",), BASE]
     times = [[10.0], [8.0], [8.0], [8.0], [14.0], [8.0, 6.0], [16.0]]
-    found = differences(list(zip(order, times, strict=True)))
+    found = differences_in(list(zip(order, times, strict=True)))
     assert found == {("a",): 3.0, ("b",): 4.0, ("c",): 5.0, ("d",): 8.0}
     assert visits([]) == [BASE, BASE]
 

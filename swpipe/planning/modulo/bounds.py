@@ -33,7 +33,7 @@ from swpipe.core.messages import in_ms
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph, schedule_graph
-from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, Cycle, heaviest_cycle, ticks
+from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, ArcCycle, heaviest_cycle, ticks
 
 _EPS_US = 1e-6
 
@@ -130,7 +130,7 @@ def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> B
     return _bounds(graph, threads_us, cycle)
 
 
-def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: Cycle | None) -> Bounds:
+def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: ArcCycle | None) -> Bounds:
     load = {what: ticks(us) for what, us in threads_us.items()}  # as times in cycles are rounded
     if graph.pull_group is not None:
         load[f"thread {graph.pull_group!r}: {PULL}"] = ticks(graph.pull_us)
@@ -185,7 +185,7 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
 # ------------------------------------------------------------------------------------- RecMII
 
 
-def _heaviest(graph: ScheduleGraph, depth: int | None) -> Cycle | None:
+def _heaviest(graph: ScheduleGraph, depth: int | None) -> ArcCycle | None:
     """The heaviest cycle of dependences and, with a depth, of admission and retirement."""
     n, place = graph.size, {v: 2 * k for k, v in enumerate(graph.serial)}
     arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
@@ -206,7 +206,7 @@ def _heaviest(graph: ScheduleGraph, depth: int | None) -> Cycle | None:
     return heaviest_cycle(2 * n + 3, arcs)
 
 
-def _words(graph: ScheduleGraph, cycle: Cycle) -> str:
+def _words(graph: ScheduleGraph, cycle: ArcCycle) -> str:
     n = graph.size
     names = (*graph.names, *graph.names, "<admit>", "<retire>", "<retire>")
     words: list[str] = []

@@ -50,7 +50,7 @@ class Arc(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class ArcCycle:
     """Arcs, each starting where the one before it ends; the last leads back to the first."""
 
     arcs: tuple[Arc, ...]
@@ -71,7 +71,7 @@ class Cycle:
         return self.time / self.distance / TICKS_PER_US
 
 
-def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> Cycle | None:
+def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> ArcCycle | None:
     """The cycle with the most time per distance; None if no cycle has more than ``above``.
 
     Args:
@@ -83,14 +83,14 @@ def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> Cycle | N
     Raises:
         PlanError: The search takes more than ``MOST_STEPS``.
     """
-    best: Cycle | None = None
+    best: ArcCycle | None = None
     time, distance = above, 1
     while (heavier := _positive_cycle(nodes, arcs, time, distance)) is not None:
         best, time, distance = heavier, heavier.time, heavier.distance
     return best
 
 
-def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -> Cycle | None:
+def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -> ArcCycle | None:
     """A cycle whose ratio is above time / distance."""
     weights = [(a.tail, a.head, a.time * distance - time * a.distance, a) for a in arcs]
     longest = [0] * nodes
@@ -111,7 +111,7 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
     raise PlanError([Problem(f"cycles of {nodes} steps take too long to search: {rule}")])
 
 
-def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:
+def _cycle_in(into: Sequence[Arc | None]) -> ArcCycle | None:
     """A cycle along the last arcs of the longest paths; there is one once a cycle is positive."""
     seen_from = [-1] * len(into)
     for begin in range(len(into)):
@@ -124,10 +124,10 @@ def _cycle_in(into: Sequence[Arc | None]) -> Cycle | None:
     return None
 
 
-def _around(into: Sequence[Arc | None], node: int) -> Cycle:
+def _around(into: Sequence[Arc | None], node: int) -> ArcCycle:
     arcs: list[Arc] = []
     at = node
     while (arc := into[at]) is not None and not (arcs and at == node):
         arcs.append(arc)
         at = arc.tail
-    return Cycle(tuple(reversed(arcs)))
+    return ArcCycle(tuple(reversed(arcs)))

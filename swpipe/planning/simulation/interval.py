@@ -10,7 +10,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning.simulation.cycles import TICKS_PER_US, Cycle, heaviest_cycle
+from swpipe.planning.simulation.cycles import TICKS_PER_US, ArcCycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
@@ -137,7 +137,7 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     return Limit(f"contention for {', '.join(sorted(wanted))}")
 
 
-def _of_cycle(graph: TimedGraph, cycle: Cycle) -> Limit:
+def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
     nodes, arcs, iteration = graph.nodes, cycle.arcs, 0
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
     words: list[str] = []

@@ -39,7 +39,7 @@ from swpipe.schedulable import (
 )
 from swpipe.schedulable.executors import ThreadMap as MadeMap
 from swpipe.schedulable.executors import threads_of
-from swpipe.schedulable.schedule_rules import check_schedule
+from swpipe.schedulable.schedule_rules import check_stages
 from swpipe.schedulable.translation import translate
 
 IO = ("h2d", "start_shuffle", "finish_shuffle")
@@ -165,7 +165,7 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
     executor = ThreadedExecutor(made) if threaded else SequentialExecutor()
     threads, problems = threads_of(executor, tasks)
     pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
-    check_schedule(schedule, pool, problems)
+    check_stages(schedule, pool, problems)
     plan = translate(schedule, pool, threads, lambda: 0)
     # The functions come from the task set, which the caller gives to the pipeline with the plan.
     named = [name for name in STREAMS if any(task.stream == name for task in tasks)]

@@ -15,6 +15,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swpipe._distributed.even_data import (
+        EvenData,
+        RankDataError,
+        UnevenDataError,
+        pad_with,
+        pad_with_last,
+    )
     from swpipe.tasks.torchrec._torchrec import PipelineStage
     from swpipe.tasks.torchrec.drop_in import SparseDistPipeline
     from swpipe.tasks.torchrec.inputs import RewriteError
@@ -37,13 +44,6 @@ if TYPE_CHECKING:
     from swpipe.tasks.torchrec.staged import SparseDataDistUtil, StagedTrainPipeline
     from swpipe.tasks.torchrec.step import TrainStep
     from swpipe.tasks.torchrec.task_set import SparseDistTasks
-    from swpipe.tasks.torchrec.uneven import (
-        EvenData,
-        RankDataError,
-        UnevenDataError,
-        pad_with,
-        pad_with_last,
-    )
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -87,14 +87,15 @@ _WHERE = {
     **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), "drop_in"),
     **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), "shuffle"),
     **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), "staged"),
-    **dict.fromkeys(
-        ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last"), "uneven"
-    ),
 }
+
+_FRAMEWORKS = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last")
 
 
 def __getattr__(name: str) -> Any:
     """The names, loaded when asked for; those that are not ours are TorchRec's."""
+    if name in _FRAMEWORKS:
+        return getattr(import_module("swpipe._distributed.even_data"), name)
     if name in __all__:
         return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'named')}"), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from swpipe._distributed.even_data import EvenData, EvenIterator, UnevenDataError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
@@ -43,7 +44,6 @@ from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.rewrite import RewriteReport
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
-from swpipe.tasks.torchrec.uneven import EvenData, EvenIterator, UnevenDataError
 
 _REPLACED = (
     "progress() was given an iterator, and another one before it had begun: while batches are in "

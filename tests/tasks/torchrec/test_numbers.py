@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from swpipe.loops import EvenData
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.uneven import EvenData
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import (
     EXACT,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.tasks.torchrec.uneven import (
+from swpipe.loops import (
     EvenData,
     RankDataError,
     pad_with,

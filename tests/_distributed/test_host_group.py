@@ -9,7 +9,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe.tasks.torchrec.uneven import host_group
+from swpipe._distributed.rank_checks import host_group
 from tests.support.ranks import Ranks
 
 RETURNED = "test_host_group/returned"

@@ -13,14 +13,21 @@ have answered, and all ranks decide the same::
 
 Each step is agreed ``ahead`` steps in advance, over a separate gloo group. All ranks end or fail at
 the same step. A rank that dies, fails, or does not answer in time is an error on all others.
+
+A thread that pulls ahead may have asked for more steps on some ranks than on others when all leave
+a pass. So the passes of an ``EvenLoader`` begin with an agreement of their own, for which each rank
+asks again until all do::
+
+    rank 0    step 7   step 8   step 9   begin              left at 6, pulled to 9
+    rank 1    step 7   begin    begin    begin   step 0     left at 6, pulled to 7
 """
 
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import itertools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
@@ -29,29 +36,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swpipe._distributed.rank_checks import host_group
+from swpipe._engine.waiting import Cancelled
+from swpipe.core.loaders import LoaderAround
+
 Ends: TypeAlias = Literal["stop", "pad", "error"]
 Pad: TypeAlias = Callable[[Any], Any]
 """From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
 
 _GLOO_LATER_S = 60.0
 
-_HAS, _ENDED, _FAILED, _CANNOT_PAD = 1, 2, 3, 4
-
-
-def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of the same ranks (None: all), separate from those of the training step.
-
-    Creating it is a collective of these ranks.
-    """
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group or dist.group.WORLD),
-        timeout=dt.timedelta(seconds=timeout_s),
-        backend="gloo",
-        use_local_synchronization=group is not None,
-    )
-    # Without it, ranks that still connect would report a closed connection if one rank fails here.
-    dist.barrier(group=made)
-    return made
+_HAS, _ENDED, _FAILED, _CANNOT_PAD, _BEGINS = 1, 2, 3, 4, 5
 
 
 class _NoBatch:
@@ -146,11 +141,28 @@ class EvenData:
             self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
 
     def over(self, loader: Iterable[Any]) -> EvenIterator:
-        """Iterate over this rank's data together with the other ranks, e.g. once per epoch.
+        """One pass over this rank's data, together with the other ranks.
 
-        All ranks must start their n-th iterator together and run it to its end.
+        All ranks must start their n-th pass together and run it to its end.
         """
         return EvenIterator(self, iter(loader))
+
+    def loader(self, loader: Iterable[Any]) -> EvenLoader:
+        """A loader of such passes, for a plain loop, and for ``overlap`` and ``ahead`` around it.
+
+        All ranks must start their n-th pass together, and end it or leave it after the same step.
+        Resume by the ``state_dict`` of the loop that ``overlap`` or ``ahead`` makes of it: that of
+        ``loader`` itself is ahead of the body.
+
+        Raises:
+            TypeError: It is an iterator, which has one pass.
+        """
+        if isinstance(loader, Iterator):
+            raise TypeError(
+                f"the loader is an iterator ({type(loader).__name__}), which has one pass: give "
+                "the loader that makes it, or iterate over over(iterator)"
+            )
+        return EvenLoader(self, loader)
 
     def close(self) -> None:
         """Destroy the process group; all iterators must have ended on all ranks."""
@@ -169,7 +181,7 @@ class EvenData:
         """Start to exchange the ranks' statuses for the next step."""
         each = [0] * self.size
         each[self.rank] = status
-        statuses = torch.tensor(each, dtype=torch.int32)
+        statuses = torch.tensor(each, dtype=torch.int32, device="cpu")
         if self._group is None:
             return statuses, None
         return statuses, dist.all_reduce(statuses, group=self._group, async_op=True)
@@ -183,21 +195,50 @@ class _Pull(NamedTuple):
     work: dist.Work | None
 
 
+class EvenLoader(LoaderAround):
+    """A loader whose passes have as many batches on all ranks; made by ``EvenData.loader``."""
+
+    def __init__(self, data: EvenData, loader: Iterable[Any]) -> None:
+        self._data, self.loader = data, loader
+        if data.pad is not None:
+            self.touches = "pads by a function, which may read what the loop changes"
+        self._last: Callable[[], EvenIterator | None] = lambda: None
+
+    def __iter__(self) -> EvenIterator:
+        """One pass, which begins now."""
+        begun = EvenIterator(self._data, iter(self.loader), may_be_left=True)
+        self._last = weakref.ref(begun)
+        return begun
+
+    def leave(self) -> None:
+        """End a call of the pass begun last that waits for other ranks, on whatever thread."""
+        if (begun := self._last()) is not None:
+            begun.left = True
+
+
 class EvenIterator:
     """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
 
     With ``ends_uneven`` it just ends where only some ranks' data has ended; ``uneven`` is the error
     then. Where it is ``paused``, it pulls no more, and ends after what the ranks have agreed on.
+    Passes that ``may_be_left`` begin with an agreement; once ``left``, no call waits for the ranks.
     """
 
     def __init__(
-        self, data: EvenData, iterator: Iterator[Any], *, ends_uneven: bool = False
+        self,
+        data: EvenData,
+        iterator: Iterator[Any],
+        *,
+        ends_uneven: bool = False,
+        may_be_left: bool = False,
     ) -> None:
         self.steps = 0
         self.padded = 0
         self.paused = False
         self.uneven: UnevenDataError | None = None
         self._ends_uneven = ends_uneven
+        self._begun = not may_be_left
+        self.left = False
         self._data = data
         self._iterator = iterator
         self._ahead: deque[_Pull] = deque()
@@ -220,12 +261,23 @@ class EvenIterator:
         """
         if self._over:
             raise StopIteration
+        while not self._begun:
+            begun = self._await(*self._data.exchange_status(_BEGINS), self.steps)
+            self._begun = {*begun} == {_BEGINS} or self._data.size == 1
         while not self.paused and len(self._ahead) <= self._data.ahead:
             self._ahead.append(self._pull())
         if not self._ahead:
             raise StopIteration
         pull = self._ahead.popleft()
-        statuses = self._await(pull, self.steps)
+        statuses = self._await(pull.statuses, pull.work, self.steps)
+        if _BEGINS in statuses:
+            self._over = True
+            left = [rank for rank, status in enumerate(statuses) if status == _BEGINS]
+            raise RankDataError(
+                f"ranks {left} have begun another pass before step {self.steps} of this one: leave "
+                "a pass on all ranks after the same step, and give loops that run at the same time "
+                "an EvenData each"
+            )
         goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
         wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
         if not wrong.isdisjoint(statuses):
@@ -285,14 +337,16 @@ class EvenIterator:
         self._over = True
         self._last = NO_BATCH
         for step, later in enumerate(self._ahead, start=self.steps + 1):
-            self._await(later, step)
+            self._await(later.statuses, later.work, step)
         self._ahead.appendleft(pull)
 
-    def _await(self, pull: _Pull, step: int) -> list[int]:
-        if pull.work is not None:
+    def _await(self, statuses: Tensor, work: dist.Work | None, step: int) -> list[int]:
+        if work is not None:
             # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
             deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
-            while not pull.work.is_completed():
+            while not work.is_completed():
+                if self.left:
+                    raise Cancelled
                 if time.monotonic() > deadline:
                     self._over = True
                     raise RankDataError(
@@ -303,15 +357,15 @@ class EvenIterator:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
             try:
-                pull.work.wait()
+                work.wait()
             except RuntimeError as error:
                 self._over = True
                 raise RankDataError(
                     f"another rank is gone: it was to say whether it has a batch for step {step}. "
                     "See the error there"
                 ) from error
-        statuses: list[int] = pull.statuses.tolist()
-        return statuses
+        answers: list[int] = statuses.tolist()
+        return answers
 
 
 def _uneven(statuses: list[int], steps: int) -> UnevenDataError:

@@ -1,0 +1,132 @@
+"""Calls of recsys-examples' ``SWPipeline``, as its users type them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe.device import resolve
+from swpipe.schedulable import Pipeline, Task
+
+
+def _add(ctx: Any) -> None:
+    ctx.x = ctx.batch + 1
+
+
+def _double(ctx: Any) -> None:
+    ctx.y = ctx.x * 2
+
+
+ADD, DOUBLE = PipelineTask("add", _add), PipelineTask("double", _double)
+
+
+@pytest.fixture
+def pipe() -> Iterator[SWPipeline]:
+    """Two iterations in flight."""
+    plan = PipelinePlan(
+        schedule={ADD: TaskSchedule(stage=0), DOUBLE: TaskSchedule(stage=1)},
+        deps=[(DOUBLE, ADD)],
+        pipeline_depth=2,
+    )
+    with SWPipeline(plan, device="cpu") as made:
+        yield made
+
+
+def test_a_task_has_the_hash_of_its_name() -> None:
+    """Two tasks of one name and other functions are not equal, or a schedule would lose one."""
+    other = PipelineTask("add", _double)
+    assert hash(ADD) == hash(other) == hash("add")
+    assert PipelineTask("add", _add, pure=True) == ADD
+    assert other != ADD
+    assert len({ADD: 1, other: 2}) == 2
+
+
+def test_a_list_fills_the_pipeline_and_progress_goes_on_with_it(pipe: SWPipeline) -> None:
+    """To its end; then there is nothing to go on with."""
+    with pytest.raises(TypeError, match=r"call fill_pipeline\(loader\) before"):
+        pipe.progress()
+    pipe.fill_pipeline([1, 2, 3])
+    assert [pipe.progress().y for _ in range(3)] == [4, 6, 8]
+    with pytest.raises((StopIteration, TypeError)):
+        pipe.progress()
+
+
+def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline) -> None:
+    """The end of its data is a StopIteration; what is pushed has no iterator."""
+    assert pipe.progress(iter(range(3))).y == 2
+    assert pipe.progress().y == 4
+    assert pipe.progress().y == 6
+    pipe.push(1)
+    with pytest.raises(TypeError, match="no iterator to go on with"):
+        pipe.progress()
+
+
+def test_the_end_is_found_by_a_call_without_an_iterator(pipe: SWPipeline) -> None:
+    """Where the data ends after the batch that was handed out last."""
+    endless = iter(range(2))
+    pipe.progress(endless)
+    pipe.progress()
+    with pytest.raises(StopIteration):
+        pipe.progress()
+
+
+def test_a_run_is_its_seconds(pipe: SWPipeline) -> None:
+    """As a number."""
+    report = pipe.run([1, 2])
+    assert float(report) == report.seconds
+
+
+def test_the_schedule_is_printed(pipe: SWPipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the two texts are."""
+    pipe.print_schedule(4)
+    assert capsys.readouterr().out == pipe.format_schedule(4) + "\n"
+    pipe.print_stage_analysis()
+    assert capsys.readouterr().out == pipe.format_stage_analysis() + "\n"
+
+
+def test_one_round_has_no_spread(pipe: SWPipeline) -> None:
+    """So a profile takes two or more."""
+    with pytest.raises(ValueError, match="num_rounds is 1: give a whole number, 2 or more"):
+        TaskProfiler(pipe).profile(1, num_rounds=1)
+
+
+def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch; a truth value is none."""
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
+    with pytest.raises(ValueError, match="device 'cuda:0' is not on this machine"):
+        resolve(0)
+    with pytest.raises(ValueError, match="device is True"):
+        resolve(True)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("_defs", "pipe.tasks"),
+        ("_cuda_events", "record_all_events=True"),
+        ("_sequencer", "globally_ordered=True"),
+        ("_shortcut_cache", "enable_shortcut"),
+    ],
+)
+def test_a_private_name_says_what_has_its_meaning(pipe: SWPipeline, name: str, where: str) -> None:
+    """Other names have the usual message."""
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{where}"):
+        getattr(pipe, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        pipe.nothing  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(pipe, "nothing")
+
+
+def test_a_list_of_tasks_has_the_streams_that_they_name() -> None:
+    """The schedulable engine's ``Pipeline(tasks=[...])``."""
+    seen: list[Any] = []
+    tasks = [
+        Task.from_fn("copy", lambda ctx: ctx.slots.set("x", 1), stream="memcpy", writes=("x",)),
+        Task.from_fn("sum", lambda ctx: seen.append(ctx.slots["x"]), reads=("x",)),
+    ]
+    with Pipeline(tasks=tasks) as pipe:
+        pipe.step(None)
+    assert seen == [1]
