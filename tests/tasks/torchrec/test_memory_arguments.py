@@ -152,29 +152,27 @@ SHARDINGS: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "sharding",
-    ["table_wise", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SHARDINGS][1:])],
+    ("sharding", "ranks"),
+    [
+        *[("table_wise", 1), ("table_wise", 2)],
+        pytest.param("row_wise", 2, marks=pytest.mark.slow),
+        pytest.param("in_order", 2, marks=pytest.mark.slow),
+        pytest.param("two modules", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
     request: pytest.FixtureRequest, sharding: str, ranks: int
 ) -> None:
     """In every class, with all its arguments that save memory; numbers are unchanged.
 
-    Each class is tried with each sharding, every other one on two ranks. On one rank nothing is
-    sent, and ids that the module permutes go.
+    Each class is tried with two shardings or more. On one rank nothing is sent, and ids that the
+    module permutes go.
     """
     group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
     names = PIPELINES[([*SHARDINGS].index(sharding) + ranks) % 2 :: 2]
     for found in group.run(_compared, SHARDINGS[sharding], names, deadline_s=300):
         _judge(found, ranks)
-
-
-# ------------------------------------------------------------------------------------- numbers
-
-
-SOME = (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
 
 
 # ------------------------------------------------------------------------ what reads them, after
@@ -273,7 +271,8 @@ def _watched(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [SPARSE, *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])]
+    "name",
+    [SPARSE, pytest.param("PrefetchTrainPipelineSparseDist", marks=pytest.mark.slow)],
 )
 def test_profiles_replay_what_went(two_ranks: Ranks, name: str) -> None:
     """A replayed batch has its ids, whatever later tasks let go of."""

@@ -178,7 +178,7 @@ def test_a_compiled_model_is_compiled_in_place(two_ranks: Ranks) -> None:
 def test_an_untraced_second_call_is_reported_when_it_happens(two_ranks: Ranks) -> None:
     """The direct path cannot see the forward; the forward itself says so, instead of hanging."""
     for said in two_ranks.run(_refused_direct, _Twice):
-        assert said.startswith("RuntimeError: module 'tables.0' is called, but its input")
+        assert said.startswith("RuntimeError: module 'tables.0' is called a second time")
         assert "call it once" in said
 
 
@@ -249,8 +249,8 @@ def _outside() -> str:
 def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
     """It must not use the ids of a batch in flight."""
     for said in two_ranks.run(_outside):
-        assert "module 'tables.0' is called" in said
-        assert "detach() it first" in said
+        assert "module 'tables.0' is called outside of its pipeline" in said
+        assert "detach() the model first" in said
 
 
 def test_a_model_without_sharded_modules_is_told() -> None:
