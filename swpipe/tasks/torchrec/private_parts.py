@@ -19,6 +19,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -251,8 +252,7 @@ def _has(kind: Any, name: str) -> bool:
     for base in inspect.getmro(kind):
         if name in (*vars(base).get("__annotations__", ()), *vars(base).get("__slots__", ())):
             return True
-        code = getattr(inspect.unwrap(vars(base).get("__init__", _has)), "__code__", None)
-        if code is not None and name in code.co_names:
+        if re.search(rf"\bself\.{name}\b", _source(vars(base).get("__init__"))):
             return True
     return False
 
@@ -265,13 +265,20 @@ def sources(parts: tuple[Part, ...] = PARTS) -> dict[str, str]:
         if inspect.isclass(whole):
             made = ["__init__"] if part.takes is not None or part.has else []
             for name in (*made, *part.members()):
-                member = inspect.unwrap(getattr(whole, name, None))  # type: ignore[arg-type]
-                code = getattr(member, "__code__", None)  # none of a dataclass is in a file
-                if code is not None and Path(code.co_filename).exists():
-                    found[f"{part}.{name}"] = inspect.getsource(member)
+                if source := _source(getattr(whole, name, None)):
+                    found[f"{part}.{name}"] = source
         elif inspect.isfunction(whole):
             found[str(part)] = inspect.getsource(whole)
     return found
+
+
+def _source(member: Any) -> str:
+    """The text of a function; "" of anything else, and of what a dataclass has made."""
+    member = inspect.unwrap(member)
+    if not (inspect.isfunction(member) or inspect.ismethod(member)):
+        return ""
+    file = inspect.getsourcefile(member)
+    return inspect.getsource(member) if file is not None and Path(file).exists() else ""
 
 
 def _look() -> dict[str, Any]:
