@@ -6,7 +6,7 @@ What is replaced, and where:
 - classes that tests name to recognise a replaced forward, in the tests' modules;
 - ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
 - the device and the backend in ``setUp`` and in the functions that ranks run;
-- CUDA streams, by None;
+- CUDA streams, by None; the version of CUDA, too;
 - copies of batches to the device, by copies: else a model that a test trains beside shares them;
 - dicts that describe tables whose ids are managed (ZCH), by objects, which the model asks for;
 - tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
@@ -95,6 +95,7 @@ def report_use(descriptor: int, *, on_ours: bool) -> None:
         torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
     for kind in kinds:
         kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))
+    torch.version.cuda = None  # a build for CUDA spawns ranks, which would inherit none of this
     _copy_batches()
     _describe_managed_tables()
     _without_cache(lambda: os.write(descriptor, b"c"))
