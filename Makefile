@@ -3,11 +3,13 @@
 # PYTHON  the interpreter that makes VENV, and that gpu-check runs on; 3.11 or newer
 # VENV    the environment: another Python's tests are make test PYTHON=python3.13 VENV=.venv-3.13
 # ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
-# TORCHREC  the version that test-torchrec runs on
+# TORCHREC  the version that test-torchrec runs on; TORCH and FBGEMM those that go with it
 
 PYTHON ?= python3
 ARGS ?=
 TORCHREC ?= 1.5.0
+TORCH ?=
+FBGEMM ?= $(TORCHREC)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -105,8 +107,25 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 	@PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
 	@mv $@.new $@
 
-test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
-	@PYTHONPATH="$(abspath $<)" $(PYTEST) \
+# Where it needs another torch, in an environment of its own, which has what .venv has but for these.
+OTHER := .venv-torch-$(TORCH)-torchrec-$(TORCHREC)
+OF_TORCH := ^(torch|torchrec|fbgemm[_-]gpu-cpu|triton|setuptools|pip)==|^(nvidia|cuda)-
+
+$(OTHER)/.test: constraints.txt | $(VENV)/.test
+	$(PYTHON) -m venv $(OTHER)
+	@$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '$(OF_TORCH)' >$(OTHER)/others.txt
+	@echo "Installing torch $(TORCH) and TorchRec $(TORCHREC) into $(OTHER)."
+	@$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
+	@$(OTHER)/bin/python -m pip install --quiet --no-deps -r $(OTHER)/others.txt \
+	  torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
+	@touch $@
+
+$(OTHER)/.test: export PIP_CONSTRAINT :=
+$(OTHER)/.test: export PIP_BUILD_CONSTRAINT :=
+
+test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch
+	@PYTHONPATH="$(if $(TORCH),$(CURDIR),$(abspath $<))" \
+	  $(if $(TORCH),$(subst $(BIN),$(OTHER)/bin,$(PYTEST)),$(PYTEST)) \
 	  tests/tasks/torchrec --ignore tests/tasks/torchrec/hstu $(ARGS)
 
 peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
@@ -165,5 +184,5 @@ clean: ## remove what was built, the caches, and the demo's data and results
 	@rm -rf build dist .src/*.egg-info docs/_build out .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## and .venv
-	@rm -rf $(VENV)
+distclean: clean ## and .venv, and those of other versions
+	@rm -rf $(VENV) .venv-torch-*

@@ -38,6 +38,12 @@ class HostStream:
 
     device = CPU
 
+    def wait_stream(self, stream: HostStream) -> None:
+        """A CPU has done it all."""
+
+
+_HERE = HostStream()
+
 
 class Staged:
     """TorchRec's ``StagedTrainPipeline`` as its documentation sets it up, and the loop around it.
@@ -82,6 +88,7 @@ def streams_on_a_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
         stack.enter_context(mock.patch.object(torch, "get_device_module", _cpu_module))
+        stack.enter_context(mock.patch.object(torch.cpu, "current_stream", _host_stream))
         yield
 
 
@@ -91,6 +98,10 @@ def _nothing(*_: object) -> None:
 
 def _cpu_module(*_: object) -> Any:
     return torch.cpu
+
+
+def _host_stream(*_: object) -> HostStream:
+    return _HERE
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ What is replaced, and where:
 - classes that tests name to recognise a replaced forward, in the tests' modules;
 - ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
 - the device and the backend in ``setUp`` and in the functions that ranks run;
-- CUDA streams, by None;
+- CUDA streams, by None; the version of CUDA, too;
 - copies of batches to the device, by copies: else a model that a test trains beside shares them;
+- dicts that describe tables whose ids are managed (ZCH), by objects, which the model asks for;
 - tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
 """
 
@@ -22,7 +23,7 @@ import sys
 import unittest
 import warnings
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -94,7 +95,9 @@ def report_use(descriptor: int, *, on_ours: bool) -> None:
         torch.cuda.Stream = torch.cuda.current_stream = _no_stream  # type: ignore[assignment,misc]
     for kind in kinds:
         kind.__init__ = _told(kind.__init__, lambda: os.write(descriptor, b"p"))
+    torch.version.cuda = None  # a build for CUDA spawns ranks, which would inherit none of this
     _copy_batches()
+    _describe_managed_tables()
     _without_cache(lambda: os.write(descriptor, b"c"))
 
 
@@ -168,11 +171,36 @@ def _copy_batches() -> None:
         kind.to = lambda batch, *_, **__: copy.deepcopy(batch)
 
 
+def _describe_managed_tables() -> None:
+    test_model = importlib.import_module("torchrec.distributed.test_utils.test_model")
+    kind = getattr(test_model, "TestEBCSparseArchZCH", None)
+    original = getattr(kind, "_get_mc_module_from_tables", None)
+    if kind is None or original is None:
+        return  # before TorchRec 1.8
+
+    def made(self: Any, tables: Any, device: Any, zch_kwargs: Any) -> Any:
+        one = next(iter(zch_kwargs.values()))  # the tests name some tables only, all alike
+        found = {table.name: zch_kwargs.get(table.name, one) for table in tables}
+        described = {
+            name: SimpleNamespace(**table) if isinstance(table, dict) else table
+            for name, table in found.items()
+        }
+        return original(self, tables, device, described)
+
+    kind._get_mc_module_from_tables = made
+
+
 def _without_cache(told: Any) -> None:
     emb_sharder = importlib.import_module("torchrec.distributed.test_utils.emb_sharder")
+    emb_sharder.TestEBCSharderMCH.compute_kernels = _kernel_of_the_tables
     for name in ("TestEBCSharder", "TestEBCSharderMCH"):
         sharder = getattr(emb_sharder, name)
         sharder.__init__ = _with_fused(sharder.__init__, told)
+
+
+def _kernel_of_the_tables(sharder: Any, *args: Any) -> Any:
+    """Of tables whose ids are managed, too; a planner for GPUs may choose any."""
+    return sharder._e_sharder.compute_kernels(*args)
 
 
 def _with_fused(made: Any, told: Any) -> Any:

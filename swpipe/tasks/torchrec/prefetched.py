@@ -14,10 +14,15 @@ unpinned fill the cache. Here every batch has its own states::
     EmbBackward replayed    as when it runs
     batches dropped         everything is released
 
+A look-up that prefetches by itself hands the counts of its keys on, which the exchange of ids has
+as weights. TorchRec's ``prefetch`` does not, and then each key counts once: with eviction by
+frequency, or admission, other rows would be kept. Here every prefetch of a batch has its counts.
+
 A state is released by what its look-up and its backward would have done: its keys are counted off,
 and its rows are unpinned. No table is imported: what has these attributes is one.
 
     _prefetch_states              deque of states, the oldest first
+    prefetch                      with frequency_counters, where its keys have been counted
     _prefetch_outstanding_keys    tensor: keys that were prefetched and not looked up
     cache, tables                 with decrement_counter(slots, table_ids); cache may be None
     state.num_prefetched_keys, state.outstanding_keys_ref, state.update_slot_indices,
@@ -31,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
@@ -89,6 +94,15 @@ class PrefetchedBatches:
                 ahead.append(states)
 
     @contextmanager
+    def counting(self, ids: Any) -> Iterator[None]:
+        """A block in which prefetches of these jagged tensors get the counts of their keys."""
+        counted = [one for one in ids if one.weights_or_none() is not None]
+        with ExitStack() as stack:
+            for table in self._tables if counted else ():
+                stack.enter_context(table.counting(counted))
+            yield
+
+    @contextmanager
     def looking_up(self) -> Iterator[None]:
         """A block in which the oldest of the prefetched batches is looked up."""
         states, behind = self._ahead.popleft(), self._behind
@@ -144,6 +158,25 @@ class _Table:
                 "batches of another pipeline, and would look them up in place of this one's: let "
                 "the other one finish first, or clear the queue"
             )
+
+    @contextmanager
+    def counting(self, ids: list[Any]) -> Iterator[None]:
+        """A block in which its ``prefetch`` gets the weights that lie beside the given indices."""
+        prefetch = self.module.prefetch
+
+        def counted(indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> None:
+            for one in ids:
+                values, weights = one.values(), one.weights()
+                first = indices.storage_offset() - values.storage_offset()
+                if indices.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+                    kwargs["frequency_counters"] = weights[first : first + len(indices)]
+            prefetch(indices, offsets, *args, **kwargs)
+
+        self.module.prefetch = counted
+        try:
+            yield
+        finally:
+            del self.module.prefetch
 
     def take(self) -> list[_State]:
         """The states in the queue, which is empty afterwards."""

@@ -1,30 +1,17 @@
 """Which parts of TorchRec swpipe uses beyond its documentation, and whether they are as expected.
 
 The import of ``swpipe.tasks.torchrec`` asks for these parts, not for a number: a TorchRec that has
-them is taken. For a new release, ::
-
-    pip install --no-deps --target NEW torchrec==X.Y.Z
-    python -m swpipe.tasks.torchrec.private_parts NEW
-
-compares the parts with those of the TorchRec that is installed: what is gone, and to where it may
-have moved; which parameters differ; and the lines of source that have changed. The new release is
-imported on the installed torch and fbgemm, or on those of ``--python``, an interpreter that has
-swpipe's dependencies.
+them is taken. ``.ci/torchrec_release.py`` compares them with those of a new release.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
-import os
-import subprocess
+import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +167,7 @@ def problems(parts: tuple[Part, ...] = PARTS) -> list[str]:
 
 
 def _of_part(part: Part) -> Iterator[str]:
-    found = _find(part)
+    found = find(part)
     if found is None:
         yield f"{part} is gone{_moved(part.name)}"
         return
@@ -220,7 +207,8 @@ def _of_call(
         yield f"{name} takes ({bare}), and was ({takes})"
 
 
-def _find(part: Part) -> Any:
+def find(part: Part) -> Any:
+    """The class, function or module; None if it is gone."""
     try:
         module = importlib.import_module(part.module)
     except ModuleNotFoundError:
@@ -251,92 +239,15 @@ def _has(kind: Any, name: str) -> bool:
     for base in inspect.getmro(kind):
         if name in (*vars(base).get("__annotations__", ()), *vars(base).get("__slots__", ())):
             return True
-        code = getattr(inspect.unwrap(vars(base).get("__init__", _has)), "__code__", None)
-        if code is not None and name in code.co_names:
+        if re.search(rf"\bself\.{name}\b", source_of(vars(base).get("__init__"))):
             return True
     return False
 
 
-def sources(parts: tuple[Part, ...] = PARTS) -> dict[str, str]:
-    """The source of each part; of a class the members that are used, and its initialiser."""
-    found = {}
-    for part in parts:
-        whole = _find(part)
-        if inspect.isclass(whole):
-            made = ["__init__"] if part.takes is not None or part.has else []
-            for name in (*made, *part.members()):
-                member = inspect.unwrap(getattr(whole, name, None))  # type: ignore[arg-type]
-                code = getattr(member, "__code__", None)  # none of a dataclass is in a file
-                if code is not None and Path(code.co_filename).exists():
-                    found[f"{part}.{name}"] = inspect.getsource(member)
-        elif inspect.isfunction(whole):
-            found[str(part)] = inspect.getsource(whole)
-    return found
-
-
-def _look() -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for part in PARTS:
-            _find(part)
-        version = importlib.import_module("importlib.metadata").version("torchrec")
-        return {"version": version, "problems": problems(), "sources": sources()}
-
-
-def _look_at(folder: Path, python: str) -> dict[str, Any]:
-    """The same of the TorchRec in a folder, in a process of its own."""
-    package = Path(__file__).parents[3]
-    paths = os.pathsep.join([str(folder.resolve()), str(package)])
-    done = subprocess.run(
-        [python, "-m", __spec__.name, "--look"],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{folder}: TorchRec cannot be imported by {python}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
-            before, after = old[name].splitlines(), new[name].splitlines()
-            yield "\n".join([f"{name} has changed:", *list(unified_diff(before, after, n=2))[2:]])
-    for name in old.keys() - new.keys():
-        yield f"{name} is no function any more"
-
-
-def main() -> int:
-    """Compare; the exit status is 1 if a part is not as expected."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", nargs="?", type=Path, help="where the new TorchRec is")
-    parser.add_argument(
-        "--python", default=sys.executable, help="the interpreter to import it with"
-    )
-    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    here = _look()
-    if options.look:
-        sys.stdout.write(f"\n{json.dumps(here)}\n")
-        return 0
-    other = here if options.folder is None else _look_at(options.folder, options.python)
-    changes = sorted(_changes(here["sources"], other["sources"]))
-    head = f"torchrec {here['version']} is installed"
-    if options.folder is not None:
-        head += f"; {options.folder} has {other['version']}"
-    lines = [
-        head,
-        *(f"not as expected: {line}" for line in other["problems"]),
-        *changes,
-        f"{len(PARTS)} parts: {len(other['problems'])} not as expected, {len(changes)} changed",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if other["problems"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def source_of(member: Any) -> str:
+    """The text of a function; "" of anything else, and of what a dataclass has made."""
+    member = inspect.unwrap(member)
+    if not (inspect.isfunction(member) or inspect.ismethod(member)):
+        return ""
+    file = inspect.getsourcefile(member)
+    return inspect.getsource(member) if file is not None and Path(file).exists() else ""

@@ -325,10 +325,12 @@ class Rewrite:
         context: SparseDistContext,
         forward_stream: Any,
         results: PostprocResults | None = None,
+        counting: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
-        ``forward_stream`` is that of the look-up, if it is another than the current one.
+        ``forward_stream`` is that of the look-up, if it is another than the current one;
+        ``counting`` is around each module's prefetch, and gets the ids.
         """
         if self._releases is not None:
             self._releases.sent(context, results)
@@ -338,9 +340,10 @@ class Rewrite:
             name = forward.name
             request = context.input_dist_tensors_requests.pop(name)
             data, module_context = request.wait_with_context()
-            forward._module.prefetch(
-                ctx=module_context, dist_input=data, forward_stream=forward_stream
-            )
+            with counting(data):
+                forward._module.prefetch(
+                    ctx=module_context, dist_input=data, forward_stream=forward_stream
+                )
             context.module_input_post_prefetch[name] = data
             context.module_contexts_post_prefetch[name] = module_context
             del context.module_contexts[name]

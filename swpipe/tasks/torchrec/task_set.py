@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from swpipe._values.stateful import modules_in
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed
 from swpipe.core.task import DeclaredIO, Mode, Others, PipelineTask, TaskFn
@@ -170,6 +171,14 @@ class SparseDistTasks:
         self._keeps_batch = not memory
         self._parameters = step.parameters()
         self._tables = [p for module in sharded.values() for p in module.parameters()]
+        # Where rows lie. fbgemm's backward names them, since 1.9, among what it writes.
+        self._places = [
+            buffer
+            for module in sharded.values()
+            for part in modules_in(module)
+            for name in ("weights_offsets", "weights_placements")
+            if isinstance(buffer := getattr(part, name, None), Tensor)
+        ]
         self._replicas: Any = model if isinstance(model, DMPCollection) else None
         # Megatron's wrappers, and the parameters whose gradients they keep.
         self._wrappers: list[Any] = [m for m in model.modules() if is_megatrons(m)]
@@ -248,8 +257,11 @@ class SparseDistTasks:
         """Wait for the ids; modules with a cache fill it."""
         home = None if self.device.current_stream() == self._home else self._home
         results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
-        with nullcontext() if self.prefetched is None else self.prefetched.prefetching():
+        if self.prefetched is None:
             self.rewrite.prefetch(ctx.pipeline, home, results)
+            return
+        with self.prefetched.prefetching():
+            self.rewrite.prefetch(ctx.pipeline, home, results, self.prefetched.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
@@ -475,7 +487,11 @@ class SparseDistTasks:
     def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
         if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        rows = [*self._tables, *([] if self.table_state is None else [self.table_state])]
+        rows = [
+            *self._tables,
+            *self._places,
+            *([] if self.table_state is None else [self.table_state]),
+        ]
         memory = {"tables": rows, "optimizer": [*self.step.schedules]}.get(state) or None
         return DeclaredIO(state=state, mode=mode, memory=memory, others=OTHERS.get(state, "rw"))
 

@@ -3,9 +3,12 @@
 Those need a GPU. These keep their contract, with one row at a time in Python objects:
 
     prefetch   makes the rows of unseen keys, brings rows into slots, pins them, and appends a state
-               to the queue; with a cache, it also counts the keys as outstanding
-    forward    takes the oldest state of the queue, or prefetches by itself where there is none;
-               reads the slots of that state, whatever ids it is called with; counts the keys off
+               to the queue; with a cache, it also counts the keys as outstanding. With admission,
+               the row of a key is kept from when the key was counted often enough: as often as
+               ``frequency_counters`` say, or once in each batch
+    forward    takes the oldest state of the queue, or prefetches by itself where there is none,
+               with its weights as these counters; reads the slots of that state, whatever ids it
+               is called with; counts the keys off
     backward   updates the rows in their slots, and unpins them
 
 More outstanding keys than the cache has lines, or no slot that may be taken: ``CacheOverflow``. In
@@ -21,6 +24,7 @@ import copy
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -59,23 +63,31 @@ class Slots:
         """How many slots are pinned."""
         return sum(count > 0 for count in self._pins.values())
 
-    def bring(self, keys: list[Key]) -> Tensor:
-        """The slots of some rows, which are there and pinned afterwards."""
-        return torch.tensor([self._bring(key) for key in keys], dtype=torch.int64)
+    def bring(self, keys: list[Key], admitted: list[bool]) -> Tensor:
+        """The slots of some rows, which are there and pinned afterwards; -1 for others."""
+        slots = [self._bring(key) if a else -1 for key, a in zip(keys, admitted, strict=True)]
+        return torch.tensor(slots, dtype=torch.int64)
 
-    def read(self, slots: Tensor) -> Tensor:
-        """The rows in some slots."""
-        return torch.stack([self._values[slot] for slot in slots.tolist()] or [torch.empty(DIM)])
+    def holds(self, key: Key) -> bool:
+        """Whether there is such a row, here or evicted."""
+        return key in self._slot_of or key in self.behind
+
+    def read(self, slots: Tensor, keys: list[Key]) -> Tensor:
+        """The rows in some slots; those of keys without one are new."""
+        pairs = zip(slots.tolist(), keys, strict=True)
+        rows = [initial(key) if slot < 0 else self._values[slot] for slot, key in pairs]
+        return torch.stack(rows or [torch.empty(DIM)])
 
     def update(self, slots: Tensor, gradients: Tensor, rate: float) -> None:
         """One step of SGD."""
         for slot, gradient in zip(slots.tolist(), gradients, strict=True):
-            self._values[slot] -= rate * gradient
+            if slot >= 0:
+                self._values[slot] -= rate * gradient
 
     def decrement_counter(self, slots: Tensor, table_ids: Tensor) -> None:
         """Unpin some slots, each once."""
         assert len(slots) == len(table_ids)
-        self._pins.subtract(slots.tolist())
+        self._pins.subtract(slots[slots >= 0].tolist())
         assert min(self._pins.values(), default=0) >= 0, "a slot was unpinned more than pinned"
 
     def rows(self) -> dict[Key, Tensor]:
@@ -139,15 +151,21 @@ class DynamicTables(nn.Module):
         lines: Rows that the cache holds; None for no cache.
         pooled: The embeddings of a bag are added.
         rate: The learning rate.
+        threshold: How often a key is counted before its row is kept; 0 for at once.
 
     Attributes:
         most: The most keys that were outstanding.
+        counts: Of keys whose rows are not kept yet.
         calls: "prefetch" and "forward", in order, in training.
         fails: The next look-up raises, in the middle.
     """
 
-    def __init__(self, tables: int, lines: int | None, pooled: bool, rate: float) -> None:
+    def __init__(
+        self, tables: int, lines: int | None, pooled: bool, rate: float, threshold: int = 0
+    ) -> None:
         super().__init__()
+        self.counts: Counter[Key] = Counter()
+        self._threshold = threshold
         self.most = 0
         self.calls: list[str] = []
         self.fails = False
@@ -183,6 +201,7 @@ class DynamicTables(nn.Module):
         offsets: Tensor,
         forward_stream: Any = None,
         batch_size_per_feature_per_rank: Any = None,
+        frequency_counters: Tensor | None = None,
     ) -> None:
         """Prepare the look-up of one batch."""
         if not self.training:
@@ -203,7 +222,7 @@ class DynamicTables(nn.Module):
                     f"{int(counted)} keys are outstanding and the cache has {self._cache.capacity} "
                     "lines: a batch was prefetched before the one ahead of it was looked up"
                 )
-        slots = self.slots.bring(keys)
+        slots = self.slots.bring(keys, self._admit(keys, reverse, frequency_counters))
         self._prefetch_states.append(
             PrefetchState(pairs[1], pairs[0], reverse, slots, slots.clone(), len(keys), counted)
         )
@@ -217,11 +236,25 @@ class DynamicTables(nn.Module):
             rows = [self.slots.row(key) for key in pairs]
             return self.arranged(torch.stack(rows) if rows else torch.empty(0, DIM), offsets)
         if not self._prefetch_states:
-            self.prefetch(indices, offsets)
+            self.prefetch(indices, offsets, frequency_counters=per_sample_weights)
         self.calls.append("forward")
         state = self._prefetch_states.popleft()
         found: Tensor = _LookUp.apply(state, self, offsets, self._empty_tensor)  # type: ignore[no-untyped-call]
         return found
+
+    def _admit(self, keys: list[Key], reverse: Tensor, counters: Tensor | None) -> list[bool]:
+        """Count the keys that have no row, and say which may have one."""
+        seen = torch.ones(len(keys), dtype=torch.int64)
+        if counters is not None:
+            seen = torch.zeros_like(seen).index_add_(0, reverse, counters.long())
+        for key, count in zip(keys, seen.tolist(), strict=True):
+            if not self.slots.holds(key) and not self._storage.holds(key):
+                self.counts[key] += count
+        admitted = [key not in self.counts or self.counts[key] >= self._threshold for key in keys]
+        for key, enough in zip(keys, admitted, strict=True):
+            if enough:
+                self.counts.pop(key, None)
+        return admitted
 
     def arranged(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """One row for each id, or with pooling for each sample: those of all tables, added up."""
@@ -265,7 +298,8 @@ class _LookUp(torch.autograd.Function):
         ctx.state, ctx.tables, ctx.offsets = state, tables, offsets
         if tables.fails:
             raise RuntimeError("the look-up failed")
-        rows = tables.slots.read(state.slot_indices)[state.reverse_indices]
+        pairs = zip(state.unique_table_ids.tolist(), state.unique_keys.tolist(), strict=True)
+        rows = tables.slots.read(state.slot_indices, list(pairs))[state.reverse_indices]
         if state.outstanding_keys_ref is not None:
             state.outstanding_keys_ref -= state.num_prefetched_keys
         return tables.arranged(rows, offsets)
@@ -281,24 +315,55 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None
 
 
-def dynamic(job: Job, lines: int | None) -> tuple[nn.Module, list[DynamicTables]]:
+def dynamic(
+    job: Job, lines: int | None, threshold: int = 0
+) -> tuple[nn.Module, list[DynamicTables]]:
     """A job's model on dynamic tables, with this rank's groups of them; row-wise as theirs are."""
     model = sharded(job)
-    return model, replace_tables(model, lines, job.pooled, job.options["lr"])
+    return model, replace_tables(model, lines, job.pooled, job.options["lr"], threshold)
 
 
 def replace_tables(
-    model: nn.Module, lines: int | None, pooled: bool, rate: float
+    model: nn.Module, lines: int | None, pooled: bool, rate: float, threshold: int = 0
 ) -> list[DynamicTables]:
-    """Put dynamic tables in the place of this rank's groups of a sharded model."""
+    """Put dynamic tables in the place of this rank's groups of a sharded model.
+
+    With a threshold, ids are exchanged with how often each occurs in this rank's batch as weights,
+    which the look-up takes for counters: those of dynamicemb are exchanged once each, so.
+    """
     groups = []
+    for module in model.modules() if threshold else ():
+        if hasattr(module, "_lookups"):
+            module.input_dist = partial(_counted_input_dist, module.input_dist)
     for lookup in lookups(model):
         for kernel in lookup._emb_modules:
             count = len(kernel.config.embedding_tables)
-            kernel._emb_module = DynamicTables(count, lines, pooled, rate)
+            kernel._emb_module = DynamicTables(count, lines, pooled, rate, threshold)
+            if threshold:
+                kernel.forward = partial(_look_up_counted, kernel)
             lookup._need_prefetch = True
             groups.append(kernel._emb_module)
     return groups
+
+
+def _counted_input_dist(input_dist: Any, ctx: Any, features: Any) -> Any:
+    counted = copy.copy(features)
+    counted._weights = torch.zeros(len(features.values()))
+    first = 0
+    for length in features.length_per_key():  # the first of equal ids has their number
+        own = features.values()[first : first + length].tolist()
+        for place, row in enumerate(own):
+            if own.index(row) == place:
+                counted._weights[first + place] = own.count(row)
+        first += length
+    return input_dist(ctx, counted)
+
+
+def _look_up_counted(kernel: Any, features: Any) -> Tensor:
+    found: Tensor = kernel._emb_module(
+        features.values().long(), features.offsets().long(), features.weights_or_none()
+    )
+    return found
 
 
 def lookups(model: nn.Module) -> Iterator[Any]:

@@ -124,6 +124,44 @@ def _behind_cache(plan: str, forward: Kind, declared: bool = True) -> Trained:
     return Trained(differs, left_behind(groups), most, batch, False)
 
 
+def _with_admission(plan: str, forward: Kind, lines: int | None) -> tuple[list[str], int, int]:
+    """What differs from the plain loop; how many rows are kept, and how many keys wait for theirs.
+
+    The plain loop prefetches within its look-up, which has the counts of the batch's keys.
+    """
+    model, groups = dynamic(JOB, lines, threshold=4)
+    by = by_torchrec(JOB, batches(STEPS), model)
+    wanted = Outcome(by.outputs, by.state | rows_of(groups) | _counts(groups))
+    model, groups = dynamic(JOB, lines, threshold=4)
+    got = _train(model, groups, JOB, plan, forward, True)
+    found = Outcome(got.outputs, got.state | _counts(groups)).differences(wanted)
+    kept, waiting = len(rows_of(groups)), sum(len(group.counts) for group in groups)
+    return found + left_behind(groups), kept, waiting
+
+
+def _counts(groups: list[DynamicTables]) -> dict[str, torch.Tensor]:
+    return {
+        f"group {number}, counts": torch.tensor(
+            [(*key, n) for key, n in sorted(one.counts.items())]
+        )
+        for number, one in enumerate(groups)
+    }
+
+
+@pytest.mark.parametrize("lines", [200, None])
+@pytest.mark.parametrize(
+    ("plan", "forward"), [("serial", "pipelined"), ("prefetch", "prefetch"), ("split", "split")]
+)
+def test_rows_are_admitted_as_in_a_plain_loop(
+    two_ranks: Ranks, plan: str, forward: Kind, lines: int | None
+) -> None:
+    """TorchRec's `prefetch` hands no counts on: each key would count once in a batch."""
+    for differs, kept, waiting in two_ranks.run(_with_admission, plan, forward, lines):
+        assert differs == []
+        assert kept > 0
+        assert waiting > 0
+
+
 def _most(mine: int) -> int:
     found = [0] * dist.get_world_size()
     dist.all_gather_object(found, mine)
