@@ -191,7 +191,7 @@ def _most_forward(orders: VOrders, rank: int, turned: bool) -> float:
     """The most time that F0, and F1 if ``turned``, can fill before any memory is freed."""
     f0, f1 = orders.cost[rank][:2]
     m = orders.n_micro
-    passes = int(min(orders.max_mem // orders.memory[0], 2 * m + 1))
+    passes = int(min(orders.max_mem / orders.memory[0], 2 * m + 1))
     if not turned:  # F1 needs room as well
         return f0 * min(m, passes - 1)
     least, most = max(0, passes - m), min(m, passes // 2)

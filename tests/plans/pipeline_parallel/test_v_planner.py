@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -262,3 +264,11 @@ def test_plans_of_one_seed_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(v_planner, "time", StepClock(0.001))
         plans.append(plan_v_schedule(8, 8, PUBLISHED[25].costs, seconds=0.5, seed=1))
     assert plans[0] == plans[1]
+
+
+def test_memory_may_have_no_limit_and_links_no_latency() -> None:
+    """An infinite ``max_mem`` is a limit that is never reached; a hop of 0 costs nothing."""
+    costs = PipelineCosts(1, 2, 1, hop=0, max_mem=math.inf)
+    plan = plan_v_schedule(2, 4, costs, seconds=0.1)
+    least = plan_v_schedule(2, 4, replace(costs, max_mem=1e6), seconds=0.1)
+    assert plan.lower_bound == least.lower_bound <= plan.value
