@@ -12,13 +12,14 @@ every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe.plans.pipeline_parallel.action import Action, Op
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
-Objective: TypeAlias = Literal["makespan", "bubble"]
+Objective: TypeAlias = Literal["makespan", "period", "bubble"]
 Order: TypeAlias = list[list[int]]
 
 NEEDS = (None, 0, 1, 2, 2, 3)
@@ -33,18 +34,20 @@ class OrderTimes(NamedTuple):
 
     Attributes:
         ends: Per rank.
+        spans: Per rank, from its first start to its end.
         bubbles: Per rank.
     """
 
     ends: list[float]
+    spans: list[float]
     bubbles: list[float]
 
     def values(self, objective: Objective) -> list[float]:
         """Per rank, what the objective is the maximum of."""
-        return self.ends if objective == "makespan" else self.bubbles
+        return {"makespan": self.ends, "period": self.spans, "bubble": self.bubbles}[objective]
 
     def value(self, objective: Objective) -> float:
-        """The makespan, or the largest bubble."""
+        """The makespan, the period, or the largest bubble."""
         return max(self.values(objective))
 
 
@@ -106,8 +109,9 @@ class VOrders:
         if any(waiting):
             return None
         heads = [done[rank][0][0] - self.cost[rank][0] for rank in range(n)]
-        spans = zip(clock, heads, self.work, strict=True)
-        return OrderTimes(clock, [end - head - work for end, head, work in spans])
+        spans = [end - head for end, head in zip(clock, heads, strict=True)]
+        bubbles = [span - work for span, work in zip(spans, self.work, strict=True)]
+        return OrderTimes(clock, spans, bubbles)
 
     def is_valid(self, row: Sequence[int]) -> bool:
         """Whether a rank's row keeps the order of each microbatch, and the memory."""
@@ -149,7 +153,7 @@ class VOrders:
 
 
 def lower_bound(orders: VOrders, objective: Objective) -> float:
-    """No order of the job has a smaller makespan, or largest bubble.
+    """No order of the job has a smaller makespan, period, or largest bubble.
 
     Rank r starts when the first microbatch has come down to it. Until that microbatch comes up
     again it can only run F0, as many as there are microbatches and memory; until its gradient
@@ -169,6 +173,8 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
     ]
     if objective == "bubble":
         return max(bubbles)
+    if objective == "period":
+        return max(map(add, bubbles, orders.work))
     ends = [starts[0][rank] + bubbles[rank] + orders.work[rank] for rank in range(n)]
     chain = starts[3][0] + orders.cost[0][3] + orders.cost[0][5]
     return max(chain, *ends)

@@ -248,7 +248,7 @@ SCHEDULES: dict[str, Callable[[], PipelineSchedule]] = {
     "interleaved": lambda: of_torch("interleaved", 1, N_MICRO),
     "zbv": lambda: of_torch("zbv", 1, N_MICRO),
     "dualpipev": lambda: of_torch("dualpipev", 1, N_MICRO),
-    "ours": lambda: plan_v_schedule(1, N_MICRO, PipelineCosts(), seconds=0.1).schedule,
+    "ours": lambda: plan_v_schedule(1, N_MICRO, PipelineCosts(), effort=0.01).schedule,
     "four stages": lambda: random_schedule((0, 0, 0, 0), N_MICRO, 1),
 }
 
