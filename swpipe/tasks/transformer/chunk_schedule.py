@@ -10,6 +10,7 @@ Source: seed "model_chunk_schedule_plan".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -52,7 +53,16 @@ _STATES = {
 }
 
 
-class TransformerModelChunkSchedulePlan:
+class AbstractSchedulePlan(ABC):
+    """What a pipeline schedule asks of a chunk's plan."""
+
+    @staticmethod
+    @abstractmethod
+    def run(f_schedule_plan: Any, b_schedule_plan: Any, *rest: Any, **more: Any) -> Any:
+        """Run one microbatch's forward over another's backward; either may be None."""
+
+
+class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     """The nodes of a chunk, for one microbatch: it is run forward once, and backward once.
 
     Args:
@@ -152,6 +162,15 @@ class TransformerModelChunkSchedulePlan:
                 "from 0 to num_layers() - 1"
             )
         return self.layers[i]
+
+    def pop_layer(self) -> TransformerLayerSchedulePlan:
+        """The last layer, taken out: its backward is the next one, run by the caller.
+
+        Raises:
+            IndexError: There is none left.
+        """
+        self.get_layer(self.num_layers() - 1)
+        return self.layers.pop()
 
     def num_layers(self) -> int:
         """How many layers there are; 0 when released."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swpipe.tasks.transformer import (
+    AbstractSchedulePlan,
     GPTModel,
     TransformerLayer,
     TransformerLayerSchedulePlan,
@@ -232,6 +233,20 @@ def test_hidden_states_of_another_layout_are_refused() -> None:
         of.build_schedule_plan(**{"input_ids": None, **given}, decoder_input=theirs.transpose(0, 1))
     with pytest.raises(ValueError, match="give decoder_input.transpose"):
         of.build_schedule_plan(None, decoder_input=theirs[:, :1])
+
+
+def test_layers_are_taken_out_from_the_last_one() -> None:
+    """A plan is of the abstract class; each layer has its config, and lets go of its state."""
+    plan = plan_of(model("dense", "moe"), 0)
+    assert isinstance(plan, AbstractSchedulePlan)
+    kinds = [plan.pop_layer().kind for _ in range(plan.num_layers())]
+    assert [kind.moe for kind in kinds] == [True, False]
+    with pytest.raises(IndexError, match="the plan has 0"):
+        plan.pop_layer()
+    layer = plan_of(model("dense"), 0).get_layer(0)
+    assert layer.config.num_layers == 1
+    layer.release_state()
+    assert layer.chunk_state is None
 
 
 class Recomputed(TransformerLayer):
