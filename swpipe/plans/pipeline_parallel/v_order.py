@@ -12,7 +12,6 @@ every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add
 from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe.plans.pipeline_parallel.action import Action, Op
@@ -174,7 +173,7 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
     if objective == "bubble":
         return max(bubbles)
     if objective == "period":
-        return max(map(add, bubbles, orders.work))
+        return max(bubble + work for bubble, work in zip(bubbles, orders.work, strict=True))
     ends = [starts[0][rank] + bubbles[rank] + orders.work[rank] for rank in range(n)]
     chain = starts[3][0] + orders.cost[0][3] + orders.cost[0][5]
     return max(chain, *ends)

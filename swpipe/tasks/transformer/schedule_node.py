@@ -105,7 +105,7 @@ class ScheduleNode:
         return self.output
 
     def get_grad(self) -> Values:
-        """The gradients of ``inputs`` so far, for a ``backward_func``; ``backward`` returns them."""
+        """The gradients of ``inputs`` so far, for a ``backward_func``; as ``backward`` returns."""
         return _single([one.grad if isinstance(one, Tensor) else None for one in self._inputs])
 
     def forward(self, inputs: Values = ()) -> Values:
