@@ -177,13 +177,13 @@ class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _ranks_of(given: Mapping[str, Any]) -> set[int]:
     """Of the group that a collective's operator is given: the group itself, or its name."""
     if "process_group" in given:
-        return set(dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"])))
-    name = given.get("group_name")
-    return (
-        set()
-        if name is None
-        else set(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
-    )
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    elif "group_name" in given:
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = resolve(given["group_name"])
+    else:
+        return set()
+    return set(dist.get_process_group_ranks(group))
 
 
 @contextmanager
