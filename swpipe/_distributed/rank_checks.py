@@ -78,6 +78,7 @@ class _Line:
         self._lock = threading.Lock()
         self._leads_to: Callable[[], Any] = lambda: None
         self._store: Any = None
+        self.left_word = False  # of a failure of this rank
 
     def store(self) -> Any:
         """The connection; opened where the default group is another than last time."""
@@ -175,7 +176,10 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
     if is_alone():
         return 0
     number = 1 + _pipelines.take()
-    _line.store()  # the store is there now
+    store = _line.store()  # it is there now
+    if _line.left_word:  # all ranks come here: the failure was caught, and causes none that follows
+        _line.left_word = False
+        _withdraw_word(store, dist.get_rank())
     digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
     if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
@@ -372,6 +376,7 @@ def _cause(own: _Word, error: BaseException) -> str:
     """Leave word; what is to be said of the cause, or nothing if it is this rank itself."""
     store = _line.store()
     store.set(_WORD.format(own.rank), json.dumps(own))
+    _line.left_word = True
     if not _let_down(error):
         first = _first_failure(store, own)
         return str(first) if first.before(own) else ""
@@ -398,6 +403,12 @@ def _cause(own: _Word, error: BaseException) -> str:
         )
     stalled = [word for word in recent if word.before(own) and word.error.startswith("StallError")]
     return str(min(stalled, key=lambda word: word.time_s)) if stalled else ""
+
+
+def _withdraw_word(store: Any, rank: int) -> None:
+    store.delete_key(_WORD.format(rank))
+    if store.check([FIRST_FAILURE]) and json.loads(store.get(FIRST_FAILURE))[0] == rank:
+        store.delete_key(FIRST_FAILURE)
 
 
 def _without_word(store: Any, ranks: range) -> list[int]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, tell_failure
+from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, check_same_plan, tell_failure
 from swpipe.errors import StallError
 from tests.support.ranks import WELL_BEFORE_S, Ranks
 from tests.support.scripts import Script, Scripts, as_torchrun
@@ -312,6 +312,28 @@ def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one() -> None:
     assert one == []
     assert "rank 1 had failed before" in zero[0]
     assert "now, on rank 1" in zero[0]
+
+
+def _after_a_caught_failure(again: bool) -> list[str]:
+    """Rank 1 fails; where all ranks compare a plan after that, it was caught; then rank 0 fails."""
+    rank = dist.get_rank()
+    if rank == 1:
+        tell_failure(Planted("caught"))
+    dist.barrier()
+    if again:
+        check_same_plan(PipelinePlan.serial(["train"]))
+    error = Planted("now")
+    if rank == 0:
+        tell_failure(error)
+    return getattr(error, "__notes__", [])
+
+
+def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run() -> None:
+    """Also a recent one; without a later run it may be the cause."""
+    with Ranks(2) as ranks:
+        zero, _ = ranks.run(_after_a_caught_failure, False)
+        assert "rank 1 had failed before" in zero[0]
+        assert ranks.run(_after_a_caught_failure, True) == [[], []]
 
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:39055"

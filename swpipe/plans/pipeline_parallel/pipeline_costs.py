@@ -22,7 +22,8 @@ class PipelineCosts:
         forward: The time of F.
         backward: The time of I, the gradient of the input; the seed's B.
         weight: The time of W, the gradient of the weights; B takes both times.
-        hop: How much later a result is on another rank: pure latency, which occupies nobody.
+        hop: How much later a result is on another rank: pure latency, which occupies nobody; 0 for
+            a free link.
         f_mem: What F adds to the memory of its rank, when it is issued.
         b_mem: What I adds, 0 or below.
         w_mem: What W adds, 0 or below; the op B adds ``b_mem`` + ``w_mem``.
@@ -30,7 +31,7 @@ class PipelineCosts:
             ranks; ``math.inf``: no limit.
 
     Raises:
-        ScheduleError: A time is not above 0, or memory grows from microbatch to microbatch.
+        ScheduleError: A pass takes no time, or memory grows from microbatch to microbatch.
     """
 
     forward: float | Sequence[float] = 1
@@ -52,10 +53,10 @@ class PipelineCosts:
                     wrong.append(f"{name} is {shown(value)}: each is a number above 0")
             elif not is_positive(value):
                 wrong.append(f"{name} is {shown(value)}: a number above 0")
-        for name in ("hop", "f_mem"):
-            value = getattr(self, name)
-            if not is_positive(value):
-                wrong.append(f"{name} is {shown(value)}: a number above 0")
+        if not is_positive(self.f_mem):
+            wrong.append(f"f_mem is {shown(self.f_mem)}: a number above 0")
+        if not is_number(self.hop) or self.hop < 0:
+            wrong.append(f"hop is {shown(self.hop)}: 0, for a free link, or a number above")
         for name in ("b_mem", "w_mem"):
             value = getattr(self, name)
             if not is_number(value) or value > 0:

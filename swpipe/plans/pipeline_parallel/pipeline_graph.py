@@ -24,7 +24,12 @@ from typing import Literal, NamedTuple, NoReturn, overload
 
 from swpipe.core.messages import shown
 from swpipe.plans.pipeline_parallel.action import ScheduleError
-from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts, is_positive, require_counts
+from swpipe.plans.pipeline_parallel.pipeline_costs import (
+    PipelineCosts,
+    is_number,
+    is_positive,
+    require_counts,
+)
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
@@ -83,7 +88,7 @@ class PipelineGraph:
         f_cost: The time of the forward pass of a chunk.
         b_cost: The time of the backward pass for the input.
         w_cost: The time of the backward pass for the weights.
-        c_cost: The latency between two stages.
+        c_cost: The latency between two stages; 0 for a free link.
         f_mem: What the forward pass adds to the memory of its stage.
         b_mem: What the backward pass for the input adds, 0 or below.
         w_mem: What the backward pass for the weights adds, 0 or below.
@@ -109,9 +114,11 @@ class PipelineGraph:
         require_counts({"n_stage": self.n_stage, "n_micro": self.n_micro})
         wrong = [
             f"{name} is {shown(value)}: one number above 0, for all stages"
-            for name in ("f_cost", "b_cost", "w_cost", "c_cost")
+            for name in ("f_cost", "b_cost", "w_cost")
             if not is_positive(value := getattr(self, name))
         ]
+        if not is_number(self.c_cost) or self.c_cost < 0:
+            wrong.append(f"c_cost is {shown(self.c_cost)}: 0, for a free link, or a number above")
         if wrong:
             raise ScheduleError("; ".join(wrong))
         memory = (self.f_mem, self.b_mem, self.w_mem, self.max_mem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,9 @@ from swpipe.core.files import read_text
 from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
 from swpipe.plans.pipeline_parallel.order_check import check_order, placement_of
 from swpipe.plans.pipeline_parallel.pipeline_graph import ScheduledNode
+
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COMMUNICATES = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ class PipelineSchedule:
     ) -> PipelineSchedule:
         """Read what ``to_csv`` or torch's runtime wrote: a line per rank, cells such as ``2F0``.
 
-        Empty cells, in which torch's rank idles, are left out.
+        Empty cells, in which torch's rank idles, are left out, and so are sends, receives, and
+        what shards and reduces, which the runtime inserts anew. Passes that torch overlaps,
+        ``(0F1;3B0)OVERLAP_F_B``, follow each other.
 
         Args:
             source: The text; or a ``pathlib.Path``, the file that has it.
@@ -143,8 +149,14 @@ def _row(number: int, cells: list[str]) -> tuple[Action, ...]:
     actions = []
     for position, cell in enumerate(cells, start=1):
         try:
-            if cell.strip():
-                actions.append(Action.parse(cell.strip()))
+            actions += [Action.parse(text) for text in _passes(cell.strip())]
         except ScheduleError as error:
             raise ScheduleError(f"line {number}, cell {position}: {error}") from None
     return tuple(actions)
+
+
+def _passes(cell: str) -> list[str]:
+    """The passes of a cell; of one that only communicates, none."""
+    if pair := _OVERLAPPED.fullmatch(cell):
+        return [text.strip() for text in pair[1].split(";")]
+    return [] if not cell or _COMMUNICATES.fullmatch(cell) else [cell]

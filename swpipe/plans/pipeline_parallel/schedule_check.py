@@ -39,8 +39,16 @@ class ScheduleReport:
 
     @property
     def bubble(self) -> float:
-        """The largest bubble of a rank: what a step costs where no collective joins the ranks."""
+        """The largest bubble of a rank."""
         return max(self.bubbles)
+
+    @property
+    def period(self) -> float:
+        """The most that a rank works and idles in a step.
+
+        Steps follow each other in this time where no collective joins the ranks.
+        """
+        return max(row[-1].end - row[0].start for row in self.times)
 
     def trace(self, *, unit_s: float = 1e-6) -> Trace:
         """The times as a trace: a chart for the terminal, a picture, a file for Perfetto.

@@ -12,22 +12,31 @@ from swpipe.plans.pipeline_parallel.action import OPS, Action, Op, ScheduleError
 from swpipe.plans.pipeline_parallel.pipeline_costs import require_counts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
-TorchOrder: TypeAlias = Literal["1f1b", "interleaved", "zbv", "dualpipev"]
+TorchOrder: TypeAlias = Literal[
+    "1f1b", "interleaved", "zbv", "dualpipev", "gpipe", "looped_bfs", "interleaved_zb"
+]
 
 
 class _Kind(NamedTuple):
-    """The class, its stages per rank, and the least number of microbatches per rank."""
+    """The class, its stages per rank, and the least number of microbatches per rank.
+
+    ``renumbered``: microbatches are numbered in the order in which each stage takes them.
+    """
 
     torch_class: str
     stages: int
     least: int
+    renumbered: bool = False
 
 
 _KINDS: dict[TorchOrder, _Kind] = {
-    "1f1b": _Kind("Schedule1F1B", 1, 1),
+    "1f1b": _Kind("Schedule1F1B", 1, 1, renumbered=True),
     "interleaved": _Kind("ScheduleInterleaved1F1B", 2, 0),
     "zbv": _Kind("ScheduleZBVZeroBubble", 2, 0),
     "dualpipev": _Kind("ScheduleDualPipeV", 2, 2),
+    "gpipe": _Kind("ScheduleGPipe", 1, 0, renumbered=True),
+    "looped_bfs": _Kind("ScheduleLoopedBFS", 2, 0, renumbered=True),
+    "interleaved_zb": _Kind("ScheduleInterleavedZeroBubble", 2, 0),
 }
 
 
@@ -48,9 +57,10 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     """An order of torch.distributed.pipelining.
 
     Args:
-        order: ``1f1b``, a stage per rank; ``interleaved``, stages r and n + r on rank r; ``zbv``
-            and ``dualpipev``, two stages per rank in a V. Where DualPipe-V overlaps a forward and
-            a backward pass, they follow each other.
+        order: ``1f1b`` and ``gpipe``, a stage per rank; ``interleaved``, ``interleaved_zb`` and
+            ``looped_bfs``, stages r and n + r on rank r; ``zbv`` and ``dualpipev``, two stages per
+            rank in a V. Where DualPipe-V overlaps a forward and a backward pass, they follow each
+            other; of GPipe and looped BFS, backward passes are in the order of the microbatches.
         n_ranks: The number of ranks.
         n_micro: The number of microbatches.
 
@@ -74,23 +84,27 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     n_stages = kind.stages * n_ranks
     stages = [_StandInStage(s, n_stages, n_ranks) for s in range(kind.stages)]
     try:
-        if order == "1f1b":
+        if kind.stages == 1:
             by_rank = make(stages[0], n_micro)._get_pipeline_order()
         else:
             by_rank = make(stages, n_micro).pipeline_order
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ScheduleError(f"torch's {kind.torch_class} has no such schedule: {text}") from error
-    numbered = _renumbered if order == "1f1b" else _actions
+    numbered = _renumbered if kind.renumbered else _actions
     return PipelineSchedule(tuple(tuple(numbered(by_rank[r])) for r in range(n_ranks)), n_micro)
 
 
 def _renumbered(entries: Iterable[Any]) -> Iterable[Action]:
-    """The computations, numbered from 0: torch counts the last rank's forward passes from 1."""
-    counts: Counter[Op] = Counter()
+    """The computations, numbered from 0 at each stage.
+
+    Torch counts the last rank's forward passes of 1F1B from 1, and takes the backward passes of
+    LoopedBFS and GPipe from the last microbatch on, in which order nothing else depends.
+    """
+    counts: Counter[tuple[int, Op]] = Counter()
     for stage, op, _ in _actions(entries):
-        yield Action(stage, op, counts[op])
-        counts[op] += 1
+        yield Action(stage, op, counts[stage, op])
+        counts[stage, op] += 1
 
 
 def _actions(entries: Iterable[Any]) -> Iterable[Action]:

@@ -18,7 +18,7 @@ from swpipe.plans.pipeline_parallel.action import Action, Op
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
-Objective: TypeAlias = Literal["makespan", "bubble"]
+Objective: TypeAlias = Literal["makespan", "period", "bubble"]
 Order: TypeAlias = list[list[int]]
 
 NEEDS = (None, 0, 1, 2, 2, 3)
@@ -33,18 +33,20 @@ class OrderTimes(NamedTuple):
 
     Attributes:
         ends: Per rank.
+        spans: Per rank, from its first start to its end.
         bubbles: Per rank.
     """
 
     ends: list[float]
+    spans: list[float]
     bubbles: list[float]
 
     def values(self, objective: Objective) -> list[float]:
         """Per rank, what the objective is the maximum of."""
-        return self.ends if objective == "makespan" else self.bubbles
+        return {"makespan": self.ends, "period": self.spans, "bubble": self.bubbles}[objective]
 
     def value(self, objective: Objective) -> float:
-        """The makespan, or the largest bubble."""
+        """The makespan, the period, or the largest bubble."""
         return max(self.values(objective))
 
 
@@ -106,8 +108,9 @@ class VOrders:
         if any(waiting):
             return None
         heads = [done[rank][0][0] - self.cost[rank][0] for rank in range(n)]
-        spans = zip(clock, heads, self.work, strict=True)
-        return OrderTimes(clock, [end - head - work for end, head, work in spans])
+        spans = [end - head for end, head in zip(clock, heads, strict=True)]
+        bubbles = [span - work for span, work in zip(spans, self.work, strict=True)]
+        return OrderTimes(clock, spans, bubbles)
 
     def is_valid(self, row: Sequence[int]) -> bool:
         """Whether a rank's row keeps the order of each microbatch, and the memory."""
@@ -149,7 +152,7 @@ class VOrders:
 
 
 def lower_bound(orders: VOrders, objective: Objective) -> float:
-    """No order of the job has a smaller makespan, or largest bubble.
+    """No order of the job has a smaller makespan, period, or largest bubble.
 
     Rank r starts when the first microbatch has come down to it. Until that microbatch comes up
     again it can only run F0, as many as there are microbatches and memory; until its gradient
@@ -169,6 +172,8 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
     ]
     if objective == "bubble":
         return max(bubbles)
+    if objective == "period":
+        return max(bubble + work for bubble, work in zip(bubbles, orders.work, strict=True))
     ends = [starts[0][rank] + bubbles[rank] + orders.work[rank] for rank in range(n)]
     chain = starts[3][0] + orders.cost[0][3] + orders.cost[0][5]
     return max(chain, *ends)
@@ -191,7 +196,7 @@ def _most_forward(orders: VOrders, rank: int, turned: bool) -> float:
     """The most time that F0, and F1 if ``turned``, can fill before any memory is freed."""
     f0, f1 = orders.cost[rank][:2]
     m = orders.n_micro
-    passes = int(min(orders.max_mem // orders.memory[0], 2 * m + 1))
+    passes = int(min(orders.max_mem / orders.memory[0], 2 * m + 1))
     if not turned:  # F1 needs room as well
         return f0 * min(m, passes - 1)
     least, most = max(0, passes - m), min(m, passes // 2)

@@ -68,8 +68,8 @@ class VPlan:
 
     Attributes:
         schedule: The best schedule found.
-        objective: What it is best in: "makespan" or "bubble".
-        value: Its makespan, or its largest bubble.
+        objective: What it is best in: "makespan", "period" or "bubble".
+        value: Its makespan, its period, or its largest bubble.
         lower_bound: No schedule has a smaller value.
         published: The value of the published method; None where it finds no schedule in the memory.
     """
@@ -110,8 +110,9 @@ def plan_v_schedule(
         n_micro: The number of microbatches.
         costs: What the passes cost. Every ``max_mem`` from 2 * f_mem on has a schedule.
         objective: "makespan": the step's time where a collective joins the ranks between steps,
-            such as the clipping of gradients. "bubble": the largest idle time of a rank between
-            its first start and its last end, where no collective does.
+            such as the clipping of gradients. "period": the time of a step where no collective
+            does, which is the most that a rank works and idles between its first start and its
+            last end. "bubble": the largest idle time alone, as published figures have it.
         effort: How many moves to try, if the lower bound is not reached before: those of 1 take
             about 5 s, whatever the size. The published method and torch's order are tried in any
             case. Moves are counted, so that the same arguments give the same schedule.
@@ -124,7 +125,7 @@ def plan_v_schedule(
     costs.require(n_stage, 2 * n_stage)
     costs.require_room()
     if objective not in get_args(Objective):
-        raise ScheduleError(f"objective is {shown(objective)}: makespan or bubble")
+        raise ScheduleError(f"objective is {shown(objective)}: makespan, period or bubble")
     if not is_positive(effort):
         raise ScheduleError(f"effort is {shown(effort)}: a number above 0")
     orders = VOrders(n_stage, n_micro, costs)
@@ -150,7 +151,7 @@ class LocalSearch:
 
     Attributes:
         order: The best order so far.
-        value: Its makespan, or largest bubble.
+        value: Its makespan, period, or largest bubble.
         idle_moves: Moves since it was found.
     """
 
@@ -253,7 +254,7 @@ class _Pool:
         """The best schedule, as the checker agrees, which shares no code with the search."""
         schedule = self.orders.schedule_of(self.found[0][1])
         report = check_schedule(schedule, costs)
-        value = report.makespan if self.objective == "makespan" else report.bubble
+        value: float = getattr(report, self.objective)
         if not math.isclose(value, self.value, rel_tol=1e-9, abs_tol=1e-9 * report.makespan):
             raise InternalError(f"a schedule has the {self.objective} {value}, not {self.value}")
         return schedule

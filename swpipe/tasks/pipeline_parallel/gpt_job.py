@@ -243,7 +243,7 @@ def choose_schedule(
         try:
             if costs is not None:
                 planned = plan_v_schedule(
-                    n_ranks, n_micro, costs, objective="bubble", effort=EFFORT
+                    n_ranks, n_micro, costs, objective="period", effort=EFFORT
                 )
                 made = planned.schedule
             elif name in orders:

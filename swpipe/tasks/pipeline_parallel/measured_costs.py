@@ -15,7 +15,7 @@ from swpipe.device import resolve
 from swpipe.plans.pipeline_parallel import PipelineCosts
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
 from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
-from swpipe.tasks.pipeline_parallel.torch_pipelining import backward_input, backward_weight
+from swpipe.tasks.pipeline_parallel.split_backward import input_pass
 
 LEAST_MS = 1e-3
 """What a pass costs at least: stage 0 does nothing in I."""
@@ -113,9 +113,10 @@ def _times_ms(
         backward = now()
         torch.autograd.backward([output], grads)
     else:
-        _, groups = backward_input([output], grads, [given], iter(parameters))
+        _, left = input_pass([output], grads, [given])
         backward = now()
-        backward_weight(iter(parameters), groups)
+        if left is not None:
+            left.run()
     weight = now()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

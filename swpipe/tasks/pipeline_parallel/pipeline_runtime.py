@@ -10,6 +10,7 @@ How torch's runtime is used
     - Stages of one rank pass tensors directly; all others send and receive. The order of receives
       is that of the sends (``defer_pp_recv`` breaks it, and with it the gradients).
     - Stage 0 does nothing in I, and its whole backward pass in W.
+    - Each microbatch runs once, from the first on: see ``pipeline_stage``.
     - An evaluation has a runtime and ``PipelineStage`` objects of its own: if they were shared, the
       next training step would lose gradients. Its I, W, B and reductions do nothing, since the
       runtime's ``eval`` fails on schedules in which a rank has neighbouring stages.
@@ -18,9 +19,11 @@ How torch's runtime is used
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,22 +32,25 @@ from torch.utils._pytree import tree_map
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
+from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
 from swpipe.tasks.pipeline_parallel.run_rules import (
+    CollectivesBeside,
     check_batch,
     check_chunks,
     check_runnable,
-    kept_buffers,
-    no_collectives,
 )
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
     OPS,
-    Stage,
     TorchAction,
     TorchRuntime,
 )
 
 LossFn = Callable[[Any, Tensor], Tensor]
+
+Keywords: TypeAlias = Mapping[str, Tensor]
+
+NONE: Keywords = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,14 @@ class SerialRuntime:
     def __init__(self, chunks: Sequence[nn.Module], n_micro: int, loss_fn: LossFn) -> None:
         self.modules, self.n_micro, self._loss_fn = tuple(chunks), n_micro, loss_fn
 
-    def train(self, *inputs: Tensor, target: Tensor, with_output: bool = False) -> StepResult:
+    def train(
+        self,
+        *inputs: Tensor,
+        target: Tensor,
+        with_output: bool = False,
+        accumulate: bool = False,
+        keywords: Keywords = NONE,
+    ) -> StepResult:
         """Run one batch; its gradients replace those of the model.
 
         Arguments as of ``PipelineRuntime.train``.
@@ -84,35 +97,52 @@ class SerialRuntime:
         Raises:
             ValueError: The microbatches do not divide the batch.
         """
-        for chunk in self.modules:
-            chunk.zero_grad(set_to_none=True)
-        result = self._run(inputs, target, with_output, backward=True)
-        for parameter in (p for chunk in self.modules for p in chunk.parameters()):
-            if parameter.grad is not None:
-                parameter.grad.div_(self.n_micro)
+        with _gradients_of_step(self.modules, accumulate):
+            result = self._run(inputs, target, with_output, keywords, backward=True)
+            for parameter in (p for chunk in self.modules for p in chunk.parameters()):
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.n_micro)
         return result
 
-    def evaluate(self, *inputs: Tensor, target: Tensor, with_output: bool = False) -> StepResult:
+    def evaluate(
+        self,
+        *inputs: Tensor,
+        target: Tensor,
+        with_output: bool = False,
+        keywords: Keywords = NONE,
+    ) -> StepResult:
         """The forward passes alone, without gradients."""
         with torch.no_grad():
-            return self._run(inputs, target, with_output, backward=False)
+            return self._run(inputs, target, with_output, keywords, backward=False)
 
     def _run(
-        self, inputs: tuple[Tensor, ...], target: Tensor, with_output: bool, *, backward: bool
+        self,
+        inputs: tuple[Tensor, ...],
+        target: Tensor,
+        with_output: bool,
+        keywords: Keywords,
+        *,
+        backward: bool,
     ) -> StepResult:
-        tensors = check_batch(inputs, target, self.n_micro).values()
+        tensors = check_batch(inputs, target, self.n_micro, keywords)
+        parts = {name: one.chunk(self.n_micro) for name, one in tensors.items()}
         losses, outputs = [], []
-        for *micro, wanted in zip(*(one.chunk(self.n_micro) for one in tensors), strict=True):
-            output: Any = tuple(micro)
+        for micro in range(self.n_micro):
+            named = {name: parts[name][micro] for name in keywords}
+            given = [part[micro] for name, part in parts.items() if name not in keywords]
+            *first, wanted = given
+            output: Any = tuple(first)
             for chunk in self.modules:
-                output = chunk(*output) if isinstance(output, tuple) else chunk(output)
+                is_several = isinstance(output, tuple | list)
+                output = chunk(*output, **named) if is_several else chunk(output, **named)
             loss: Any = self._loss_fn(output, wanted)
             if backward:
                 loss.backward()
             losses.append(loss.detach())
             if with_output:
-                outputs.append(output.detach())
-        return StepResult(torch.stack(losses), torch.cat(outputs) if with_output else None)
+                outputs.append(tree_map(Tensor.detach, output))
+        joined = tree_map(lambda *parts: torch.cat(parts), *outputs) if with_output else None
+        return StepResult(torch.stack(losses), joined)
 
 
 class PipelineRuntime:
@@ -124,8 +154,8 @@ class PipelineRuntime:
     Args:
         schedule: The order of passes. On a V of n ranks, rank r has stages r and 2n - 1 - r.
         chunks: Stage to module, of this rank's stages. Only the activations of one tensor or of a
-            tuple of tensors go from stage to stage. A chunk starts no collectives, has parameters
-            of its own, and uses each of them once.
+            tuple of tensors go from stage to stage. A chunk has parameters of its own, and starts
+            no collectives but with ranks of other pipelines.
         loss_fn: (output of the last stage, target) to a scalar, for one microbatch.
         device: Where the chunks are.
         group: The ranks; None for the default group.
@@ -155,7 +185,7 @@ class PipelineRuntime:
         self.schedule, self.chunks = schedule, {stage: chunks[stage] for stage in sorted(chunks)}
         self.has_first = 0 in chunks
         self.has_last = schedule.n_stages - 1 in chunks
-        self._loss_fn, self._device, self._group = loss_fn, torch.device(device), group
+        self._loss_fn, self._device, self.group = loss_fn, torch.device(device), group
         self._training = _Passes(self, self._make(()))
         self._evaluation: _Passes | None = None
 
@@ -165,7 +195,12 @@ class PipelineRuntime:
         return tuple(self.chunks.values())
 
     def train(
-        self, *inputs: Tensor, target: Tensor | None = None, with_output: bool = False
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        with_output: bool = False,
+        accumulate: bool = False,
+        keywords: Keywords = NONE,
     ) -> StepResult:
         """Run the schedule on one batch; its gradients replace those of the chunks.
 
@@ -174,17 +209,23 @@ class PipelineRuntime:
                 leave them out.
             target: What the loss function takes; ranks without the last stage may leave it out.
             with_output: Keep the output of the whole batch.
+            accumulate: Add to the gradients of the chunks instead, as between the steps of an
+                optimizer that takes several batches.
+            keywords: By name, what each stage of this rank takes besides, rows of the batch.
 
         Raises:
             ValueError: The microbatches do not divide the batch, or its shapes are not those of the
                 first one. Nothing was run.
         """
-        for chunk in self.modules:
-            chunk.zero_grad(set_to_none=True)  # the runtime scales whatever it finds at the end
-        return self._training.run(inputs, target, with_output)
+        with _gradients_of_step(self.modules, accumulate):
+            return self._training.run(inputs, target, with_output, keywords)
 
     def evaluate(
-        self, *inputs: Tensor, target: Tensor | None = None, with_output: bool = False
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        with_output: bool = False,
+        keywords: Keywords = NONE,
     ) -> StepResult:
         """The forward passes alone, without gradients; arguments and errors as ``train``.
 
@@ -194,12 +235,19 @@ class PipelineRuntime:
         if self._evaluation is None:
             self._evaluation = _Passes(self, self._make(BACKWARD), training=False)
         with torch.no_grad():
-            return self._evaluation.run(inputs, target, with_output)
+            return self._evaluation.run(inputs, target, with_output, keywords)
 
     def _make(self, left_out: tuple[Any, ...]) -> Any:
         """A runtime of torch's, with stages of its own, in which some ops do nothing."""
         stages = [
-            Stage(chunk, stage, self.schedule.n_stages, self._device, group=self._group)
+            OncePerMicrobatch(
+                chunk,
+                stage,
+                self.schedule.n_stages,
+                self._device,
+                group=self.group,
+                in_order=_inputs_in_order(self.schedule, stage),
+            )
             for stage, chunk in self.chunks.items()
         ]
         made = TorchRuntime(stages, self.schedule.n_micro, loss_fn=self._loss_fn)
@@ -223,7 +271,11 @@ class _Passes:
         self._ready = self._failed = False
 
     def run(
-        self, inputs: tuple[Tensor, ...], target: Tensor | None, with_output: bool
+        self,
+        inputs: tuple[Tensor, ...],
+        target: Tensor | None,
+        with_output: bool,
+        keywords: Keywords,
     ) -> StepResult:
         owner, runtime = self._owner, self._runtime
         if self._failed:
@@ -231,17 +283,19 @@ class _Passes:
                 "an earlier step failed, and its microbatches are still under way on other ranks: "
                 "make a new runtime on all of them"
             )
-        self._check(inputs, target)
+        self._check(inputs, target, keywords)
         inputs = inputs if owner.has_first else ()
         target = target if owner.has_last else None
         losses: list[Tensor] | None = [] if owner.has_last else None
         self._failed = True
-        if not self._ready:
-            self._find_shapes(inputs, target)
         step = runtime.step if self._training else runtime.eval
-        output = step(*inputs, target=target, losses=losses, return_outputs=with_output)
+        with nullcontext() if self._ready else CollectivesBeside(owner.group):
+            output = step(
+                *inputs, target=target, losses=losses, return_outputs=with_output, **keywords
+            )
+        self._ready = True
         for stage in runtime._stages:
-            stage.clear_runtime_states()
+            stage.finish()
         # What backward passes would have used up; an evaluation has none.
         runtime.bwd_recv_ops.clear()
         self._failed = False
@@ -250,7 +304,7 @@ class _Passes:
         output = output if output is None else tree_map(Tensor.detach, output)
         return StepResult(torch.stack(losses).detach(), output)
 
-    def _check(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> None:
+    def _check(self, inputs: tuple[Tensor, ...], target: Tensor | None, keywords: Keywords) -> None:
         owner = self._owner
         for what, needed, given, stage in (
             ("inputs", owner.has_first, bool(inputs), "first"),
@@ -258,7 +312,7 @@ class _Passes:
         ):
             if needed and not given:
                 raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
-        for name, tensor in check_batch(inputs, target, owner.schedule.n_micro).items():
+        for name, tensor in check_batch(inputs, target, owner.schedule.n_micro, keywords).items():
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             if (before := self._shapes.setdefault(name, found)) != found:
                 raise ValueError(
@@ -266,15 +320,24 @@ class _Passes:
                     "memory of that shape; give batches of one shape, or make another runtime"
                 )
 
-    def _find_shapes(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> None:
-        """Have torch's runtime run each stage once more than the schedule says."""
-        n_micro, modules = self._owner.schedule.n_micro, self._owner.modules
-        args = tuple(tensor.chunk(n_micro)[0] for tensor in inputs)
-        first = None if target is None else target.chunk(n_micro)[0]
-        self._runtime._has_backward = self._training
-        with no_collectives(modules), kept_buffers(modules):
-            self._runtime._initialize_stages(args, {}, first)
-        self._ready = True
+
+@contextmanager
+def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterator[None]:
+    """A step begins without gradients, since it scales all that it finds at its end."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, grad in zip(parameters, before, strict=True):
+        if accumulate and grad is not None:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+
+def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
+    """Whether a stage's I come in the order of the microbatches."""
+    micros = [a.micro for row in schedule.rows for a in row if a.stage == stage and a.op in "IB"]
+    return micros == sorted(micros)
 
 
 def _check_together(

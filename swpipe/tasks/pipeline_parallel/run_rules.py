@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe.core.messages import counted, shown
+from swpipe.core.messages import counted, listed
 from swpipe.plans.pipeline_parallel import (
+    Action,
     PipelineCosts,
     PipelineSchedule,
     ScheduleError,
@@ -23,6 +26,9 @@ from swpipe.plans.pipeline_parallel import (
 
 UNLIMITED = PipelineCosts(max_mem=math.inf)
 """Costs under which the checker looks at the order alone."""
+
+
+_TAKEN = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 
 def check_runnable(schedule: PipelineSchedule, n_ranks: int) -> None:
@@ -48,20 +54,24 @@ def check_runnable(schedule: PipelineSchedule, n_ranks: int) -> None:
     last = schedule.n_stages - 1
     row = schedule.rows[schedule.placement[last]]
     forwards = [action for action in row if action.stage == last and action.op == "F"]
-    for expected, action in enumerate(forwards):
-        if action.micro != expected:
-            raise ScheduleError(
-                f"{action} comes before microbatch {expected} of the last stage: torch's runtime "
-                "takes losses and outputs in the order of the microbatches; sort these passes",
-                action,
-            )
+    for action in _out_of_order(forwards):
+        raise ScheduleError(
+            f"{action} comes out of the order of the microbatches: torch's runtime takes losses "
+            "and outputs of the last stage in that order; sort these passes",
+            action,
+        )
+
+
+def _out_of_order(forwards: Sequence[Action]) -> Iterator[Action]:
+    return (action for expected, action in enumerate(forwards) if action.micro != expected)
 
 
 def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.Module]) -> None:
     """Check the chunks of the model that a rank has.
 
     Raises:
-        ScheduleError: They are not those of the rank's stages, share a parameter, or communicate.
+        ScheduleError: They are not those of the rank's stages, share a parameter, or are wrapped
+            for data parallelism.
     """
     stages = [stage for stage, place in enumerate(schedule.placement) if place == rank]
     if sorted(chunks) != stages:
@@ -71,6 +81,14 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
         )
     owner: dict[int, str] = {}
     for stage in stages:
+        forwards = [a for a in schedule.rows[rank] if a.stage == stage and a.op == "F"]
+        buffer = next((name for name, _ in chunks[stage].named_buffers()), None)
+        if buffer is not None and (early := next(_out_of_order(forwards), None)) is not None:
+            raise ScheduleError(
+                f"{early} comes out of the order of the microbatches, and stage {stage} has the "
+                f"buffer {buffer}, which a pass may change: sort the F of this stage",
+                early,
+            )
         for name, module in chunks[stage].named_modules():
             if isinstance(module, DistributedDataParallel | FSDPModule):
                 raise ScheduleError(
@@ -87,7 +105,12 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
                 )
 
 
-def check_batch(inputs: Iterable[Tensor], target: Tensor | None, n_micro: int) -> dict[str, Tensor]:
+def check_batch(
+    inputs: Iterable[Tensor],
+    target: Tensor | None,
+    n_micro: int,
+    keywords: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
     """Check that a batch can be split into microbatches of equal size; its tensors by name.
 
     Raises:
@@ -95,9 +118,17 @@ def check_batch(inputs: Iterable[Tensor], target: Tensor | None, n_micro: int) -
     """
     tensors = {f"input {number}": tensor for number, tensor in enumerate(inputs)}
     tensors |= {} if target is None else {"target": target}
+    if taken := _TAKEN.intersection(keywords):
+        raise ValueError(
+            f"keywords has {listed(sorted(taken))}, which torch's runtime takes itself: give it "
+            "another name"
+        )
+    tensors |= keywords
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.dim():
-            raise ValueError(f"{name} is {shown(tensor)}: give a tensor with rows of the batch")
+            kind = f"of type {type(tensor).__name__}"
+            found = "a tensor without dimensions" if isinstance(tensor, Tensor) else kind
+            raise ValueError(f"{name} is {found}: give a tensor with rows of the batch")
     sizes = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
@@ -111,38 +142,48 @@ def check_batch(inputs: Iterable[Tensor], target: Tensor | None, n_micro: int) -
     return tensors
 
 
-@contextmanager
-def no_collectives(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Refuse collectives: a rank is at another pass than the others, which would wait for ever.
+class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse collectives in which two ranks of a pipeline take part.
 
-    The runtime's own sends and receives pass, and all that it exchanges before a stage begins:
-    every rank is at the same place then. Stage 0 makes no backward pass here: a collective in it is
-    not seen.
+    Each of its ranks is at another pass than the others, which would wait for ever. Ranks that
+    share a stage, as those of experts or tensors across pipelines, run the same passes in the same
+    order, and pass.
+
+    Args:
+        group: The pipeline's ranks.
     """
-    mode: Any = _NoCollectives()  # type: ignore[no-untyped-call]
-    with ExitStack() as stack:
-        for stage in stages:
-            hook = stage.register_forward_pre_hook(mode.begin, prepend=True)
-            stack.callback(hook.remove)
-        stack.enter_context(mode)
-        yield
 
-
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    began = False
-
-    def begin(self, *given: Any) -> None:
-        self.began = True
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks = set(dist.get_process_group_ranks(group))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func.overloadpacket._qualified_op_name.partition("::")
-        sends = name.startswith(("send", "recv"))
-        if self.began and space in ("c10d", "_c10d_functional") and not sends:
-            raise RuntimeError(
-                f"a stage starts the collective {name} inside a pass, where each rank is at "
-                "another one, and would wait for ever: reduce outside of the schedule's step"
-            )
+        if space in ("c10d", "_c10d_functional") and not name.startswith(("send", "recv", "wait")):
+            names = (argument.name for argument in func._schema.arguments)
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            shared = self._ranks & _ranks_of(given)
+            if len(shared) > 1:
+                ranks = listed([str(rank) for rank in sorted(shared)])
+                raise RuntimeError(
+                    f"a stage starts the collective {name} inside a pass, with ranks {ranks} of "
+                    "its pipeline, each of which is at another pass: they would wait for ever. "
+                    "Reduce outside of the schedule's step, or within a group that has one rank of "
+                    "each pipeline"
+                )
         return func(*args, **(kwargs or {}))
+
+
+def _ranks_of(given: Mapping[str, Any]) -> set[int]:
+    """Of the group that a collective's operator is given: the group itself, or its name."""
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    elif "group_name" in given:
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = resolve(given["group_name"])
+    else:
+        return set()
+    return set(dist.get_process_group_ranks(group))
 
 
 @contextmanager

@@ -33,10 +33,7 @@ def check_torch(version: str) -> None:
 check_torch(torch.__version__)
 
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
-from torch.distributed.pipelining._backward import (  # noqa: E402
-    stage_backward_input,
-    stage_backward_weight,
-)
+from torch.distributed.pipelining._utils import extract_tensor_metas  # noqa: E402
 
 TorchAction: Any = schedules._Action
 TorchRuntime: Any = schedules._PipelineScheduleRuntime
@@ -53,5 +50,5 @@ OPS: Any = {
 BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
 """Ops that an evaluation leaves out."""
 
-backward_input: Any = stage_backward_input
-backward_weight: Any = stage_backward_weight
+metas_of: Any = extract_tensor_metas
+"""Of tensors: what a receiver has to know before it receives them."""

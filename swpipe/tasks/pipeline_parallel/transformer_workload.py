@@ -34,8 +34,8 @@ OPTIONS = (
         "schedule",
         str,
         "ours",
-        "Of the GPT's passes, under torchrun: ours, zbv, 1f1b, interleaved, dualpipev, or a CSV "
-        "file.",
+        "Of the GPT's passes, under torchrun: ours, zbv, 1f1b, interleaved, dualpipev, gpipe, "
+        "looped_bfs, interleaved_zb, or a CSV file.",
     ),
     SEED,
 )

@@ -5,7 +5,10 @@
 ``training_pipeline`` trains on many.
 """
 
-from swpipe.tasks.transformer.chunk_schedule import TransformerModelChunkSchedulePlan
+from swpipe.tasks.transformer.chunk_schedule import (
+    AbstractSchedulePlan,
+    TransformerModelChunkSchedulePlan,
+)
 from swpipe.tasks.transformer.gpt import GPTModel, mean_loss, token_losses
 from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
 from swpipe.tasks.transformer.layer_schedule import (
@@ -30,6 +33,7 @@ from swpipe.tasks.transformer.schedule_node import (
 from swpipe.tasks.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "AbstractSchedulePlan",
     "GPTModel",
     "ModelChunkState",
     "MultiTokenPredictionLayer",

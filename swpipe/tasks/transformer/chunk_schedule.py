@@ -10,6 +10,7 @@ Source: seed "model_chunk_schedule_plan".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -52,7 +53,16 @@ _STATES = {
 }
 
 
-class TransformerModelChunkSchedulePlan:
+class AbstractSchedulePlan(ABC):
+    """What a pipeline schedule asks of a chunk's plan."""
+
+    @staticmethod
+    @abstractmethod
+    def run(f_schedule_plan: Any, b_schedule_plan: Any, *rest: Any, **more: Any) -> Any:
+        """Run one microbatch's forward over another's backward; either may be None."""
+
+
+class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     """The nodes of a chunk, for one microbatch: it is run forward once, and backward once.
 
     Args:
@@ -77,7 +87,8 @@ class TransformerModelChunkSchedulePlan:
             where there are labels. None of them when released.
 
     Raises:
-        ValueError: There is no input, or an unknown key in ``extra_block_kwargs``.
+        ValueError: There is no input, an unknown key in ``extra_block_kwargs``, or a
+            ``decoder_input`` of another layout than (batch, sequence, hidden).
     """
 
     def __init__(
@@ -107,6 +118,7 @@ class TransformerModelChunkSchedulePlan:
                 f"extra_block_kwargs has {listed(unknown)}, which layers do not take: they take "
                 f"{listed(_EXTRA)}"
             )
+        _check_layout(decoder_input, input_ids, labels, attention_mask)
         mask = _mask(attention_mask, packed_seq_params)
         state = ModelChunkState(
             model, input_ids, position_ids, mask, decoder_input, labels, loss_mask,
@@ -150,6 +162,15 @@ class TransformerModelChunkSchedulePlan:
                 "from 0 to num_layers() - 1"
             )
         return self.layers[i]
+
+    def pop_layer(self) -> TransformerLayerSchedulePlan:
+        """The last layer, taken out: its backward is the next one, run by the caller.
+
+        Raises:
+            IndexError: There is none left.
+        """
+        self.get_layer(self.num_layers() - 1)
+        return self.layers.pop()
 
     def num_layers(self) -> int:
         """How many layers there are; 0 when released."""
@@ -259,6 +280,27 @@ def _side(
     )
 
 
+def _check_layout(
+    given: Tensor | None, ids: Tensor | None, labels: Tensor | None, mask: Tensor | None
+) -> None:
+    """Megatron's hidden states are (sequence, batch, hidden): what else is given shows it."""
+    if given is None:
+        return
+    told = [one.shape[:2] for one in (ids, labels) if one is not None]
+    lengths = [shape[1] for shape in told] + ([] if mask is None else [mask.shape[-1]])
+    alone = not lengths and given.shape[1] == 1 < given.shape[0]
+    if (
+        alone
+        or any(n not in (1, given.shape[1]) for n in lengths)
+        or (told and given.shape[:2] != told[0])
+    ):
+        raise ValueError(
+            f"decoder_input is {tuple(given.shape)}, which is not (batch, sequence, hidden) of "
+            f"the other arguments: give decoder_input.transpose(0, 1) where it is Megatron's "
+            "(sequence, batch, hidden)"
+        )
+
+
 def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:
     """The attention mask, limited to each packed sequence."""
     if packed is None:
@@ -271,5 +313,5 @@ def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:
         )
     places = torch.arange(int(ends[-1]), device=ends.device)
     number = torch.searchsorted(ends, places, right=True)
-    own = (number[:, None] == number[None]) & (places[:, None] >= places[None])
-    return own if mask is None else own & mask
+    hidden = (number[:, None] != number[None]) | (places[:, None] < places[None])
+    return hidden if mask is None else hidden | mask

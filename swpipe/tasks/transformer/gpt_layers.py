@@ -31,18 +31,26 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden: (batch, sequence, hidden).
-            mask: Boolean, True where a query attends to a key; it broadcasts to (batch, heads,
-                queries, keys). None for causal attention.
+            mask: Boolean, True where a key is hidden from a query, as Megatron's; it broadcasts to
+                (batch, heads, queries, keys). None for causal attention.
 
         Returns:
             (batch, sequence, hidden).
+
+        Raises:
+            ValueError: The mask is not boolean.
         """
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(
+                f"the attention mask is of {mask.dtype}: give a boolean one, True where a key is "
+                "hidden from a query"
+            )
         batch, length, size = hidden.shape
         # (batch, sequence, 3 x hidden) to three of (batch, heads, sequence, hidden / heads)
         split = self.qkv(hidden).view(batch, length, 3, self.heads, size // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         attended = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None
+            query, key, value, attn_mask=None if mask is None else ~mask, is_causal=mask is None
         )
         out: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, length, size))
         return out

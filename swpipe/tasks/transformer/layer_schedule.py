@@ -273,6 +273,7 @@ class TransformerLayerSchedulePlan:
         self.comp_stream, self.comm_stream = comp_stream, comm_stream
         self.layer_state = SimpleNamespace()
         self.decoder_layer = decoder = decoder_of(layer)
+        self.config = decoder.config
         self.kind = kind_of(layer, extra_args)
         shared = (event, self.layer_state, chunk_state)
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
@@ -316,6 +317,8 @@ class TransformerLayerSchedulePlan:
             node.release()
         vars(self.layer_state).clear()
         self.chunk_state = None
+
+    release_state = release
 
     @staticmethod
     def run(

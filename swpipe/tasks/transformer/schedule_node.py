@@ -90,6 +90,24 @@ class ScheduleNode:
         self._inputs: tuple[Any, ...] = ()
         self._outputs: tuple[Any, ...] | None = None
 
+    @property
+    def inputs(self) -> tuple[Any, ...] | None:
+        """The detached inputs of a forward whose backward has not run; else None."""
+        return None if self._outputs is None else self._inputs
+
+    @property
+    def output(self) -> Values:
+        """What that forward returned: a value, or a tuple; else None."""
+        return None if self._outputs is None else _single(self._outputs)
+
+    def get_output(self) -> Values:
+        """``output``."""
+        return self.output
+
+    def get_grad(self) -> Values:
+        """The gradients of ``inputs`` so far, for a ``backward_func``; as ``backward`` returns."""
+        return _single([one.grad if isinstance(one, Tensor) else None for one in self._inputs])
+
     def forward(self, inputs: Values = ()) -> Values:
         """Run the function on detached inputs, a tensor or a tuple; what it returns.
 
@@ -132,7 +150,7 @@ class ScheduleNode:
 
     def run_backward(self, output_grad: Values) -> Values:
         """``backward`` on the current stream."""
-        inputs, outputs, grads = self._inputs, self._outputs, _tuple_of(output_grad)
+        outputs, grads = self._outputs, _tuple_of(output_grad)
         if outputs is None:
             raise RuntimeError(
                 f"node {self.name!r} has no forward to run backward: it was not run, or was run "
@@ -145,11 +163,13 @@ class ScheduleNode:
             )
         for grad in grads:
             used_here(grad)
-        self._inputs, self._outputs = (), None
+        self._outputs = None
         # Bound methods are not kept on the node: a cycle would outlive the last reference to it.
-        (self.backward_func or self.default_backward_func)(outputs, grads)
-        found = tuple(one.grad if isinstance(one, Tensor) else None for one in inputs)
-        return found[0] if len(found) == 1 else found
+        try:
+            (self.backward_func or self.default_backward_func)(outputs, grads)
+            return self.get_grad()
+        finally:
+            self._inputs = ()
 
     def run_backward_dw(self) -> None:
         """``backward_dw`` on the current stream."""
@@ -223,6 +243,10 @@ def used_here(value: Values) -> None:
     """Keep a tensor's memory until the current stream is done with it."""
     if isinstance(value, Tensor) and (device := resolve(value.device)).has_streams:
         device.hold([value], [device.current_stream()])
+
+
+def _single(values: Sequence[Any]) -> Values:
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _tuple_of(values: Values) -> tuple[Any, ...]:

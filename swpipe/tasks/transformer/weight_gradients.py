@@ -6,6 +6,7 @@ Nobody but the optimizer waits for a weight gradient, so that it can fill the ti
     backward_dw    grad_W = grad_y^T x
 
 Whoever runs a forward within ``delaying(notes)`` gets the notes; elsewhere autograd computes both.
+Where a checkpoint computes such a forward again, in a backward pass, it runs the same operators.
 """
 
 from __future__ import annotations
@@ -64,12 +65,25 @@ def delaying(notes: Notes | None) -> Iterator[None]:
         _notes.reset(token)
 
 
+class _AtOnce(list[WeightGradient]):
+    """Notes that are not kept: nobody would ask for them."""
+
+    def append(self, note: WeightGradient) -> None:
+        note.compute()
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` that respects ``delaying``."""
+
+    _is_delayed = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Of (..., in), (..., out)."""
         notes = _notes.get()
+        if torch._C._current_graph_task_id() != -1:  # in a backward pass, maybe on its own thread
+            notes = notes if notes is not None or not self._is_delayed else _AtOnce()
+        elif torch.is_grad_enabled():
+            self._is_delayed = notes is not None
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if notes is None or not trained or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, self.bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from swpipe.plans.pipeline_parallel import (
@@ -98,7 +100,7 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ({"b_cost": -1}, "b_cost is -1"),
         ({"w_cost": "1"}, "w_cost is '1'"),
         ({"w_cost": (1, 1)}, r"w_cost is \(1, 1\): one number"),
-        ({"c_cost": 0}, "c_cost is 0"),
+        ({"c_cost": -1}, "c_cost is -1"),
         ({"f_mem": 0}, "f_mem is 0"),
         ({"w_mem": 0}, r"f_mem \+ b_mem \+ w_mem is 131072"),
         ({"max_mem": 2 * MEMORY[0] - 1}, r"max_mem is 606207: .* at least 2 \* f_mem = 606208"),
@@ -127,3 +129,11 @@ def test_memory_of_activations() -> None:
     assert activation_memory(4096, 32, 1024) == (303104, -172032, -131072)
     with pytest.raises(ScheduleError, match="seq_length is 0"):
         activation_memory(4096, 32, 0)
+
+
+def test_a_link_may_be_free() -> None:
+    """With a latency of 0 the published method gives what the checker takes."""
+    free = graph(4, 8, c_cost=0)
+    schedule = PipelineSchedule.from_nodes(free.get_v_schedule())
+    times = check_schedule(schedule, PipelineCosts(1000, 1000, 1000, 0, max_mem=math.inf))
+    assert times.bubble == free.best_attempt().max_bubble

@@ -160,7 +160,7 @@ def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
         ("forward", ()),
         ("forward", "1"),
         ("forward", True),
-        ("hop", 0),
+        ("hop", -1),
         ("hop", math.nan),
         ("f_mem", 0),
         ("b_mem", 1),

@@ -46,6 +46,9 @@ def test_placements() -> None:
         "interleaved": (0, 1, 0, 1),
         "zbv": (0, 1, 1, 0),
         "dualpipev": (0, 1, 1, 0),
+        "gpipe": (0, 1),
+        "looped_bfs": (0, 1, 0, 1),
+        "interleaved_zb": (0, 1, 0, 1),
     }
 
 
@@ -60,7 +63,7 @@ def test_1f1b_is_the_textbook_order() -> None:
         ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
         ("dualpipev", 2, 3, "at least 4 microbatches, and n_micro is 3"),
         ("interleaved", 2, 5, "multiple of the number of rounds"),
-        ("gpipe", 2, 4, "order is 'gpipe': one of 1f1b, interleaved"),
+        ("zb", 2, 4, "order is 'zb': one of 1f1b, interleaved"),
         ("zbv", 0, 4, "n_ranks is 0"),
         ("zbv", 2, 0, "n_micro is 0"),
     ],
@@ -84,3 +87,13 @@ def test_loading_the_room_loads_no_torch_pipelining() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_torchs_own_file_is_read() -> None:
+    """As its runtime writes it, with communication and overlapped passes; the rows are the same."""
+    plain = PipelineSchedule.from_csv("0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1")
+    text = "0UNSHARD,0F0,1F0,(0F1;1B0)OVERLAP_F_B,0SEND_B3,0B0,1F1,1B1,0B1,1RECV_F0,0REDUCE_GRAD"
+    assert PipelineSchedule.from_csv(text) == plain
+    for cell in ("(0F1;1B0)OVERLAP", "0REDUCE", "(0F1;0REDUCE_GRAD)OVERLAP_F_B"):
+        with pytest.raises(ScheduleError, match="line 1, cell 1: .* is no action"):
+            PipelineSchedule.from_csv(f"{cell},0F0")

@@ -20,7 +20,7 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
-from swpipe.tasks.transformer import mean_loss
+from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
 
@@ -167,7 +167,7 @@ def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
 
 
 def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
-    """Torch runs the first microbatch once more: running means do not see it.
+    """Running means have seen each microbatch once.
 
     Gradients replace those of the step before, which would be scaled a second time.
     """
@@ -234,20 +234,78 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def train_of(*where: str) -> list[int]:
-    """One step of two stages, and how many hooks they have then."""
-    stages = {number: Reducing(place) for number, place in enumerate(where[:2])}
+def told_of(*where: str) -> str:
+    """What a step raises on each of two ranks, of which the first one's stage reduces."""
+    schedule = torch_schedule("1f1b", 2, 2)
+    rank = dist.get_rank()
+    stage = Reducing(where[rank])
     loss = summed if where[2:] else squared
-    PipelineRuntime(ALONE, dict(stages), loss).train(rows(8), target=rows(8))
-    return [len(stage._forward_pre_hooks) for stage in stages.values()]
+    runtime = PipelineRuntime(schedule, {rank: stage}, loss)
+    try:
+        runtime.train(rows(4), target=rows(4))
+    except RuntimeError as error:
+        return str(error.__cause__ or error)
+    dist.barrier()
+    return ""
 
 
-def test_a_collective_inside_a_pass_is_refused(one_rank: Ranks) -> None:
-    """In the first step, before a pass counts; also of a stage's hooks, and of the loss."""
-    for job in (("", "forward"), ("", "backward"), ("hook", ""), ("", "", "loss")):
+def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
+    """In the first step, where it would wait for ranks at other passes; also of hooks and losses.
+
+    The other rank, which waits for the first, fails with it.
+    """
+    for job in (("", "forward"), ("", "backward"), ("", "hook"), ("", "", "loss")):
         with pytest.raises(RuntimeError, match="starts the collective allreduce_ inside a pass"):
-            one_rank.run(train_of, *job)
-    assert one_rank.run(train_of, "", "") == [[0, 0]]  # and a step leaves no hooks
+            two_ranks.run(raise_of, *job)
+    assert two_ranks.run(told_of, "", "") == ["", ""]
+
+
+def raise_of(*where: str) -> None:
+    """The same, raised."""
+    if told := told_of(*where):
+        raise RuntimeError(told)
+
+
+def with_experts() -> list[str]:
+    """Parameters whose gradients differ, where ranks 0, 1 and 2, 3 share the experts of a stage.
+
+    The pipelines are ranks 0, 2 and 1, 3; the reference has the same experts and no pipeline.
+    """
+    rank = dist.get_rank()
+    pipeline = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    experts = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    config = TransformerConfig(
+        num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=11, max_sequence_length=6,
+        layer_types=("moe",) * 4, num_experts=4, moe_router_topk=2,
+    )  # fmt: skip
+    schedule = torch_schedule("zbv", 2, 4)
+    own = {
+        stage: GPTModel(
+            config, [stage], pre_process=stage == 0, post_process=stage == 3, expert_group=experts
+        )
+        for stage, place in enumerate(schedule.placement)
+        if place == rank // 2
+    }
+    inputs, target = batch(8, rank % 2)
+    PipelineRuntime(schedule, dict(own), mean_loss, group=pipeline).train(inputs, target=target)
+    whole_model = GPTModel(config, expert_group=experts)
+    SerialRuntime([whole_model], 4, mean_loss).train(inputs, target=target)
+    wanted = dict(whole_model.named_parameters())
+    return [
+        name
+        for module in own.values()
+        for name, parameter in module.named_parameters()
+        if not _equal(parameter.grad, wanted[name].grad)
+    ]
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def test_ranks_of_several_pipelines_share_experts(four_ranks: Ranks) -> None:
+    """Their exchanges meet, since they run the same passes; gradients are those of no pipeline."""
+    assert four_ranks.run(with_experts, deadline_s=DEADLINE_S) == [[]] * 4
 
 
 # -------------------------------------------------------------------------------- bad input
@@ -288,7 +346,7 @@ def test_what_cannot_run_is_not_run(two_ranks: Ranks) -> None:
     for schedule, told in [
         (random_schedule((0, 1, 2, 3), 2, 0), "the schedule is for 4 ranks, the process group has"),
         (deadlock, "0B0 on rank 0 comes before 0F0"),
-        (plain(first, order, n_micro=2), "1F1 comes before microbatch 0 of the last stage: "),
+        (plain(first, order, n_micro=2), "1F1 comes out of the order of the microbatches: "),
         (random_schedule((0, 1, 0), 1, 0), "the schedule has 3 stages on 2 ranks: "),
     ]:
         assert refused(two_ranks, schedule).startswith(told)
@@ -338,14 +396,16 @@ def say_what_is_wrong() -> list[str]:
     """What batches that do not fit raise, on a runtime of two microbatches."""
     runtime = PipelineRuntime(ALONE, {0: Stateful(), 1: Stateful()}, squared)
     told = []
-    for inputs, target in [
+    given: list[tuple[tuple[Tensor, ...], Any]] = [
         ((rows(7),), rows(7)),
         ((rows(8),), rows(6)),
         ((), rows(8)),
         ((rows(8),), None),
         ((torch.tensor(1.0),), rows(8)),
+        ((rows(8),), {"rows": rows(8)}),
         ((rows(0),), rows(0)),
-    ]:
+    ]
+    for inputs, target in given:
         try:
             runtime.train(*inputs, target=target)
         except ValueError as error:
@@ -364,7 +424,8 @@ def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
         "input 0 has 8 rows, target has 6 rows: give all of them the same rows",
         "inputs: rank 0 has the first stage; give it",
         "target: rank 0 has the last stage; give it",
-        "input 0 is tensor(1.): give a tensor with rows of the batch",
+        "input 0 is a tensor without dimensions: give a tensor with rows of the batch",
+        "target is of type dict: give a tensor with rows of the batch",
         "input 0 has 0 rows, which 2 microbatches do not divide: give a multiple of 2",
     ]
 

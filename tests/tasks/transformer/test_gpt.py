@@ -71,16 +71,18 @@ def test_labels_give_the_loss_of_each_token() -> None:
 
 
 def test_attention_is_causal_by_default_and_as_the_mask_says() -> None:
-    """A later token changes nothing before it; the same by a mask; with a full one it does."""
+    """A later token changes nothing before it, nor with Megatron's mask; none hidden, it does."""
     of, (ids, _) = GPTModel(CONFIG), tokens()
     other = ids.clone()
     other[:, -1] = (ids[:, -1] + 1) % 32
-    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    causal = torch.tril(torch.ones(1, 1, 8, 8)) < 0.5  # as Megatron's data loaders make it
     for mask in (None, causal):
         before, after = (of(x, attention_mask=mask)[:, :-1] for x in (ids, other))
         assert torch.equal(before, after)
-    full = torch.ones_like(causal)
+    full = torch.zeros_like(causal)
     assert not torch.equal(*(of(x, attention_mask=full)[:, :-1] for x in (ids, other)))
+    with pytest.raises(ValueError, match="the attention mask is of torch.float32: give a boolean"):
+        of(ids, attention_mask=causal.float())
 
 
 WRONG: dict[str, Any] = {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swpipe.tasks.transformer import (
+    AbstractSchedulePlan,
     GPTModel,
     TransformerLayer,
     TransformerLayerSchedulePlan,
@@ -211,11 +214,71 @@ def test_packed_sequences_attend_within_themselves() -> None:
     """As with the mask that says so."""
     of = model("dense")
     number = torch.tensor([0] * 3 + [1] * 5)
-    mask = (number[:, None] == number[None]) & torch.ones(8, 8, dtype=torch.bool).tril()
+    mask = (number[:, None] != number[None]) | torch.ones(8, 8, dtype=torch.bool).triu(1)
     ends = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 8]))
     packed = run(plan_of(of, 0, packed_seq_params=ends), None)
     assert same(packed, run(plan_of(of, 0, attention_mask=mask), None))
     assert not same(packed, run(plan_of(of, 0), None))
+
+
+def test_hidden_states_of_another_layout_are_refused() -> None:
+    """Megatron's are (sequence, batch, hidden): what else is given shows that it is not ours."""
+    of = model("dense")
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    theirs = torch.zeros(8, 2, of.config.hidden_size)
+    hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    for given in ({"input_ids": ids}, {"labels": ids}, {"attention_mask": hidden}):
+        with pytest.raises(ValueError, match="give decoder_input.transpose"):
+            of.build_schedule_plan(**{"input_ids": None, **given}, decoder_input=theirs)
+        of.build_schedule_plan(**{"input_ids": None, **given}, decoder_input=theirs.transpose(0, 1))
+    with pytest.raises(ValueError, match="give decoder_input.transpose"):
+        of.build_schedule_plan(None, decoder_input=theirs[:, :1])
+
+
+def test_layers_are_taken_out_from_the_last_one() -> None:
+    """A plan is of the abstract class; each layer has its config, and lets go of its state."""
+    plan = plan_of(model("dense", "moe"), 0)
+    assert isinstance(plan, AbstractSchedulePlan)
+    kinds = [plan.pop_layer().kind for _ in range(plan.num_layers())]
+    assert [kind.moe for kind in kinds] == [True, False]
+    with pytest.raises(IndexError, match="the plan has 0"):
+        plan.pop_layer()
+    layer = plan_of(model("dense"), 0).get_layer(0)
+    assert layer.config.num_layers == 1
+    layer.release_state()
+    assert layer.chunk_state is None
+
+
+class Recomputed(TransformerLayer):
+    """Whose attention is computed again in backward."""
+
+    reentrant = False
+
+    def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Of (batch, sequence, hidden)."""
+        attend = super().attend
+        out: Tensor = checkpoint(lambda x: attend(x, mask), hidden, use_reentrant=self.reentrant)
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_weight_gradients_of_what_is_recomputed_come_later(reentrant: bool) -> None:
+    """Delayed or not, with a checkpoint or without: the same bits; also the next microbatch's."""
+    grads = []
+    for kind in (TransformerLayer, Recomputed):
+        for delayed in (False, True):
+            of = GPTModel(replace(model("dense").config, delay_wgrad_compute=delayed))
+            for layer in of.layers.values():
+                layer.__class__ = kind
+                layer.reentrant = reentrant
+            ids = torch.arange(8)[None].expand(2, -1)
+            for _ in range(2):
+                plan = of.build_schedule_plan(ids, labels=ids)
+                out = run(plan, None)
+                run(None, plan, torch.ones_like(out))
+            grads.append([parameter.grad for parameter in of.parameters()])
+    for other in grads[1:]:
+        assert all(map(same, grads[0], other))
 
 
 def test_without_gradients_a_forward_holds_nothing() -> None:

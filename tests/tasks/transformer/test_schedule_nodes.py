@@ -261,3 +261,22 @@ def test_tensors_do_not_pile_up() -> None:
             gc.collect()
             counted.append(sum(isinstance(one, Tensor) for one in gc.get_objects()))
     assert counted[0] == counted[1]
+
+
+def test_a_node_has_the_values_of_its_forward_until_backward() -> None:
+    """Under Megatron's names; a backward of the user's own asks for the gradients."""
+    asked: list[Any] = []
+
+    def backward(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> None:
+        torch.autograd.backward(outputs, grads)
+        asked.append(node.get_grad())
+
+    node = ScheduleNode(lambda x: x * 2, None, None, backward_func=backward)
+    assert node.inputs is node.output is None
+    out = node.forward(torch.ones(3, requires_grad=True))
+    assert node.output is node.get_output() is out
+    assert node.inputs is not None
+    assert torch.equal(node.inputs[0], torch.ones(3))
+    found = node.backward(torch.ones(3))
+    assert found is asked[0]
+    assert node.inputs is node.output is None
