@@ -30,7 +30,7 @@ def test_every_period_ends_before_the_next_call_begins(streams: bool) -> None:
     for seed in range(PLANS):
         plan = replace(random_case(seed).plan, within_calls=True)
         program = compile_plan(resolve_plan(plan), streams=streams)
-        order, instructions = HappensBefore(program, streams=streams), program.instructions
+        order, instructions = HappensBefore(program), program.instructions
         head = program.lanes[0].instructions[0].task
         workers = [ins for lane in program.lanes[1:] for ins in lane.instructions]
         assert not workers or head in (ADMIT, BEGIN)

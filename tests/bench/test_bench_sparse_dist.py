@@ -88,6 +88,11 @@ def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks, name: str) -> None:
         assert min(*ours, *theirs) > 0
 
 
+def test_a_step_calls_few_functions(one_rank: Ranks) -> None:
+    """It is a count, and the same on every machine."""
+    assert one_rank.run(torchrec_classes.frames)[0] <= torchrec_classes.FRAMES_BAR
+
+
 def test_a_short_soak_loses_no_batch(two_ranks: Ranks) -> None:
     """As many outputs as batches, whatever comes in between."""
     for done in two_ranks.run(soak.soak, 120, 20):

@@ -75,8 +75,16 @@ _NAMES = (
 _REPORT = {"returns": "reporting_loss"}
 _MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (getattr(torchrec, name), {}) for name in _NAMES},
-    "HSTU": (hstu.HSTUPipeline, {**_REPORT, "prefetch": True}),
-    "SWSerial": (recsys_examples.SWSerialTrainPipeline, _REPORT),
+    **{
+        name: (made, _REPORT)
+        for name, made in recsys_examples.TrainPipelineFactory.list_available().items()
+        if "semi_sync" not in name  # its reads are stale
+    },
+    "HSTU": (hstu.HSTUPipeline, _REPORT),
+    "HSTUByStream": (
+        hstu.HSTUPipeline,
+        {**_REPORT, "prefetch": True, "prefetch_depth": 2, "thread_map": "by_stream"},
+    ),
 }
 NAMED = tuple(
     type(name, (Named,), {"made": staticmethod(made), "options": options})

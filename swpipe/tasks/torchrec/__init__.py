@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swpipe.tasks.torchrec._torchrec import PipelineStage
-    from swpipe.tasks.torchrec.drop_in import PipelineFactory, SparseDistPipeline
+    from swpipe.tasks.torchrec.drop_in import SparseDistPipeline
     from swpipe.tasks.torchrec.inputs import RewriteError
     from swpipe.tasks.torchrec.named import (
         EvalPipelineFusedSparseDist,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
+    from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
     from swpipe.tasks.torchrec.released import MemoryOptions
     from swpipe.tasks.torchrec.rewrite import RewriteReport
     from swpipe.tasks.torchrec.semi_sync import TrainPipelineSemiSync

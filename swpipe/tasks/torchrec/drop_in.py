@@ -22,12 +22,13 @@ batch, raises StopIteration at the end, and treats None as the end of the data. 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,19 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.torchrec import sparse_dist as plans
-from swpipe.tasks.torchrec.mid_flight import check_saving, runs_early
+from swpipe.tasks.torchrec.mid_flight import check_saving, refusal_to_others, runs_early
+from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.rewrite import RewriteReport
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
 from swpipe.tasks.torchrec.uneven import EvenData, EvenIterator, UnevenDataError
+
+_REPLACED = (
+    "progress() was given an iterator, and another one before it had begun: while batches are in "
+    "flight, a call finishes one of these and pulls nothing from a new iterator, so no batch of "
+    "the one in between was used. Give each call the same iterator until it ends, or call drain() "
+    "before you give another"
+)
 
 
 class Pass(Iterator[Any]):
@@ -75,6 +84,7 @@ class Pass(Iterator[Any]):
             self.pulled_from = EvenIterator(even, self, ends_uneven=True)
         self._keep_back = keep_back
         self._left = limit
+        self._next: Iterator[Any] | None = None
         self._kept: deque[Any] = deque()
 
     def __next__(self) -> Any:
@@ -92,6 +102,21 @@ class Pass(Iterator[Any]):
         if self._left is not None:
             self._left -= 1
         return self._kept.popleft()
+
+    def ends_before(self, source: Iterator[Any], in_flight: int) -> bool:
+        """Whether this pass is over, so that one over this iterator of the user's may begin.
+
+        With another iterator, this pass reads no further.
+
+        Warns:
+            RuntimeWarning: Yet another one was to come, and no batch of it was pulled.
+        """
+        if source is not self.source:
+            self.stopped = True
+            if self._next is not None and self._next is not source:
+                warnings.warn(_REPLACED, RuntimeWarning, stacklevel=2)
+            self._next = source
+        return self.stopped and not (in_flight or self._kept)
 
     @property
     def kept(self) -> int:
@@ -168,6 +193,7 @@ class SparseDistPipeline:
         reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
         early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
+        tasks.rewrite.refusal = refusal_to_others(self.pipe, tasks)
 
     @property
     def report(self) -> RewriteReport | None:
@@ -248,6 +274,8 @@ class SparseDistPipeline:
         rewrite = self.tasks.rewrite
         if not rewrite.attached:
             rewrite.attach()
+        if rewrite.others:
+            rewrite.check_others(self.tasks.trains())
         if rewrite.postprocs and (in_flight := self.pipe.in_flight):
             for postproc in rewrite.postprocs:  # they have run already for these batches
                 postproc.check_unchanged(in_flight)
@@ -358,7 +386,6 @@ def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
 
 
 PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
-Builder: TypeAlias = Callable[..., Any]
 
 
 def build(
@@ -395,42 +422,6 @@ _OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
 def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePlan:
     """The plan, or the one that a function makes for these tasks."""
     return plan(tasks) if callable(plan) else plan
-
-
-class PipelineFactory:
-    """A registry of pipelines by name, for subclasses, too: each has names of its own."""
-
-    _builders: ClassVar[dict[str, Builder]] = {}
-
-    def __init_subclass__(cls) -> None:
-        cls._builders = {}
-
-    @classmethod
-    def register(cls, name: str, builder: Builder) -> None:
-        """Register a new name; ``builder`` gets the other arguments of ``create``.
-
-        Raises:
-            ValueError: The name is taken.
-        """
-        if name in cls._builders:
-            raise ValueError(f"pipeline {name!r} is registered already: choose another name")
-        cls._builders[name] = builder
-
-    @classmethod
-    def create(cls, name: str, **arguments: Any) -> Any:
-        """The pipeline of that name; those registered here take the arguments of ``build``.
-
-        Raises:
-            ValueError: No pipeline has that name.
-        """
-        if name not in cls._builders:
-            raise ValueError(f"no pipeline is named {name!r}; there are {', '.join(cls.list())}")
-        return cls._builders[name](**arguments)
-
-    @classmethod
-    def list(cls) -> list[str]:
-        """All names, sorted."""
-        return sorted(cls._builders)
 
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:

@@ -82,9 +82,14 @@ class SparseForward(BaseForward):  # type: ignore[misc]
     def _take(self, values: dict[str, Any]) -> Any:
         if self._name not in values:
             raise RuntimeError(
-                f"module {self._name!r} is called, but its input of this batch is not there or "
-                "used up. Either the forward calls it twice: call it once and share the result. Or "
-                "the model is called outside of its pipeline: detach() it first, attach() it after"
+                f"module {self._name!r} is called "
+                + (
+                    "a second time in one forward, and its ids are exchanged once per batch: call "
+                    "it once and share the result"
+                    if self._name in self._context.inputs  # until the model has run
+                    else "outside of its pipeline, which exchanges its ids ahead: detach() the "
+                    "model first, attach() it after"
+                )
             )
         return values.pop(self._name)
 

@@ -1,4 +1,4 @@
-"""Whether a state that is saved with batches in flight leads back to the same numbers.
+"""What batches in flight stand in the way of: a saved state, another pipeline of the model.
 
     saved       model and optimizers   as after the batches that were returned
     resumed     batches in flight      are pulled again, and begin anew
@@ -9,7 +9,8 @@ done again. What is not known to be so is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,29 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
             f"gradients of {rest} of {tasks.step.accumulate} batches wait for their step, and no "
             "state_dict has them: save after a step, or call drain() and flush() before you save"
         )
+
+
+def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable[[bool], str]:
+    """Says why no other pipeline of the model may run, or train, while batches are in flight."""
+    plan, weak = pipe.plan, weakref.ref(pipe)
+    parts = (tasks.start_input_dist, tasks.wait_input_dist, tasks.prefetch)
+    names = [tasks.task_of(part) for part in (*parts, tasks.embedding_forward)]
+    threads = {plan.schedule[name].thread_group for name in names} - {"default"}
+    works = bool(threads) and not plan.within_calls
+    pins = tasks.prefetched is not None and runs_early(plan, names[-2])
+    reads = runs_early(plan, names[-1])
+
+    def refusal(trains: bool) -> str:
+        owner = weak()
+        if owner is None or not owner.in_flight:
+            return ""
+        if works:
+            return f"threads ({listed(sorted(threads))}) work on them"
+        if pins:
+            return "their rows are pinned in the tables' cache"
+        return "they have read rows that this one would change" if reads and trains else ""
+
+    return refusal
 
 
 def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:

@@ -85,6 +85,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
     argument for it, which never do so there. Modules that hold parameters are not run ahead by
     ``pipeline_postproc``.
+
+    What scripts read of TorchRec's pipelines is there: ``_model``, ``_optimizer``, ``_model_fwd``,
+    ``_pipelined_modules``, ``_pipelined_postprocs``, and each argument after an underscore, such as
+    ``_device``.
     """
 
     __signature__: ClassVar[inspect.Signature | None]
@@ -108,7 +112,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._run_ahead = run_ahead
         self._given = given = bound(self, self._original, args, kwargs)
         self._model: nn.Module = given["model"]
-        self._model_fwd = given.get("custom_model_fwd")
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
         self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
         self._take(given)
@@ -129,6 +132,9 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
         With another iterator while batches are in flight, each call finishes one of these; the
         new iterator begins after them, the old one keeps its other batches.
+
+        Warns:
+            RuntimeWarning: That new iterator was replaced by yet another before it began.
 
         Raises:
             StopIteration: All batches are done.
@@ -217,6 +223,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._restart(self._build)
 
     @property
+    def _model_fwd(self) -> Callable[[In], Any]:
+        forward: Callable[[In], Any] = self._given.get("custom_model_fwd") or self._model
+        return forward
+
+    @property
     def _pipelined_modules(self) -> list[nn.Module]:
         return [forward._module for forward in self.tasks.rewrite.forwards]
 
@@ -225,6 +236,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return [postproc._module for postproc in self.tasks.rewrite.postprocs]
 
     def __getattr__(self, name: str) -> Any:
+        # Scripts read arguments so, and TorchRec's classes have most of them by these names.
+        given = vars(self).get("_given", {})
+        if name.startswith("_") and name[1:] in given:
+            return given[name[1:]]
         raise no_internal(self, name)
 
     def _has_grad(self) -> bool:
@@ -235,9 +250,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """The pass to go on with; that over ``source`` once the one before has finished."""
         current = self._pass
         if current is not None:
-            if current.source is not source:
-                current.stopped = True
-            if not current.stopped or self.pipe.in_flight or current.kept:
+            if not current.ends_before(source, self.pipe.in_flight):
                 return current
             if current.uneven is not None:
                 self._pass = None
@@ -254,7 +267,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _build(self) -> None:
         step = TrainStep(
             self._optimizers(),
-            forward=self._model_fwd,
+            forward=self._given.get("custom_model_fwd"),
             sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
         )
         kind: Kind = "own"
@@ -293,6 +306,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
+        if self._given.get("async_inplace_copy"):
+            plan = _copied_on_a_thread(plan)
         SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -331,10 +346,13 @@ def _batches_per_step(optimizer: Any) -> int:
 # --------------------------------------------------------------------------------------- the table
 
 
-def _copy_on_a_thread(tasks: SparseDistTasks) -> PipelinePlan:
-    plan = plans.sparse_dist(lean=bool(tasks.memory))
+def _copied_on_a_thread(plan: PipelinePlan) -> PipelinePlan:
     copied = replace(plan.schedule[plans.COPY], thread_group="copy")
     return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
+
+
+def _sparse_dist_t(tasks: SparseDistTasks) -> PipelinePlan:
+    return _copied_on_a_thread(plans.sparse_dist(lean=bool(tasks.memory)))
 
 
 _SPARSE_DIST, _COPY_AHEAD = lean(plans.sparse_dist), lean(plans.copy_ahead)
@@ -397,7 +415,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: batches are copied on a thread of their own."""
 
-    form = Form(plan=_copy_on_a_thread)
+    form = Form(plan=_sparse_dist_t)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):

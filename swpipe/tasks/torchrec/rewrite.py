@@ -7,6 +7,8 @@
     attach()         install the replacements        ┐ any number of times,
     detach()         restore the original forwards   ┘ also during training
 
+Several rewrites of one model take turns: ``attach`` detaches the others, which keep their batches.
+
 The exchanges of sizes of all modules are fused into one, by replacing the forward of each
 ``KJTAllToAll``. A sharded module creates these in its first ``input_dist``, so the first batch is
 not fused.
@@ -14,10 +16,12 @@ not fused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
@@ -56,6 +60,9 @@ WATCHED = 16
 """In so many forwards it is checked that nothing reads too early what a module changes."""
 
 Find: TypeAlias = Literal["trace", "direct"]
+
+_REWRITES: WeakKeyDictionary[nn.Module, WeakSet[Rewrite]] = WeakKeyDictionary()
+"""Sharded module to all that have rewritten it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,8 @@ class Rewrite:
     ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
     pipeline looks up within the dense part. ``report`` is None before the first batch;
     ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
+    ``others`` are rewrites of the same modules; ``refusal``, where the pipeline has set it, says
+    why none of them may run now, or "", and gets whether it would train.
 
     Raises:
         RewriteError: The model has no sharded module, unless ``kind`` is "own".
@@ -135,6 +144,8 @@ class Rewrite:
         self._undo = ExitStack()
         self._fused = False
         self._watched = 0
+        self.others: tuple[ref[Rewrite], ...] = ()
+        self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
         if kind != "own":
             self._check_names()
@@ -145,7 +156,12 @@ class Rewrite:
         )
 
     def prepare(self, batch: Any) -> None:
-        """Find the modules' inputs with a batch on the device, once, and attach."""
+        """Find the modules' inputs with a batch on the device, once, and attach.
+
+        Warns:
+            RuntimeWarning: A module is not pipelined.
+        """
+        self._detach_others()
         traced = self._find_inputs(batch)
         found = traced.inputs
         self.report = RewriteReport(
@@ -169,6 +185,9 @@ class Rewrite:
                 + "\n(with strict=False such a "
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
+        if bad and self.kind != "own":
+            head = "sharded modules that are not pipelined, so that exchanges of their ids overlap "
+            warnings.warn("\n".join([f"{head}nothing:", *bad]), RuntimeWarning, stacklevel=2)
         self.forwards = tuple(
             FORWARDS["prefetch" if name in self.late else self.kind](
                 name, found[name].args, module, self._device
@@ -186,6 +205,7 @@ class Rewrite:
         """Install the replacements."""
         if self.attached or self.report is None:
             return
+        self._detach_others()
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
@@ -201,6 +221,33 @@ class Rewrite:
         """Restore the model; batches in flight are kept."""
         self._undo.close()
         self.attached = False
+
+    def at_detach(self, undo: Callable[[], object]) -> None:
+        """Call this when the model is detached next."""
+        self._undo.callback(undo)
+
+    def check_others(self, trains: bool) -> None:
+        """Refuse to run, or to train, what other pipelines of the model have in flight.
+
+        Raises:
+            RuntimeError: It says why, and what to do.
+        """
+        for other in self.others:
+            rewrite = other()
+            if rewrite is not None and (why := rewrite.refusal(trains)):
+                raise RuntimeError(
+                    f"another pipeline of this model has batches in flight, and {why}: call "
+                    "drain() of that pipeline first"
+                )
+
+    def _detach_others(self) -> None:
+        sets = [_REWRITES.setdefault(module, WeakSet()) for module in self.sharded.values()]
+        others = {rewrite for rewrites in sets for rewrite in rewrites if rewrite is not self}
+        for rewrites in sets:
+            rewrites.add(self)
+        for rewrite in others:
+            rewrite.detach()
+        self.others = tuple(map(ref, others))
 
     def compute(self, batch: Any, iteration: int) -> PostprocResults:
         """Run the modules that compute inputs; the first batch calls ``prepare``."""

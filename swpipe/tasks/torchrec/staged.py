@@ -68,7 +68,7 @@ class SparseDataDistUtil(Generic[In]):
         # Not yet used by the model.
         self._exchanged: deque[tuple[SparseDistContext, PostprocResults]] = deque()
         self._to_prefetch: deque[SparseDistContext] = deque()
-        self._hooks: list[Any] = []
+        self._hooked = False
 
     def start_sparse_data_dist(self, batch: In) -> In:
         """The runnable of a stage: start the exchange of the sizes of ids."""
@@ -122,18 +122,24 @@ class SparseDataDistUtil(Generic[In]):
 
     def detach(self) -> nn.Module:
         """Restore and return the model; batches in flight are kept."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         self._rewrite.detach()
         return self.model
 
     def attach(self) -> None:
         """Undo ``detach``; the pipeline's ``progress`` also does."""
         self._rewrite.attach()
-        if not self._hooks:
-            before = self.model.register_forward_pre_hook(self._use_next)
-            self._hooks = [before, self.model.register_forward_hook(self._start_next)]
+        self._rewrite.check_others(self.model.training and torch.is_grad_enabled())
+        if not self._hooked:
+            self._hooked = True
+            for hook in (
+                self.model.register_forward_pre_hook(self._use_next),
+                self.model.register_forward_hook(self._start_next),
+            ):
+                self._rewrite.at_detach(hook.remove)
+            self._rewrite.at_detach(self._unhook)
+
+    def _unhook(self) -> None:
+        self._hooked = False
 
     def drop(self) -> None:
         """Forget the exchanges of batches that were dropped."""
@@ -262,13 +268,8 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         raise no_internal(self, name)
 
     def _current(self, source: Iterator[Any]) -> Pass:
-        current = self._pass
-        if current is not None:
-            if current.source is not source:
-                current.stopped = True
-            if self.pipe.in_flight or not current.stopped:
-                return current
-        self._pass = Pass(source)
+        if self._pass is None or self._pass.ends_before(source, self.pipe.in_flight):
+            self._pass = Pass(source)
         return self._pass
 
 

@@ -337,13 +337,15 @@ class SparseDistTasks:
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
-        if self.rewrite.postprocs:
-            with self.rewrite.watching(ctx.postproc, ctx.iter_idx):
+        try:
+            if self.rewrite.postprocs:
+                with self.rewrite.watching(ctx.postproc, ctx.iter_idx):
+                    result = run(ctx.batch)
+                self.rewrite.done()
+            else:
                 result = run(ctx.batch)
-            self.rewrite.done()
-        else:
-            result = run(ctx.batch)
-        ctx.pipeline.inputs.clear()
+        finally:
+            ctx.pipeline.inputs.clear()
         if not self._keeps_batch:
             ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:

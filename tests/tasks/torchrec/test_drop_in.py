@@ -134,7 +134,7 @@ def test_the_factory_knows_its_names() -> None:
 WORDS = {
     "no such name": (
         lambda: PipelineFactory.create("jagged_sw_seriell"),
-        "ValueError: no pipeline is named 'jagged_sw_seriell'; there are jagged_",
+        "KeyError: \"no pipeline is named 'jagged_sw_seriell'; there are 'jagged_",
     ),
     "a name twice": (
         lambda: PipelineFactory.register(SERIAL, SparseDistPipeline),

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pydoc
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -24,7 +25,15 @@ from tests.tasks.torchrec.loops import (
     train_pipelines,
     trained,
 )
-from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, everything, sharded
+from tests.tasks.torchrec.models import (
+    CPU,
+    Job,
+    Model,
+    batches,
+    dense_optimizer,
+    everything,
+    sharded,
+)
 from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
 
 SPARSE = "TrainPipelineSparseDist"
@@ -258,6 +267,95 @@ def test_torchrecs_internals_are_named_when_they_are_asked_for(two_ranks: Ranks)
     assert stream == (
         "ValueError: emb_lookup_stream is 'fast': give 'new', 'current' or 'data_dist'"
     )
+
+
+READ = (
+    "_device",
+    "_model",
+    "_optimizer",
+    "_execute_all_batches",
+    "_custom_model_fwd",
+    "_model_fwd",
+)
+"""What scripts read: ``dlrm_main.py`` and MLPerf's, the trainers of recsys-examples, and forks."""
+
+
+def _read(name: str) -> list[Any]:
+    pipeline = made(getattr(ours, name), execute_all_batches=True)
+    pipeline._connected = False  # as MLPerf's script sets it
+    for arguments_ in ({}, {"custom_model_fwd": print}):
+        other = made(theirs(name), **arguments_)
+        mine = made(getattr(ours, name), **arguments_)
+        for one in READ:
+            here, there = getattr(mine, one), getattr(other, one, None)
+            if type(here) is not type(there) and one != "_custom_model_fwd":
+                return [f"{one} is {here}, TorchRec's {there}"]
+    return [pipeline._device, pipeline._execute_all_batches, mine._custom_model_fwd is print]
+
+
+@pytest.mark.parametrize("name", [SPARSE, "PrefetchTrainPipelineSparseDist"])
+def test_what_scripts_read_is_there(one_rank: Ranks, name: str) -> None:
+    """By the name and with the value that TorchRec's pipeline has."""
+    assert one_rank.run(_read, name) == [[CPU, True, True]]
+
+
+# ------------------------------------------------------------------------------- what is warned of
+
+
+class _Shifted(Model):
+    """Computes the input of its second module."""
+
+    def forward(self, batch: Any) -> Any:
+        dense, ids = self.bottom(batch.dense), batch.ids
+        other = ids.permute([3, 2, 1, 0])
+        parts = [dense, self.tables[0](ids).values(), self.tables[1](other).values()]
+        logits = self.top(torch.cat(parts, dim=1)).squeeze(1)
+        return self.criterion(logits, batch.labels), logits.detach()
+
+
+def _not_pipelined(name: str) -> list[str]:
+    torch.manual_seed(1)
+    job = Job(modules=2)
+    model = sharded(job, _Shifted(job))
+    pipeline = getattr(ours, name)(model, dense_optimizer(job, model), CPU)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        to_the_end(pipeline, batches(3))
+    return [str(one.message) for one in said if one.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("name", [SPARSE, "TrainPipelineFusedSparseDist"])
+def test_a_module_that_is_not_pipelined_is_warned_of(one_rank: Ranks, name: str) -> None:
+    """Once, with its name and why: the most frequent cause of overlap that is lost."""
+    ((said,),) = one_rank.run(_not_pipelined, name)
+    assert said.startswith("sharded modules that are not pipelined")
+    assert "tables.1: its input" in said
+    assert "tables.0" not in said
+    assert one_rank.run(_not_pipelined, "TrainPipelineBase") == [[]]  # pipelines none
+
+
+def _iterators_given(name: str, in_each_call: bool) -> list[str]:
+    pipeline = made(getattr(ours, name))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if in_each_call:
+            for k in range(3):
+                pipeline.progress(batches(4, seed=k))
+        else:
+            first, second = batches(3, seed=4), batches(3, seed=5)
+            for one in (first, first, second, second, second, second):
+                pipeline.progress(one)
+            for k in range(3):
+                to_the_end(pipeline, batches(1, seed=k))
+    return [str(one.message) for one in said if one.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("name", [SPARSE, "TrainPipelineBase", "TrainPipelineSemiSync"])
+def test_a_new_iterator_in_each_call_is_warned_of(one_rank: Ranks, name: str) -> None:
+    """Batches of iterators that never begin are not trained on; one after the other, all are."""
+    ((said,),) = one_rank.run(_iterators_given, name, True)
+    assert "no batch of the one in between was used" in said
+    assert one_rank.run(_iterators_given, name, False) == [[]]
 
 
 # --------------------------------------------------------------------------------------- modes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -210,6 +212,45 @@ def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
     assert all("reads ids of the batch whose memory went" in said for said in as_they_are)
     stays = two_ranks.run(_read, "clear_data_dist_inputs", Job("in_order", pooled=False))
     assert stays == ["it trains"] * 2  # the module's context has them
+
+
+# ---------------------------------------------------------------------------- copied on a thread
+
+
+class _Noting(Batch):
+    """Notes on which thread it is copied."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def to(self, device: torch.device, non_blocking: bool = False, **_: Any) -> Batch:
+        self.threads.add(threading.get_ident())
+        return super().to(device, non_blocking)
+
+
+def _noting() -> Iterator[Batch]:
+    return (_Noting(batch.dense, batch.ids, batch.labels) for batch in batches(6))
+
+
+def _copied_on_a_thread(name: str) -> tuple[bool, list[str]]:
+    """Whether it is another than the caller's, and what differs from TorchRec's class."""
+    given = {"async_inplace_copy": True, "enable_inplace_copy_batch": True}
+    wanted = trained(theirs(SPARSE), 6, async_inplace_copy=True)
+    _Noting.threads.clear()
+    pipeline = made(getattr(ours, name), **given)
+    outputs = to_the_end(pipeline, _noting())
+    apart = bool(_Noting.threads) and threading.get_ident() not in _Noting.threads
+    return apart, Outcome(outputs, everything(pipeline._model)).differences(wanted)
+
+
+@pytest.mark.skipif(
+    "async_inplace_copy" not in arguments(theirs(SPARSE)), reason="TorchRec has it since 1.9"
+)
+@pytest.mark.parametrize(
+    "name", [SPARSE, "TrainPipelineSparseDistLite", "PrefetchTrainPipelineSparseDist"]
+)
+def test_batches_are_copied_on_a_thread(two_ranks: Ranks, name: str) -> None:
+    """With `async_inplace_copy`, in each class that has it, to the bits of TorchRec's class."""
+    assert two_ranks.run(_copied_on_a_thread, name) == [(True, []), (True, [])]
 
 
 # ---------------------------------------------------------------------------- tools of ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.device import CpuDevice
-from swpipe.tasks.torchrec import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import (
+    PipelineFactory,
+    RewriteError,
+    SparseDistTasks,
+    TrainPipelineSparseDist,
+    TrainStep,
+)
 from swpipe.tasks.torchrec.rewrite import Rewrite
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
@@ -54,6 +61,9 @@ class _Skipped(Model):
             torch.cat([self.bottom(batch.dense), *[self.tables[0](batch.ids).values()] * 2], 1)
         ).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
+
+
+_BRANCH = inspect.currentframe().f_lineno + 7  # type: ignore[union-attr]
 
 
 class _Branching(Model):
@@ -128,7 +138,8 @@ def _refused_names() -> str:
         (_Twice, 1, "tables.0: it is called 2 times in one forward"),
         (_Computed, 1, "tables.0: its input (permute) is computed in the forward"),
         (_Skipped, 2, "tables.1: the forward never calls it"),
-        (_Branching, 1, "torch.fx cannot trace the forward of _Branching"),
+        (_Branching, 1, "torch.fx cannot trace the forward of _Branching at "),
+        (_Branching, 1, f"{__file__}:{_BRANCH}, `if batch.labels.sum() < 0:` (symbolically traced"),
     ],
 )
 def test_a_module_that_cannot_be_pipelined_is_named(
@@ -140,10 +151,34 @@ def test_a_module_that_cannot_be_pipelined_is_named(
         assert says in said
 
 
+def _compiled(in_place: bool) -> list[str]:
+    job = Job()
+    model = sharded(job)
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(job, model), CPU)
+    try:
+        outputs = to_the_end(pipeline, batches(4))
+    except RewriteError as error:
+        return [str(error)]
+    return Outcome(outputs, everything(model)).differences(by_torchrec(job, batches(4)))
+
+
+def test_a_compiled_model_is_compiled_in_place(two_ranks: Ranks) -> None:
+    """What `torch.compile(model)` returns cannot be traced; the error says how to compile."""
+    for (said,) in two_ranks.run(_compiled, False):
+        assert said.startswith("the model was made by torch.compile(), which torch.fx cannot trace")
+        assert "call .compile() of the module instead" in said
+        assert "control flow" not in said
+    assert two_ranks.run(_compiled, True) == [[], []]
+
+
 def test_an_untraced_second_call_is_reported_when_it_happens(two_ranks: Ranks) -> None:
     """The direct path cannot see the forward; the forward itself says so, instead of hanging."""
     for said in two_ranks.run(_refused_direct, _Twice):
-        assert said.startswith("RuntimeError: module 'tables.0' is called, but its input")
+        assert said.startswith("RuntimeError: module 'tables.0' is called a second time")
         assert "call it once" in said
 
 
@@ -214,8 +249,8 @@ def _outside() -> str:
 def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
     """It must not use the ids of a batch in flight."""
     for said in two_ranks.run(_outside):
-        assert "module 'tables.0' is called" in said
-        assert "detach() it first" in said
+        assert "module 'tables.0' is called outside of its pipeline" in said
+        assert "detach() the model first" in said
 
 
 def test_a_model_without_sharded_modules_is_told() -> None:

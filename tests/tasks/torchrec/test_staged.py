@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.tasks.torchrec import PipelineStage, SparseDataDistUtil, StagedTrainPipeline
+from swpipe.tasks.torchrec import (
+    EvalPipelineSparseDist,
+    PipelineStage,
+    SparseDataDistUtil,
+    StagedTrainPipeline,
+)
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU, Batch, Job, batches, dense_optimizer, sharded
 from tests.tasks.torchrec.models import everything as state_of
-from tests.tasks.torchrec.trial import Outcome, by_torchrec, refusal
+from tests.tasks.torchrec.trial import Outcome, by_torchrec, refusal, to_the_end
 
 
 def _stages(model: Any, prefetch: bool, **more: Any) -> tuple[Any, StagedTrainPipeline]:
@@ -46,6 +51,7 @@ def _trained(prefetch: bool) -> list[str]:
     model = sharded(job)
     optimizer = dense_optimizer(job, model)
     util, pipeline = _stages(model, prefetch)
+    evaluation = EvalPipelineSparseDist(model, optimizer, CPU)
     outputs, data = [], batches(6)
     while batch := pipeline.progress(data):
         outputs.append(_step(model, optimizer, batch))
@@ -53,6 +59,9 @@ def _trained(prefetch: bool) -> list[str]:
             util.detach()
             with torch.no_grad():
                 model(next(batches(1, seed=7)))  # of no pipeline
+            model.eval()
+            to_the_end(evaluation, batches(2, seed=8))
+            model.train()
         if len(outputs) == 3:
             assert len(util._pipelined_modules) == 2
     found = Outcome(outputs, state_of(model)).differences(by_torchrec(job, batches(6)))
@@ -61,7 +70,7 @@ def _trained(prefetch: bool) -> list[str]:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_users_loop_trains_as_torchrecs_base(two_ranks: Ranks, prefetch: bool) -> None:
-    """Bit for bit, also with the model detached and called on its own in between."""
+    """Bit for bit, also with the model called on its own, and by another pipeline, in between."""
     assert two_ranks.run(_trained, prefetch) == [[], []]
 
 

@@ -108,7 +108,7 @@ def refusal(fn: Callable[[], Any]) -> str:
     """The message of the exception that a call raises, after its type."""
     try:
         fn()
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
 

@@ -25,10 +25,10 @@ from torch import nn
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.hstu_schedule import ThreadMap, hstu_plan, hstu_schedule
-from swpipe.tasks.torchrec.drop_in import PipelineFactory
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
 from swpipe.tasks.torchrec.named import Form, In, Out
+from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
 from swpipe.tasks.torchrec.shuffle import IdentityShuffler
 from swpipe.tasks.torchrec.step import TrainStep
@@ -68,6 +68,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
     """
 
     _tasks_class = HSTUTasks
+    _takes = JaggedPipeline._takes | {"prefetch", "watchdog"}
     form = Form(left=1)
 
     def __init__(

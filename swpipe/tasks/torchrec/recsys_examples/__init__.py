@@ -13,8 +13,6 @@ from swpipe.tasks.torchrec.recsys_examples.jagged import (
     JaggedMegatronTrainNonePipeline,
     JaggedMegatronTrainPipelineSparseDist,
     SWSerialTrainPipeline,
-)
-from swpipe.tasks.torchrec.recsys_examples.registry import (
     TrainPipelineFactory,
     register_train_pipeline,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from swpipe.core.messages import listed
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec.drop_in import PLANS
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.grad_reduction import is_megatrons
 from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
-from swpipe.tasks.torchrec.recsys_examples.registry import TrainPipelineFactory
+from swpipe.tasks.torchrec.pipeline_factory import Maker, PipelineFactory
 from swpipe.tasks.torchrec.recsys_examples.reported_losses import (
     JaggedTasks,
     Returns,
@@ -27,6 +28,8 @@ from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 Finalize: TypeAlias = Callable[[nn.Module], object]
+
+_OPTIONS = {"finalize", "returns", "run_ahead"}
 
 
 class _WholeShuffle:
@@ -75,7 +78,7 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         batch_shuffler: One of recsys-examples, or of ``swpipe.tasks.torchrec``; None for none.
         returns: What ``progress`` returns: "tokens" for (sum of this rank's losses, tokens of all
             ranks, output), with None for the tokens in evaluation, or "reporting_loss" for ([sum of
-            all losses, their number], output), as older versions do.
+            all losses, their number], output), as older versions do; None for that of the class.
         finalize: As ``TrainStep.finalize``; with tensor parallelism, ``finalize_model_grads``.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
         options: Of ``SparseDistTasks``: ``find`` ("direct" by default), ``inputs``, ``strict`` and
@@ -83,11 +86,13 @@ class JaggedPipeline(NamedPipeline[In, Out]):
 
     Raises:
         NotImplementedError: ``apply_jit``.
-        TypeError: A shuffler of neither kind.
+        TypeError: A shuffler of neither kind, or another argument.
         ValueError: Tensor parallelism without ``finalize``, and others as ``SparseDistTasks``.
     """
 
     _tasks_class: ClassVar[type[JaggedTasks]] = JaggedTasks
+    _reports: ClassVar[Returns] = "tokens"
+    _takes: ClassVar[Set[str]] = {"find", "inputs", "random", "strict"}
 
     def __init__(
         self,
@@ -100,15 +105,21 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         custom_model_fwd: Callable[[Any], Any] | None = None,
         batch_shuffler: Any = None,
         *,
-        returns: Returns = "tokens",
+        returns: Returns | None = None,
         finalize: Finalize | None = None,
         run_ahead: int | None = None,
         **options: Any,
     ) -> None:
         self._group = data_parallel_group()
         self._shuffler = _shuffler(batch_shuffler, self._group)
-        self._returns = returns
+        self._returns = self._reports if returns is None else returns
         self._finalize = finalize
+        if unknown := options.keys() - self._takes:
+            raise TypeError(
+                f"{type(self).__name__}() got an unexpected keyword argument "
+                f"{listed(sorted(map(repr, unknown)))}: besides those of recsys-examples it takes "
+                f"{listed(sorted(self._takes | _OPTIONS))}"
+            )
         self._options: dict[str, Any] = {"find": "direct", **options}
         super().__init__(
             model,
@@ -176,10 +187,14 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
         super().__init__(model, optimizer, device, batch_shuffler=batch_shuffler, **options)
 
 
-class SWSerialTrainPipeline(JaggedPipeline[In, Out]):
-    """``jagged_sw_serial``: the eleven tasks one after another."""
+class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
+    """``jagged_sw_serial``: the eleven tasks one after another.
+
+    As there, it reports ([sum of all losses, their number], output) unless ``returns`` says else.
+    """
 
     form = _form("jagged_sw_serial", "split", 0)
+    _reports = "reporting_loss"
 
     @property
     def _sw_pipeline(self) -> SWPipeline[Any]:
@@ -208,6 +223,20 @@ class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_semi_sync_sparse_dist``, which is not there either: reads are one batch stale."""
 
     form = _form("jagged_semi_sync_sparse_dist", "split", 2)
+
+
+class TrainPipelineFactory(PipelineFactory):
+    """The factory of recsys-examples, with its names: those of the classes here."""
+
+
+def register_train_pipeline(name: str) -> Callable[[Maker], Maker]:
+    """Decorator: ``TrainPipelineFactory.register`` with the decorated class."""
+
+    def register(pipeline_class: Maker) -> Maker:
+        TrainPipelineFactory.register(name, pipeline_class)
+        return pipeline_class
+
+    return register
 
 
 for _name, _pipeline in {

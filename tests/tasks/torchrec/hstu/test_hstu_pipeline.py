@@ -72,7 +72,7 @@ def test_pipelines_of_the_users_are_registered(registry: type[HSTUPipelineFactor
     assert registry.create("mine", depth=2) == {"depth": 2}
     with pytest.raises(ValueError, match="'mine' is registered already"):
         registry.register("mine", dict)
-    with pytest.raises(ValueError, match="no pipeline is named 'hstu'; there are hstu_prefetch"):
+    with pytest.raises(KeyError, match="no pipeline is named 'hstu'; there are 'hstu_sparse"):
         registry.create("hstu")
 
 

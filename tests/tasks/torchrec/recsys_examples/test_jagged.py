@@ -173,7 +173,7 @@ def _rotated() -> dict[str, list[str]]:
     shuffled = [_Rotate().shuffle(batch, dist.group.WORLD) for batch in sequences(5)]
     plain = ran("jagged_none", iter(shuffled))
     for name in EXACT:
-        mine = ran(name, sequences(5), batch_shuffler=_Rotate())
+        mine = ran(name, sequences(5), batch_shuffler=_Rotate(), returns="tokens")
         if not all(map(torch.equal, mine, plain)):
             found[name] = ["outputs"]
     return found
@@ -248,6 +248,7 @@ def test_wrong_arguments_are_refused_by_name(one_rank: Ranks) -> None:
         ({"returns": "loss"}, "ValueError: returns is 'loss'; give 'tokens'"),
         ({"batch_shuffler": 3}, "TypeError: batch_shuffler is a int: give one of"),
         ({"apply_jit": True}, "NotImplementedError: JaggedMegatronTrainPipelineSparseDist(apply"),
+        ({"pipeline_depth": 2}, "TypeError: JaggedMegatronTrainPipelineSparseDist() got an unexp"),
     ):
         assert one_rank.run(_refusal, options)[0].startswith(wanted)
 
@@ -381,9 +382,24 @@ def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> No
     given = inspect.signature(pipeline).parameters.values()
     positional = {p.name: p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD}
     several = {"execute_all_batches": True, "apply_jit": False, "pipeline_postproc": True}
-    none = pipeline is ours.JaggedMegatronTrainNonePipeline
+    none = pipeline in (ours.JaggedMegatronTrainNonePipeline, ours.SWSerialTrainPipeline)
     extra = {} if none else {**several, "custom_model_fwd": None}
     empty = inspect.Parameter.empty
     first = dict.fromkeys(("model", "optimizer", "device"), empty)
     wanted = {**first, **extra, "batch_shuffler": None}
     assert list(positional.items()) == list(wanted.items())
+
+
+def _as_the_serial_one() -> bool:
+    """``SWSerialTrainPipeline(model, optimizer, device, shuffler)``, with its two results."""
+    model, optimizer = made()
+    pipeline = ours.SWSerialTrainPipeline(model, optimizer, CPU, _Rotate())
+    with closing(pipeline):
+        reported = flat(results(pipeline, sequences(3)))
+    wanted = ran("jagged_none", sequences(3), batch_shuffler=_Rotate(), returns="reporting_loss")
+    return len(reported) == 6 and all(map(torch.equal, reported, wanted))
+
+
+def test_the_serial_pipeline_takes_a_shuffler_and_reports_two(two_ranks: Ranks) -> None:
+    """The shuffler was taken for another argument, without a word."""
+    assert two_ranks.run(_as_the_serial_one) == [True, True]

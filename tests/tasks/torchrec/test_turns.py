@@ -1,0 +1,112 @@
+"""Several pipelines on one model, in turns: the one that is called has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe.tasks import torchrec as ours
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.loops import made, theirs
+from tests.tasks.torchrec.models import CPU, Job, batches, combined, everything, sharded
+from tests.tasks.torchrec.trial import Outcome, refusal
+
+TURNS = (
+    ("train", 3), ("validate", 2), ("train", 2), ("again", 3), ("validate", 4), ("train", 4),
+    ("test", 3), ("again", 4), ("train", 1), ("test", 1),
+)  # fmt: skip
+"""Which pipeline takes how many steps; their passes go on where they were left."""
+
+TRAIN = (
+    "TrainPipelineSparseDist", "TrainPipelineBase", "TrainPipelineSparseDistLite",
+    "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSparseDistT",
+)  # fmt: skip
+EVALUATE = (
+    "EvalPipelineSparseDist", "EvalPipelineFusedSparseDist", "TrainPipelineSparseDist",
+    "TrainPipelineBase", "TrainEvalHybridPipelineBase",
+)  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] if place >= len(TRAIN) else [])
+    for place, case in enumerate(pairwise_cases(TRAIN, EVALUATE, TRAIN))
+]
+
+
+def _in_turns(kinds: dict[str, Any]) -> Outcome:
+    model = sharded(Job())
+    optimizer = combined(model)  # so that no plan looks up before the step
+
+    pipelines = {name: kind(model, optimizer, CPU) for name, kind in kinds.items()}
+    data = {name: batches(10, seed=seed) for seed, name in enumerate(kinds)}
+    outputs = []
+    for name, steps in TURNS:
+        model.train(name in ("train", "again"))
+        with torch.set_grad_enabled(model.training):
+            outputs += [pipelines[name].progress(data[name]).detach() for _ in range(steps)]
+    return Outcome(outputs, everything(model))
+
+
+def _plain() -> Outcome:
+    """TorchRec's base, which has nothing in flight but a copy."""
+    return _in_turns(dict.fromkeys(("train", "validate", "again", "test"), theirs(TRAIN[1])))
+
+
+def _ours(train: str, evaluate: str, again: str) -> list[str]:
+    names = {"train": train, "validate": evaluate, "again": again, "test": evaluate}
+    found = _in_turns({name: getattr(ours, kind) for name, kind in names.items()})
+    return found.differences(_plain())
+
+
+@pytest.mark.parametrize(("train", "evaluate", "again"), CASES)
+def test_pipelines_on_one_model_take_turns(
+    one_rank: Ranks, two_ranks: Ranks, train: str, evaluate: str, again: str
+) -> None:
+    """Train, validate, train by another, test: in mid-pass, bit for bit a plain loop."""
+    assert two_ranks.run(_ours, train, evaluate, again) == [[], []]
+    assert one_rank.run(_ours, train, evaluate, again) == [[]]
+
+
+def _as_theirs() -> list[str]:
+    names = dict.fromkeys(("train", "validate", "again", "test"), TRAIN[0])
+    found = _in_turns({name: getattr(ours, kind) for name, kind in names.items()})
+    return found.differences(_in_turns({name: theirs(kind) for name, kind in names.items()}))
+
+
+def test_turns_are_torchrecs(two_ranks: Ranks) -> None:
+    """Three of its class run the same; its other classes fail in mid-pass."""
+    assert two_ranks.run(_as_theirs) == [[], []]
+
+
+def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
+    """What another pipeline is told while rows of this one's next batch have been read."""
+    one = made(getattr(ours, name), **options)
+    other = ours.TrainPipelineSparseDist(one._model, one._optimizer, CPU)
+    data, others = batches(9), batches(9, seed=1)
+    outputs = [one.progress(data) for _ in range(4)]
+    one._model.eval()
+    with torch.no_grad():
+        other.progress(others)
+        other.drain()
+    one._model.train()
+    found = [refusal(lambda: other.progress(others))]
+    outputs += one.drain()
+    other.progress(others)
+    other.drain()
+    outputs += [one.progress(data) for _ in range(9 - len(outputs))]
+    return [*found, refusal(lambda: other.progress(others))]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("TrainPipelineFusedSparseDist", {}), ("TrainPipelineSemiSync", {"start_batch": 2})],
+)
+def test_rows_that_were_read_are_not_changed_by_another(
+    two_ranks: Ranks, name: str, options: dict[str, Any]
+) -> None:
+    """It may evaluate; before it trains, the batches that have read them are drained."""
+    for said, at_the_end in two_ranks.run(_looked_up, name, options):
+        assert "another pipeline of this model has batches in flight, and they have read" in said
+        assert "drain() of that pipeline" in said
+        assert at_the_end == "nothing raised"
