@@ -19,6 +19,7 @@ from swpipe import IterContext, PipelinePlan, SWPipeline
 from swpipe.errors import StallError
 from swpipe.trace import Observer
 from tests.support.hang import Hang, has_come_to
+from tests.support.pairs import pairwise_cases
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
@@ -60,15 +61,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("iteration", [0, 1, 4, 9])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize("kind", [Planted, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("which", "name", "iteration", "kind"),
+    pairwise_cases(PLANS, NAMES, [0, 1, 4, 9], [Planted, KeyboardInterrupt]),
+)
 def test_a_failure_in_any_task_reaches_the_caller_as_itself(
-    kind: type[BaseException], plan: PipelinePlan, name: str, iteration: int
+    which: str, name: str, iteration: int, kind: type[BaseException]
 ) -> None:
     """With a note of where; no thread is left; and the pipeline runs on."""
-    planted = kind("planted")
+    plan, planted = PLANS[which], kind("planted")
     armed = [planted]
     failing = at(iteration, lambda: throw(armed.pop()) if armed else None)
     with SWPipeline(plan, tasks(**{name: failing})) as pipe:
@@ -84,7 +85,7 @@ def test_a_failure_in_any_task_reaches_the_caller_as_itself(
         assert [ctx.batch for ctx in pipe.iterate(range(20, 30))] == list(range(20, 30))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "plan", [piped(depth=5), PLANS["all on workers"]], ids=["piped", "workers"]
@@ -111,14 +112,12 @@ def test_everybody_hears_of_a_failure_at_that_moment(
         assert host.perf_counter() <= failed_s[0] + 1.0
 
 
-@pytest.mark.parametrize("iteration", [0, 3])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize(("which", "name", "iteration"), pairwise_cases(PLANS, NAMES, [0, 3]))
 def test_a_hang_in_any_task_is_reported(
-    plan: PipelinePlan, name: str, iteration: int, monkeypatch: pytest.MonkeyPatch
+    which: str, name: str, iteration: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stall's report says who is inside what; the pipeline runs on once the task returns."""
-    place = Hang(monkeypatch)
+    plan, place = PLANS[which], Hang(monkeypatch)
     mine = tasks(**{name: at(iteration, place.hang)})
     with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
         with pytest.raises(StallError, match="nothing has moved for 3600.0 s") as caught:

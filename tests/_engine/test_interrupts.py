@@ -72,10 +72,11 @@ class Interrupter:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             raise KeyboardInterrupt
 
-    @property
-    def raised(self) -> bool:
-        """Whether there were so many places."""
-        return self.seen > self.n
+    def numbers(self) -> list[int]:
+        """Of each place the first or, of every other one, the last time it was come to."""
+        last = {place: n for n, place in enumerate(self.places)}
+        first = {place: n for n, place in reversed([*enumerate(self.places)])}
+        return [(last if k % 2 else first)[place] for k, place in enumerate(last)]
 
 
 _CHECKS: dict[Any, frozenset[int]] = {}
@@ -177,12 +178,10 @@ def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Inte
 
 
 def numbers_of_places(plan: PipelinePlan, name: str) -> list[int]:
-    """Of each place of a call the first or, of every other one, the last time it is come to."""
+    """Those of a call."""
     pipe, interrupter, _ = interrupted(plan, name, sys.maxsize)
     pipe.close()
-    last = {place: n for n, place in enumerate(interrupter.places)}
-    first = {place: n for n, place in reversed([*enumerate(interrupter.places)])}
-    return [(last if k % 2 else first)[place] for k, place in enumerate(last)]
+    return interrupter.numbers()
 
 
 @pytest.mark.slow
@@ -217,15 +216,19 @@ def test_an_interrupt_at_any_place_leaves_nothing_that_watches() -> None:
     """Neither on the caller's thread, where all later operators would go through it."""
     task = PipelineTask("a", lambda ctx: torch.zeros(2).add_(1))
     plan = PipelinePlan({task: TaskSchedule()}, pipeline_depth=2)
-    n, raised, watched = 0, True, 0
-    while raised:
+    watched = 0
+
+    def interrupted_at(n: int) -> Interrupter:
         with SWPipeline(plan, device="cpu", check_effects=0.5) as pipe:
             interrupter = Interrupter(n)
             with suppress(KeyboardInterrupt), interrupter:
                 pipe.progress(iter(range(2)))
+        return interrupter
+
+    for n in interrupted_at(sys.maxsize).numbers():
+        interrupter = interrupted_at(n)
         assert torch._C._len_torch_dispatch_stack() == 0, f"place {n}, {interrupter.where}"
         watched += interrupter.where.startswith(("checking", "purity", "operators"))
-        n, raised = n + 1, interrupter.raised
     assert watched > 50
 
 

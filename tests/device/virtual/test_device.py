@@ -21,7 +21,7 @@ from tests.device.virtual import (
     Work,
 )
 
-SEEDS = range(20)
+SEEDS = range(10)
 
 
 def kinds(device: VirtualDevice) -> set[type]:
