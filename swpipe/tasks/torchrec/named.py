@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -127,24 +126,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     # ----------------------------------------------------------------------- TorchRec's methods
 
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train on one more batch, and return the oldest batch's output.
-
-        With another iterator while batches are in flight, each call finishes one of these; the
-        new iterator begins after them, the old one keeps its other batches.
-
-        Warns:
-            RuntimeWarning: That new iterator was replaced by yet another before it began.
-
-        Raises:
-            StopIteration: All batches are done.
-            RuntimeError: Batches in flight were admitted in another mode: call ``drain`` first.
-            BaseException: As ``SparseDistPipeline.progress``.
-        """
-        with nullcontext() if self._has_grad() else torch.no_grad():
-            output: Out = super().progress(dataloader_iter)
-        return output
-
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
         """The next batch on the device, without a context; None at the end of the data.
 
@@ -183,11 +164,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         )
 
     # ------------------------------------------------------------------------------------- more
-
-    def drain(self) -> list[Out]:
-        """Finish the batches in flight and return their outputs, oldest first."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_grad()):
-            return super().drain()
 
     def state_dict(self) -> dict[str, Any]:
         """As ``SparseDistPipeline.state_dict``.
@@ -245,18 +221,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _has_grad(self) -> bool:
         when = self.form.without_grad
         return when == "never" or (when == "eval" and self._model.training)
-
-    def _pass_over(self, source: Iterator[Any]) -> Pass:
-        """The pass to go on with; that over ``source`` once the one before has finished."""
-        current = self._pass
-        if current is not None:
-            if not current.ends_before(source, self.pipe.in_flight):
-                return current
-            if current.uneven is not None:
-                self._pass = None
-                raise current.uneven
-        self._pass = self._new_pass(source)
-        return self._pass
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
         return Pass(source, self._even, keep_back=self._keep_back)
