@@ -1,6 +1,7 @@
 # What people run. `make` alone lists the targets.
 #
-# PYTHON  the interpreter that makes .venv, and that gpu-check runs on; 3.11 or newer
+# PYTHON  the interpreter that makes VENV, and that gpu-check runs on; 3.11 or newer
+# VENV    the environment: another Python's tests are make test PYTHON=python3.13 VENV=.venv-3.13
 # ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
 # TORCHREC  the version that test-torchrec runs on
 
@@ -12,17 +13,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Each worker has a run of neighbouring tests, which share ranks and servers of scripts.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
-INSTALL := $(BIN)/python -m pip install --progress-bar off
+# Python compiles what it imports, when it does: most of what is installed never is.
+INSTALL := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --progress-bar off --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
-# What pip is at, in one line that is written over and over; elsewhere than on a terminal a line for
-# every tenth package. All that it says is in .venv/install.log, and shown where it fails.
+# What pip is at: on a terminal in one line, written over and over; elsewhere a line for what takes
+# long. All that it says is in the log, and shown where it fails.
 LOG := $(VENV)/install.log
-PROGRESS = awk -v terminal="$$(test -t 1 && echo 1)" '\
-  /^ *(Collecting|Downloading|Installing|Successfully)/ { count++; \
-    line = sprintf("  %3d  %.100s", count, $$0); \
-    if (terminal) printf "\r\033[K%.76s", line; else if (count % 10 == 1) print line; fflush() } \
-  END { if (terminal) print "" }'
-install = { $(INSTALL) $(1) 2>&1 || echo $$? >$(LOG).failed; } | tee -a $(LOG) | $(PROGRESS); \
+PROGRESS = awk -v terminal="$$terminal" '\
+  function say(line) { if (terminal) printf "\r\033[K%.76s", line; else print line; fflush() } \
+  /^ *Installing collected/ { n = split($$0, part, ","); \
+    say("  unpacking " n " package" (n > 1 ? "s" : "")); next } \
+  /^ *Downloading .*\([0-9.]+ [MG]B\)/ { mb = substr($$(NF - 1), 2) * ($$NF ~ /^G/ ? 1000 : 1); \
+    split($$2, part, "-"); \
+    if (terminal || mb >= 50) say("  downloading " part[1] " " $$(NF - 1) " " $$NF); next } \
+  terminal && /^ *(Collecting|Processing|Building|Preparing)/ { say("  " $$0) } \
+  END { if (terminal) printf "\r\033[K" }'
+install = test -t 1 && terminal=1; { $(INSTALL) $(1) 2>&1 || echo $$? >$(LOG).failed; } | tee -a $(LOG) | $(PROGRESS); \
   if test -e $(LOG).failed; then rm $(LOG).failed; tail -n 40 $(LOG); exit 1; fi
 
 # Every pip below obeys these pins, also in the environments in which packages are built
@@ -33,48 +40,69 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-torchrec peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo demo-clicks test test-torchrec peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A target installs what it needs and no more. Each level is an extra of pyproject.toml with a stamp
-# in .venv, written last: an interrupted installation is taken up again.
-LEVELS := demo test lint docs bench
+# in VENV, written last: an interrupted installation is taken up again. swpipe is built by the
+# setuptools of VENV: to install one for each build takes longer than the builds.
+LEVELS := demo clicks test lint docs bench
 STAMPS := $(LEVELS:%=$(VENV)/.%)
+SWPIPE := --no-build-isolation --editable
+TORCHREC_CPU := --no-build-isolation --no-deps -r requirements-torchrec-cpu.txt
 
-setup: $(STAMPS) ## install everything into .venv, for development
+setup: $(VENV)/.setup ## install everything into .venv, for development
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "swpipe needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making $(VENV), an environment of $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --quiet setuptools
 	@touch $@
 
-$(VENV)/.demo: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $(VENV)/.python
-	@echo "Installing swpipe and what its demo needs into $(VENV); this takes a minute, once."
-	@$(call install,--editable '.[demo]')
-	@$(call install,--no-deps -r requirements-torchrec-cpu.txt)
+$(VENV)/.setup: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $(VENV)/.python
+	@echo "Installing swpipe, and all that its tests and pages need, into $(VENV)."
+	@$(call install,$(SWPIPE) '.[dev]')
+	@$(call install,$(TORCHREC_CPU))
+	@touch $(STAMPS) $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python
+	@echo "Installing swpipe, torch and matplotlib into $(VENV)."
+	@$(call install,$(SWPIPE) '.[plot]')
+	@echo "Compiling what the demo imports of torch."
+	@$(BIN)/python -c 'import swpipe.cli.app, torch._dynamo'
 	@touch $@
 
-$(filter-out %/.demo,$(STAMPS)): $(VENV)/.%: $(VENV)/.demo
+$(VENV)/.clicks: requirements-torchrec-cpu.txt $(VENV)/.demo
+	@echo "Installing polars, TorchRec and what else the click model needs into $(VENV)."
+	@$(call install,$(SWPIPE) '.[clicks]')
+	@$(call install,$(TORCHREC_CPU))
+	@touch $@
+
+$(filter-out %/.demo %/.clicks,$(STAMPS)): $(VENV)/.%: $(VENV)/.clicks
 	@echo "Installing what $* needs into $(VENV)."
-	@$(call install,--editable '.[$*]')
+	@$(call install,$(SWPIPE) '.[$*]')
 	@touch $@
 
-demo: $(VENV)/.demo ## train a click model serially and pipelined, compare, break down, draw
+demo: $(VENV)/.demo ## train an image model serially and pipelined, compare, break down, draw
 	@$(BIN)/swpipe demo $(ARGS)
 
+demo-clicks: $(VENV)/.clicks ## the same with a click model of TorchRec's
+	@$(BIN)/swpipe demo --workload clicks $(ARGS)
+
 # With the test backend a process sees an accelerator for ever: its tests have processes of their own.
-test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/accelerator
+test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops
 	@$(PYTEST) $(ARGS)
-	@$(if $(ARGS),,$(PYTEST) tests/accelerator)
+	@$(if $(ARGS),,$(PYTEST) tests/device --accelerator)
 
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.
 $(VENV)/torchrec-%: | $(VENV)/.test
-	PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(INSTALL) --no-deps --target $@.new torchrec==$*
+	@PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
 	@mv $@.new $@
 
 test-torchrec: $(VENV)/torchrec-$(TORCHREC) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0
@@ -107,7 +135,7 @@ docs: $(VENV)/.docs ## build the site into docs/_build/html; warnings are errors
 
 wheel: $(VENV)/.python ## build the wheel into dist/
 	@rm -rf build/lib build/bdist.* dist
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
 # The interpreter's own packages may lack a pytest plug-in that pyproject.toml has settings for, or
@@ -118,7 +146,7 @@ gpu-check: ## CUDA bench and tests, on PYTHON's own packages; elsewhere says tha
 	  several=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal"); \
 	  failed=0; \
 	  $(PYTHON) -m bench.gpu || failed=1; \
-	  $(PYTHON) -m pytest tests/accelerator -o addopts=--import-mode=importlib -p no:benchmark \
+	  $(PYTHON) -m pytest tests/device --accelerator -o addopts=--import-mode=importlib -p no:benchmark \
 	      -W ignore::pytest.PytestConfigWarning -q $$several $(ARGS) || failed=1; \
 	  exit $$failed; \
 	else \
@@ -134,7 +162,7 @@ constraints: setup ## write constraints.txt anew from what .venv holds
 	@mv constraints.new constraints.txt
 
 clean: ## remove what was built, the caches, and the demo's data and results
-	@rm -rf build dist *.egg-info docs/_build out .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist .src/*.egg-info docs/_build out .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## and .venv

@@ -66,7 +66,7 @@ def simulate_row(rounds: int) -> Row:
     program = compile_plan(resolve_plan(chain), streams=True)
 
     def interval() -> Interval:
-        return interval_of(timed_graph(program, costs, streams=True))
+        return interval_of(timed_graph(program, costs))
 
     took = timed_ms(rounds, interval, repeats=10)
     return Row(what="the interval of a plan of 14 tasks", ours=f"{Spread.of(took).text()} ms")

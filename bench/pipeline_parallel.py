@@ -104,7 +104,7 @@ def costs_of(n_stages: int, hop_ms: float, scale: float, share: float = 1.0) -> 
 class Contest:
     """The contenders on this rank, and what is predicted of them."""
 
-    def __init__(self, scale: float, seconds: float) -> None:
+    def __init__(self, scale: float, effort: float) -> None:
         from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_hop
 
         self.rank, size = dist.get_rank(), dist.get_world_size()
@@ -112,8 +112,8 @@ class Contest:
         hop_ms = measure_hop(self.data[:2])
         costs = costs_of(2 * size, hop_ms, scale)
         single = costs_of(size, hop_ms, scale, share=2.0)
-        planned = [plan_v_schedule(size, MICROBATCHES, costs, seconds=seconds).schedule]
-        dist.broadcast_object_list(planned)  # each rank's search finds another one
+        planned = [plan_v_schedule(size, MICROBATCHES, costs, effort=effort).schedule]
+        dist.broadcast_object_list(planned)  # each rank measures another hop
         schedules = {
             OURS: (planned[0], costs),
             F1B1: (torch_schedule("1f1b", size, MICROBATCHES), single),
@@ -161,10 +161,10 @@ class Contest:
         return (time.perf_counter() - begin) * 1e3
 
 
-def on_rank(rounds: int, scale: float, seconds: float) -> tuple[Any, ...]:
+def on_rank(rounds: int, scale: float, effort: float) -> tuple[Any, ...]:
     """Times and predictions by contender, in ms, and the hop; on each rank."""
     sharpen_timers()
-    contest = Contest(scale, seconds)
+    contest = Contest(scale, effort)
     for name in contest.steps:
         contest.ms(name)  # shapes are found
     measures = [lambda name=name: contest.ms(name) for name in contest.steps]
@@ -172,7 +172,7 @@ def on_rank(rounds: int, scale: float, seconds: float) -> tuple[Any, ...]:
     return found, contest.predicted_ms, contest.hop_ms
 
 
-def rows(rounds: int = 7, scale: float = 1.0, seconds: float = 5.0) -> list[Row]:
+def rows(rounds: int = 7, scale: float = 1.0, effort: float = 1.0) -> list[Row]:
     """The planned schedule over each of torch's; what was predicted, over what was measured."""
     from tests.support.ranks import Ranks
 
@@ -181,7 +181,7 @@ def rows(rounds: int = 7, scale: float = 1.0, seconds: float = 5.0) -> list[Row]
     except ImportError as error:  # another torch
         return [Row("planned schedule", f"skipped: {error}")]
     with Ranks(RANKS, deadline_s=200.0) as ranks:
-        measured, predicted, hop_ms = ranks.run(on_rank, rounds, scale, seconds)[0]
+        measured, predicted, hop_ms = ranks.run(on_rank, rounds, scale, effort)[0]
     what = f"step of {MICROBATCHES} microbatches on {RANKS} ranks, planned schedule"
     found = [
         compared(what, measured[OURS], measured[name], "ms", name, bar, digits=1)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from swpipe import StreamSpec
-from swpipe.device import CpuDevice
+from tests.support.stream_device import StreamDevice
 
 
 class TimedStream:
@@ -65,15 +64,12 @@ class TimedEvent:
         return (end_event._at_s - self._at_s) * 1e3
 
 
-class TimedDevice(CpuDevice):
+class TimedDevice(StreamDevice[TimedStream]):
     """A device with such streams; leaving its context ends them."""
-
-    has_streams = True
 
     def __init__(self) -> None:
         self._streams: list[TimedStream] = []
-        self._default = self.new_stream(StreamSpec())
-        self._current = threading.local()
+        super().__init__(self.new_stream(StreamSpec()))
 
     def __enter__(self) -> TimedDevice:
         return self
@@ -90,21 +86,6 @@ class TimedDevice(CpuDevice):
         stream = TimedStream()
         self._streams.append(stream)
         return stream
-
-    def current_stream(self) -> TimedStream:
-        stream: TimedStream = getattr(self._current, "stream", self._default)
-        return stream
-
-    @contextmanager
-    def on(self, stream: TimedStream) -> Iterator[None]:
-        before, self._current.stream = self.current_stream(), stream
-        try:
-            yield
-        finally:
-            self._current.stream = before
-
-    def make_current(self, stream: TimedStream) -> None:
-        self._current.stream = stream
 
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent()

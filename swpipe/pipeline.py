@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from html import escape
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 
@@ -23,6 +24,7 @@ from swpipe.analysis.verification import verify_for_run
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
@@ -34,6 +36,23 @@ if TYPE_CHECKING:
     from swpipe.trace import Trace
 
 
+class PipelineOptions(TypedDict, total=False):
+    """The keywords of ``SWPipeline`` that whoever makes one passes on, beside ``device``."""
+
+    seed: int | None
+    start_iteration: int
+    stall_timeout_s: float | None
+    record_all_events: bool
+    check_ranks: bool
+    mode: Callable[[], object]
+    check_effects: bool | float | None
+    effects: EffectTable | None
+    keep: Sequence[str] | None
+    run_ahead: int | None
+    host: Host | None
+
+
+@suggests_keywords
 class SWPipeline(ShortcutControl[C]):
     """Runs tasks under a plan.
 
@@ -133,9 +152,24 @@ class SWPipeline(ShortcutControl[C]):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, verified, check_effects)
-        timeout_s, at = self._stall_timeout_s, SourceLine.of(sys._getframe(1))
+        timeout_s, at = self._stall_timeout_s, SourceLine.of(sys._getframe(2))
         self._driver = Driver[C](engine, self.plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
+
+    def __repr__(self) -> str:
+        names = [task.name for task in self.tasks]
+        most = [*names[:8], f"and {len(names) - 8} more"] if len(names) > 9 else names
+        groups = ", ".join(self.plan.thread_groups)
+        state = "closed" if self.closed else f"{self.in_flight} of {self.plan.depth} in flight"
+        return (
+            f"<{type(self).__name__} of {', '.join(most)}>\n"
+            f"  on {self.device.name}; threads: {groups}; {state}, next is {self.next_iteration}"
+        )
+
+    def _repr_html_(self) -> str:
+        """Which batch each task works on, period by period, for a notebook."""
+        shown = f"{self!r}\n\n{self.format_schedule(self.plan.depth + 3)}"
+        return f"<pre>{escape(shown)}</pre>"
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
         """How many of those in flight have been pulled from another iterator."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.progress import progress_bar
 from swpipe.device import Device
 
 __all__ = ["RunReport"]
@@ -56,10 +57,8 @@ def run_to_end(
 def _with_bar(
     contexts: Iterator[TypedContext], loader: Iterable[Any], label: str
 ) -> Iterator[None]:
-    from tqdm import tqdm
-
     total = len(loader) if isinstance(loader, Sized) else None
-    with tqdm(desc=label, total=total, unit="step") as bar:
+    with progress_bar(label, "step", total) as bar:
         for ctx in contexts:
             del ctx
             bar.update()
@@ -100,6 +99,6 @@ class TimedPulls(Iterator[Any]):
                 "no task runs meanwhile. Let another thread pull them: replace(plan, "
                 'pull_group="loader"), as prefetch_plan does, or use swpipe.overlap',
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return report

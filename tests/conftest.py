@@ -38,6 +38,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--accelerator`` says on which kinds of device ``tests/device`` runs."""
+    told = "run tests/device on CUDA, or else on the test backend, which the process sees for ever"
+    parser.addoption("--accelerator", action="store_true", help=told)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: ranks wait for each other, and stalls for their time-outs."""

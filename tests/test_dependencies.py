@@ -111,6 +111,16 @@ def test_every_dependency_has_a_least_version() -> None:
 
 
 @pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+def test_the_guide_lists_the_dependencies() -> None:
+    """All of them, and no other: one was missing there, and one was listed that had gone."""
+    page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"The first asks for ([^.]*)\.", page)
+    names = re.split(r", | and ", re.sub(r" \(.*?\)", "", listed))
+    table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    assert names == [re.match(r"[\w-]+", one)[0] for one in table["dependencies"]]
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
 def test_the_python_versions_that_are_claimed_are_those_that_are_pinned() -> None:
     """The metadata claimed 3.12 and 3.13, on which no check had run."""
     table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]

@@ -11,7 +11,6 @@ The rooms and the directions between them (an arrow reads "imports from")::
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import pytest
 
 import swpipe
 import swpipe.inference
+from tests.support.scripts import Script, Scripts
 
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -237,7 +237,14 @@ def test_no_public_name_hides_a_module() -> None:
     assert hidden == []
 
 
-def test_importing_swpipe_loads_nothing_optional() -> None:
+@pytest.fixture(scope="module", name="fresh")
+def fresh_scripts() -> Iterator[Scripts]:
+    """Scripts that find torch imported, and nothing of swpipe."""
+    with Scripts("torch") as scripts:
+        yield scripts
+
+
+def test_importing_swpipe_loads_nothing_optional(fresh: Scripts) -> None:
     """``import swpipe`` loads no room, no workload's library and no plotting."""
     banned = (*WORKLOADS, *LATE, "typer", *(f"swpipe.{room}" for room in ROOMS), "swpipe.cli")
     code = (
@@ -246,7 +253,8 @@ def test_importing_swpipe_loads_nothing_optional() -> None:
         "import swpipe\n"
         f"print(*sorted((set(sys.modules) - before) & set({banned!r})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.run(Script(code))
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 
@@ -265,7 +273,9 @@ BY_TORCH_ITSELF = {"torch.utils._device"}
         ("ahead(loader, function)", MOST_LOADED_WATCHED),
     ],
 )
-def test_a_run_loads_few_modules_and_nothing_else_of_torch(loop: str, most: int) -> None:
+def test_a_run_loads_few_modules_and_nothing_else_of_torch(
+    fresh: Scripts, loop: str, most: int
+) -> None:
     """The first batch waits for no more imports than its run needs."""
     code = (
         "import sys, torch\n"
@@ -276,7 +286,8 @@ def test_a_run_loads_few_modules_and_nothing_else_of_torch(loop: str, most: int)
         f"next(iter(swpipe.{loop}))\n"
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.run(Script(code))
+    assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     ours = [name for name in loaded if name.partition(".")[0] == "swpipe"]
     others = {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis import Effects, Location, verify
+from swpipe.core.task_memory import KEPT, Block, TaskMemory
 from swpipe.errors import PlanError
 
 batch, ids, loss = (Location(name, persistent=False) for name in ("batch", "ids", "loss"))
@@ -40,8 +41,14 @@ print(f"\nfixed: {verify(fixed, effects=effects, **kind).orders} orders are kept
 late = replace(plan, same_period_deps=[("train", "embed")], stale={"model": 1})
 print(f"stale on purpose: {verify(late, effects=effects, **kind).orders} orders are kept")
 
-sizes = {("read", "ids"): 2**20, ("embed", "ids"): 64 * 2**20, ("train", "loss"): 4}
+memory = TaskMemory(  # swpipe.profiler.measure_memory gives this
+    (
+        Block("read", "embed", 2**20, "ids", removed=True),
+        Block("embed", KEPT, 64 * 2**20, "ids"),
+        Block("train", KEPT, 4, "loss"),
+    )
+)
 try:
-    verify(fixed, effects=effects, **kind, sizes=sizes, budget_bytes=100 * 2**20)
+    verify(fixed, effects=effects, **kind, memory=memory, budget_bytes=100 * 2**20)
 except PlanError as error:
     print(f"\n{error.problems[0].text}")

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -122,13 +122,17 @@ class Program:
         order: All instructions in period order.
         launch_limit: How many iterations beyond ``depth`` the host may launch that the device has
             not done; None for no limit.
+        resolved: The plan that was compiled.
+        streams: Whether it was compiled for a device with streams.
     """
 
     lanes: tuple[Lane, ...]
     depth: int
     ring: int
     order: tuple[str, ...]
-    launch_limit: int | None = None
+    launch_limit: int | None
+    resolved: ResolvedPlan = field(compare=False, repr=False)
+    streams: bool = field(compare=False)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -217,6 +221,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
         ring=depth + max([dep.weight for dep in layout.deps]),
         order=order,
         launch_limit=plan.launch_limit if streams else None,
+        resolved=resolved,
+        streams=streams,
     )
 
 

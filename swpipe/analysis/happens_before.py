@@ -47,7 +47,7 @@ from swpipe._engine.program import (
     compile_plan,
 )
 from swpipe.core.dependence import topological
-from swpipe.core.plan import BODY, PULL, StreamRef
+from swpipe.core.plan import BODY, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 
 
@@ -134,21 +134,25 @@ class HappensBefore:
 
     Args:
         program: A compiled plan.
-        streams: Whether it was compiled for a device with streams.
     """
 
-    def __init__(self, program: Program, *, streams: bool) -> None:
-        self.program, self.streams = program, streams
+    def __init__(self, program: Program) -> None:
+        self.program, self.streams = program, program.streams
         self._walks: dict[int, _Walk] = {}
         self._answers: dict[tuple[str, str, int, bool], bool] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
         # ``<retire>``: whatever comes after it comes after the body, too.
         self._stands_for = {BODY: RETIRE, PULL: PULL if PULL in program.order else ADMIT}
 
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan that was compiled."""
+        return self.program.resolved.plan
+
     @classmethod
     def of(cls, resolved: ResolvedPlan, *, streams: bool) -> Self:
         """The order that a validated plan keeps on a device with streams, or on one without."""
-        return cls(compile_plan(resolved, streams=streams), streams=streams)
+        return cls(compile_plan(resolved, streams=streams))
 
     def keeps(self, first: str, then: str, distance: int) -> bool:
         """Whether this order is kept on the host and, with streams, on the device.

@@ -106,13 +106,6 @@ def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Relea
     )
 
 
-def places_of(before: HappensBefore, uses: Uses | None, keep: Sequence[str]) -> dict[str, str]:
-    """Attribute to the task at whose turn it goes, or ``<retire>``; of those that are not kept."""
-    known = dict.fromkeys(before.program.tasks) | dict(uses or {})
-    found = releases_of(before, known, keep)
-    return {name: task for task, each in found.at.items() for one in each for name in one.names}
-
-
 def with_releases(
     before: HappensBefore,
     tasks: Sequence[PipelineTask],

@@ -145,29 +145,21 @@ def violations(
 
 
 def race_problems(
-    resolved: ResolvedPlan,
-    effects: EffectTable,
-    *,
-    streams: bool | None = None,
-    guaranteed: Sequence[HappensBefore] = (),
-    beside_body: bool = False,
+    effects: EffectTable, guaranteed: Sequence[HappensBefore], *, beside_body: bool = False
 ) -> list[Problem]:
     """Every required order that a validated plan breaks, with the edge that would restore it.
 
     Args:
-        resolved: The plan.
         effects: In serial order, with those of the loop's body and loader where they count.
-        streams: The kind of device; None for both.
-        guaranteed: What the plan keeps there, where it has been compiled before.
+        guaranteed: What the plan keeps, on each kind of device that counts.
         beside_body: Ask for orders between a task and the body alone.
     """
-    required = required_orders(effects, resolved.plan.stale)
+    plan = guaranteed[0].plan
+    required = required_orders(effects, plan.stale)
     if beside_body:
         required = [one for one in required if BODY in one[0][:2] and PULL not in one[0][:2]]
-    if required and not guaranteed:
-        guaranteed = guarantees(resolved, streams)
     found = violations(required, guaranteed)
-    problems = _beside_the_others(resolved.plan, effects, found)
+    problems = _beside_the_others(plan, effects, found)
     # What somebody does who says nothing is told once, and not with each task beside it.
     told = {name for one in problems for name in one.tasks if effects[name].undeclared}
     between = [
@@ -184,27 +176,26 @@ def race_problems(
             continue
         table = {name: touched for name, touched in effects.items() if name in pair}
         failing = [order for order in guaranteed if order.streams in violation.devices]
-        where = _where(resolved.plan, violation) if len(failing) < len(guaranteed) else ""
-        text = where + _text(resolved.plan, violation) + _meant(resolved, table, violation, failing)
+        where = _where(plan, violation) if len(failing) < len(guaranteed) else ""
+        text = where + _text(plan, violation) + _meant(plan, table, violation, failing)
         problems.append(Problem(text, pair))
     return problems
 
 
-def proves(
-    resolved: ResolvedPlan, effects: EffectTable, guaranteed: Sequence[HappensBefore]
-) -> bool:
+def proves(effects: EffectTable, before: HappensBefore) -> bool:
     """Whether a plan gives the serial numbers if tasks touch only ``effects`` and their contexts.
 
     It does if no order is broken although every task may read and write the whole context. Tasks
     that say nothing are not looked at one by one where they are not beside the loop's body.
     """
-    silent = [resolved.plan.schedule[n] for n in effects if effects[n].undeclared]
-    beside = TaskSchedule(resolved.plan.max_stage)
+    plan = before.plan
+    silent = [plan.schedule[n] for n in effects if effects[n].undeclared]
+    beside = TaskSchedule(plan.max_stage)
     if any(replace(entry, globally_ordered=False) != beside for entry in silent):
         return False
     whole = Effects(*[frozenset([Location("the context", False)])] * 2)
     table = {n: e if n in OTHERS else e | whole for n, e in effects.items()}
-    return not violations(required_orders(table, resolved.plan.stale), guaranteed)
+    return not violations(required_orders(table, plan.stale), [before])
 
 
 def _beside_the_others(
@@ -388,7 +379,7 @@ def _mend_reversed(plan: PipelinePlan, violation: Violation) -> str:
 
 
 def _meant(
-    resolved: ResolvedPlan,
+    plan: PipelinePlan,
     pair: EffectTable,
     violation: Violation,
     guaranteed: Iterable[HappensBefore],
@@ -397,9 +388,9 @@ def _meant(
     persistent = all(conflict.place.persistent for conflict in violation.conflicts)
     if violation.either or not (violation.reversed and persistent):
         return ""  # to allow staleness would not help
-    for behind in range(1, resolved.plan.depth + 1):
+    for behind in range(1, plan.depth + 1):
         stale = {conflict.place.name: behind for conflict in violation.conflicts}
-        required = required_orders(pair, {**resolved.plan.stale, **stale})
+        required = required_orders(pair, {**plan.stale, **stale})
         if not violations(required, guaranteed):
             return f"; or, if reads may be {behind} behind, say stale={stale}"
     return ""

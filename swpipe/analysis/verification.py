@@ -22,9 +22,10 @@ from typing import Any
 
 from swpipe._engine.program import Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import recorded_uses, uses_of, with_releases
-from swpipe.analysis.memory import Footprint, Sizes, bytes_in_flight, memory_problems, size_problems
+from swpipe.analysis.last_readers import with_releases
+from swpipe.analysis.memory import Footprint, bytes_in_flight, memory_problems
 from swpipe.analysis.races import (
+    guarantees,
     proves,
     race_problems,
     required_orders,
@@ -38,6 +39,7 @@ from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.core.releases import Releases
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
+from swpipe.core.task_memory import TaskMemory
 from swpipe.errors import PlanError, Problem
 
 
@@ -47,7 +49,7 @@ class Verified:
 
     Attributes:
         orders: How many required orders it keeps; 0 means that no conflict is known.
-        footprint: What may be in flight at most; None if no sizes were given.
+        footprint: What may be in flight at most; None if no memory was given.
         undeclared: Tasks of which nothing is declared. They stay with the loop's body; declared,
             they might run ahead.
     """
@@ -63,7 +65,7 @@ def verify(
     effects: EffectTable | None = None,
     *,
     streams: bool | None = None,
-    sizes: Sizes | None = None,
+    memory: TaskMemory | None = None,
     budget_bytes: int | None = None,
     loader: Iterable[Any] | None = None,
     pull_ahead: bool = False,
@@ -88,8 +90,8 @@ def verify(
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
             that streams let go. A plan that is right on one kind only is refused then, which the
             message says.
-        sizes: (task, attribute) to the bytes that the task leaves there, as recorded.
-        budget_bytes: What may be in flight at most; needs ``sizes``.
+        memory: What the tasks hold, from ``swpipe.profiler.measure_memory``.
+        budget_bytes: What may be in flight at most; needs ``memory``.
         loader: Where the batches come from. A list, or torch's ``DataLoader`` with workers, is
             known to be apart (``swpipe.core.loaders``); without one nothing is known.
         pull_ahead: Any other loader is apart, too, as for ``swpipe.overlap``.
@@ -100,29 +102,29 @@ def verify(
 
     Raises:
         PlanError: Lists all that is wrong.
-        TypeError: Neither tasks nor effects, or a budget without sizes.
+        TypeError: Neither tasks nor effects, or a budget without memory.
     """
     given = tasks_given(plan, tasks)
     if not given and effects is None:
         raise TypeError("verify needs the tasks, or a table of their effects: give one of the two")
-    if budget_bytes is not None and sizes is None:
-        raise TypeError("a budget needs sizes to check against: give those of a recorded iteration")
+    if budget_bytes is not None and memory is None:
+        mend = "give memory=measure_memory(tasks, batches)"
+        raise TypeError(f"a budget needs what the tasks hold to check against: {mend}")
     resolved = validate(plan, given or None)
     apart = pull_ahead or (loader is not None and is_apart(loader))
     declared = Declared.by(given) if given else None
     table = _table(resolved, declared, effects, apart=apart, body=body)
-    late = streams is not False  # with streams memory comes back later: the bound is larger
-    uses = uses_of(given, effects) if given else recorded_uses(effects or {})
-    problems = [*_name_problems(plan, table), *size_problems(plan, sizes or {})]
-    if not problems:
-        problems = [*stale_problems(plan, table), *race_problems(resolved, table, streams=streams)]
-        if sizes is not None and budget_bytes is not None:
-            problems += memory_problems(resolved, sizes, budget_bytes, streams=late, uses=uses)
+    guaranteed = guarantees(resolved, streams)
+    if memory is not None:
+        memory.check(plan.schedule)
+    if not (problems := _name_problems(plan, table)):
+        problems = [*stale_problems(plan, table), *race_problems(table, guaranteed)]
+        if memory is not None and budget_bytes is not None:
+            problems += memory_problems(guaranteed[0], memory, budget_bytes)
     if problems:
         raise refusal(plan, problems)
-    footprint = None
-    if sizes is not None:
-        footprint = bytes_in_flight(resolved, sizes, streams=late, uses=uses)
+    # With streams memory comes back later: the bound is larger.
+    footprint = None if memory is None else bytes_in_flight(guaranteed[0], memory)
     return Verified(
         orders=len(set(required_orders(table, plan.stale))),
         footprint=footprint,
@@ -135,7 +137,6 @@ class VerifiedPlan:
     """A plan that a pipeline runs, and what follows from it.
 
     Attributes:
-        resolved: The plan, its dependences and its orders.
         tasks: The tasks, in serial order.
         declared: What they declare of what they touch.
         touched: What they, the loader and the loop's body touch, as far as the plan has to keep
@@ -145,13 +146,17 @@ class VerifiedPlan:
         releases: Which attributes go where; None where all stay.
     """
 
-    resolved: ResolvedPlan
     tasks: tuple[PipelineTask, ...]
     declared: Declared
     touched: EffectTable
     before: HappensBefore
     program: Program
     releases: Releases | None
+
+    @property
+    def resolved(self) -> ResolvedPlan:
+        """The plan, its dependences and its orders."""
+        return self.program.resolved
 
     @property
     def plan(self) -> PipelinePlan:
@@ -164,14 +169,12 @@ class VerifiedPlan:
         Raises:
             PlanError: Tasks may touch a state in another order with the body than serially.
         """
-        touched, before = self.touched, [self.before]
-        if problems := race_problems(self.resolved, touched, guaranteed=before, beside_body=True):
+        if problems := race_problems(self.touched, [self.before], beside_body=True):
             raise refusal(self.plan, problems)
 
     def proved_by_declarations(self) -> bool:
         """Whether it gives the serial numbers if tasks do what they declare, and no more."""
-        table = _in_order(self.resolved, self.declared.effects)
-        return proves(self.resolved, table, [self.before])
+        return proves(_in_order(self.resolved, self.declared.effects), self.before)
 
 
 def verify_for_run(
@@ -206,37 +209,36 @@ def verify_for_run(
             f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
             "never behind the host: leave it out there",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])
     declared, releases = Declared.by(in_order), None
     program = compile_plan(resolved, streams=streams, record_all=record_all)
-    before = HappensBefore(program, streams=streams)
+    before = HappensBefore(program)
     if effects is None:
         touched: EffectTable = {**_in_order(resolved, declared.named), BODY: declared.unknown}
     else:
         touched = _table(resolved, declared, effects, apart=True, body=True)
-    if problems := _run_problems(resolved, declared, touched, before):
+    if problems := _run_problems(declared, touched, before):
         raise refusal(plan, problems)
     if plan.keep is not None:
         program, releases = with_releases(before, in_order, effects, plan.keep)
-    return VerifiedPlan(resolved, in_order, declared, touched, before, program, releases)
+    return VerifiedPlan(in_order, declared, touched, before, program, releases)
 
 
-def _run_problems(
-    resolved: ResolvedPlan, declared: Declared, touched: EffectTable, before: HappensBefore
-) -> list[Problem]:
+def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefore) -> list[Problem]:
     """What is wrong without a body: ``run`` has none."""
+    resolved = before.program.resolved
     table = {name: one for name, one in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems
-    problems = race_problems(resolved, table, guaranteed=[before])
+    problems = race_problems(table, [before])
     if PULL in table:  # these are effects that were given
         problems = stale_problems(resolved.plan, table) + problems
         if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
             said = _in_order(resolved, declared.named)  # as a serial run has it
-            problems = race_problems(resolved, said, guaranteed=[before])
+            problems = race_problems(said, [before])
     return problems
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,12 +34,13 @@ from swpipe.cli.user_inputs import (
 from swpipe.core.files import parse_json
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plan import PipelinePlan
+from swpipe.core.progress import progress_bar
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.tasks import job_run
-from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import DEFAULT, MOST_SEED, Workload
+from swpipe.tasks.job_run import JobRun, alternate, speed_up
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
@@ -47,8 +49,11 @@ _WARM_UP = 3  # steps before it, where only these steps are run
 _TURN = 100  # steps under one plan, before the next one has its turn
 ROUNDS = 4  # visits to each task
 
-CLICKS_NEED = ("polars", "torchmetrics", "fbgemm_gpu", "torchrec")
-"""What the click job imports; without them the demo trains on generated images."""
+# The demo trains until its turns tell two plans apart, and profiles until intervals are narrow.
+_UNTIMED = 10  # steps of each plan before its turns
+_DEMO_TURNS, _DEMO_TURN_S, _DEMO_TURN = 4, 1.5, 30  # at least so many; their seconds, or steps
+_DEMO_TRAINS_S, _DEMO_PROFILES_S = 15.0, 5.0  # at most; each of two profiles
+_DEMO_SPREAD = 0.05  # of an iteration
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -104,7 +109,7 @@ def check_command(
         )
 
 
-@app.command("train")
+@app.command("train", cls=options.Command)
 @options.takes_workload_options
 def train(
     context: typer.Context,
@@ -119,7 +124,7 @@ def train(
     ] = None,
     **given: Any,
 ) -> None:
-    """Train a workload: the click model, unless another is named, or your own."""
+    """Train the click model, another workload, or a loop of yours."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
@@ -136,7 +141,7 @@ def train(
         save(context, Output(what, timeline, recorded.save))
 
 
-@app.command("profile")
+@app.command("profile", cls=options.Command)
 @options.takes_workload_options
 def profile(
     context: typer.Context,
@@ -149,12 +154,14 @@ def profile(
     rounds: Annotated[int, options.count("Visits to each task.", least=2)] = ROUNDS,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Measure for so long on each batch, instead of --rounds."),
+        typer.Option(
+            min=0.1, metavar="S", help="Measure for so long on each batch, instead of --rounds."
+        ),
     ] = None,
     output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
     **given: Any,
 ) -> None:
-    """Show what each task of a workload really costs: its exposed time."""
+    """Show what each task really costs: its exposed time."""
     check_outputs(context, output)
     with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
         under = opened.plan()
@@ -164,7 +171,7 @@ def profile(
     save(context, Output("written to", output, results.save))
 
 
-@app.command("trace")
+@app.command("trace", cls=options.Command)
 @options.takes_workload_options
 def draw_trace(
     context: typer.Context,
@@ -208,14 +215,14 @@ def draw_trace(
     )
 
 
-@app.command("doctor")
+@app.command("doctor", cls=options.Command)
 @options.takes_workload_options
 def doctor(
     context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(
-            metavar="[NAME|MODULE:FUNCTION]",
+            metavar="NAME|MODULE:FUNCTION",
             help="The loop; none: examine the machine and its settings only.",
         ),
     ] = "",
@@ -225,7 +232,7 @@ def doctor(
     rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
     **given: Any,
 ) -> None:
-    """Find what keeps work from overlapping, and how much overlap can gain at most."""
+    """Find what keeps work from overlapping, and the most to gain."""
     from swpipe.doctor import diagnose
 
     if not workload:
@@ -246,7 +253,7 @@ def doctor(
     echo(str(found))
 
 
-@app.command("report")
+@app.command("report", cls=options.Command)
 @options.takes_workload_options
 def report(
     context: typer.Context,
@@ -254,7 +261,8 @@ def report(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Of yours, that returns (tasks, batches[, context]); or a workload's name.",
+            help="Of yours, that returns (tasks, batches[, context]); or the name of a workload, "
+            "whose options --help then shows, too.",
         ),
     ],
     output: Annotated[
@@ -273,7 +281,7 @@ def report(
     ] = 5,
     **given: Any,
 ) -> None:
-    """Say what bounds a loop, how much overlap can still gain, and what to do next."""
+    """Say what bounds a loop, the most to gain, and what to do next."""
     from swpipe.reporting.measuring import report_on
 
     check_outputs(context, output)
@@ -294,12 +302,15 @@ def report(
     save(context, Output("written to", output, found.save))
 
 
-@app.command("diff")
+@app.command("diff", cls=options.Command)
 def diff(
     before: Annotated[Path, typer.Argument(metavar="BEFORE.json", help="From `swpipe profile`.")],
     after: Annotated[Path, typer.Argument(metavar="AFTER.json", help="The same, later.")],
 ) -> None:
-    """Compare two saved profiles; exit with 1 if iterations take longer, beyond the intervals."""
+    """Compare two saved profiles; exit with 1 if the later is slower.
+
+    Slower is what is beyond both intervals.
+    """
     profiles = [load_file(_profiles, path) for path in (before, after)]
     try:
         changes = profiles[0].diff(profiles[1])
@@ -314,53 +325,66 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("demo")
+@app.command("demo", cls=options.Command)
 def demo(
     context: typer.Context,
     workload: Annotated[
         str,
         typer.Option(
-            metavar="clicks|images",
-            help="What to train.",
-            show_default="clicks where its packages are, else images: with torch alone",
+            metavar="images|clicks",
+            help="What to train: an image model, with torch alone, or the click model.",
         ),
-    ] = "",
-    directory: Annotated[Path, typer.Option(help="Where data and results go.")] = Path(
-        "build/demo"
-    ),
-    steps: Annotated[int, options.count("Under each plan.")] = 322,
+    ] = "images",
+    directory: Annotated[
+        Path, typer.Option(metavar="PATH", help="Where data and results go.")
+    ] = Path("build/demo"),
+    steps: Annotated[
+        int | None, options.count("Under each plan; none: until the speeds are told apart.")
+    ] = None,
     batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
         int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
     ] = 0,
 ) -> None:
-    """Train serially and pipelined, compare, break down, draw; in under three minutes."""
+    """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
-    workload = workload or (DEFAULT if all(map(find_spec, CLICKS_NEED)) else "images")
     work = find_workload(workload)
     given = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
     opening = partial(Opened, context, workload, given, [""])
     opened = opening()
-    echo(f"Training the same model ({workload}) under both plans, in turns.")
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
-    with open_runs(opened.workload, opened.config, list(plans.items()), steps) as runs:
-        recorded = train_runs(runs)
-        echo("\nWhat each task costs, in the plain loop and under the plan.")
-        breakdown = []
-        for label, pipelined in (("plain loop", False), ("under the plan", True)):
-            with opening() as opened:
-                plan = opened.plan()
-                breakdown.append(profile_job(opened, plan, 1, ROUNDS, pipelined, labels=[label]))
-        for results in breakdown:
-            echo(f"\n{format_breakdown(results)}")
-        echo(f"\n{job_run.report(runs)}\nfiles:")
-        both = ProfileResults(results[0] for results in breakdown)
-        drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
-        writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
-        writes += [drawn, both.plot][: len(pictures)]
-        save(context, *map(partial(Output, " "), [*files, *pictures], writes))
+    echo(f"Training the same model ({workload}) under two plans, in turns: {', '.join(plans)}.")
+    most = MOST_COUNT if steps is None else steps
+    with open_runs(opened.workload, opened.config, list(plans.items()), most) as runs:
+        recorded = train_runs(runs, None if steps else _DEMO_TRAINS_S)
+        echo(job_run.report(runs))
+        interval_ms = 1e3 / max(run.steps_per_s for run in runs)
+    breakdown = []
+    for label, pipelined in (("plain loop", False), ("under the plan", True)):
+        echo(f"\nWhat each task costs, {label}.")
+        with opening() as opened:
+            results = profile_job(
+                opened,
+                opened.plan(),
+                1,
+                ROUNDS,
+                pipelined,
+                labels=[label],
+                seconds=_DEMO_PROFILES_S,
+                target_spread_ms=_DEMO_SPREAD * interval_ms,
+            )
+        echo(format_breakdown(results))
+        breakdown.append(results)
+    echo("\nfiles:")
+    both = ProfileResults(results[0] for results in breakdown)
+    drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+    writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
+    writes += [drawn, both.plot][: len(pictures)]
+    save(context, *map(partial(Output, " "), [*files, *pictures], writes))
+    if not pictures:
+        echo("no pictures: they need matplotlib: pip install 'swpipe[plot]'")
 
 
 # ------------------------------------------------------------------------------ train and profile
@@ -388,18 +412,42 @@ def open_runs(
         yield runs
 
 
-def train_runs(runs: Sequence[JobRun]) -> Trace:
-    """Run all steps of all runs, in turns, and record the end of the last run."""
-    from tqdm import tqdm
+def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
+    """Run steps of all runs, in turns, and record the end of the last run.
 
+    Args:
+        runs: Of the same length.
+        seconds: None for all of their steps; else so many that the turns tell the first and the
+            last run apart, but for no longer than about so long.
+    """
     steps = runs[0].steps
     traced = min(steps, _TRACED)
-    with tqdm(total=steps * len(runs), desc="training", unit="step") as bar:
-        alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
+    with progress_bar("training", "step", None if seconds else steps * len(runs)) as bar:
+        if seconds:
+            _train_until_told_apart(runs, time.monotonic() + seconds, bar.update)
+        else:
+            alternate(runs, steps - traced, chunk=_TURN, on_step=bar.update)
         for run in runs:
             with run.pipe.trace() as recorded:
                 run.advance(traced, bar.update, timed=False)
     return recorded
+
+
+def _train_until_told_apart(
+    runs: Sequence[JobRun], end_s: float, on_step: Callable[[], object]
+) -> None:
+    first, *_, last = runs
+    for _ in range(2):  # the first time much is loaded and allocated
+        begin_s = time.monotonic()
+        alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=on_step)
+    step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
+
+    def enough() -> bool:
+        least, most = speed_up(first, last) if len(first.turns_s) >= _DEMO_TURNS else (1, 1)
+        return not least <= 1 <= most or time.monotonic() > end_s
+
+    turn = max(_DEMO_TURN, round(_DEMO_TURN_S / step_s))
+    alternate(runs, first.steps, chunk=turn, warm_up=0, on_step=on_step, enough=enough)
 
 
 def format_outcome(tuned: Tuned, run: JobRun) -> str:
@@ -436,18 +484,21 @@ def profile_job(
     rounds: int,
     pipelined: bool,
     labels: Sequence[str] | None = None,
-    seconds: float | None = None,
+    **until: Any,
 ) -> ProfileResults:
-    """Measure the tasks of a job under a plan, or in a plain loop."""
+    """Measure the tasks of a job under a plan, or in a plain loop.
+
+    ``until`` is a time or a spread, as ``TaskProfiler.profile_many`` has them.
+    """
     with opened.pipeline(plan) as pipe:
         return TaskProfiler(pipe).profile_many(
             opened.take(batches),
             num_rounds=rounds,
             pipelined=pipelined,
             verbose=True,
-            seconds=seconds,
             labels=labels,
             loader=opened.loader,
+            **until,
         )
 
 

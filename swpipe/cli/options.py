@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from swpipe.tasks.workload import DEFAULT, MOST_COUNT, Option, workloads
 
@@ -28,14 +31,14 @@ Workload = Annotated[
         "--workload",
         metavar=f"{DEFAULT}|NAME|MODULE:FUNCTION",
         help="A workload by name, or a function of yours that returns (tasks, batches[, context]). "
-        "With --help: its own options.",
+        "With --help: that workload's options.",
     ),
 ]
 
 
 def count(text: str, most: int = MOST_COUNT, least: int = 1) -> Any:
     """An option that is a number."""
-    return typer.Option(min=least, max=most, help=text)
+    return typer.Option(min=least, max=most, metavar="N", help=text)
 
 
 def file(metavar: str, text: str) -> Any:
@@ -51,11 +54,43 @@ _DEVICE = inspect.Parameter(
         str | None,
         typer.Option(
             "--device",
+            metavar="DEVICE",
             help="Where the tasks work, in torch's words.",
             show_default="cpu for the click job, else the machine's accelerator",
         ),
     ],
 )
+
+_KINDS = {list: "PATH...", int: "N", str: "NAME", Path: "PATH"}
+"""What stands for an option's value."""
+
+_RANGE = re.compile(r"x>=([\d.]+)|([\d.]+)<=x<=([\d.]+)")
+_FAR = 10**6  # a limit that is not told
+
+
+class Command(TyperCommand):
+    """Shows the workload's options apart from its own, and ranges in words."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Sections of arguments and options."""
+        sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                name, text = record
+                if param.param_type_name == "argument":
+                    sections["Arguments"].append((name.partition(" <")[0], text))
+                else:
+                    heading = getattr(param, "rich_help_panel", None) or "Options"
+                    sections[heading].append((name, _RANGE.sub(_in_words, text)))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def _in_words(found: re.Match[str]) -> str:
+    least, most = found[1] or found[2], found[3]
+    return f"{least} or more" if most is None or float(most) >= _FAR else f"{least} to {most}"
+
 
 _TAKES_OPTIONS: list[tuple[Callable[..., Any], list[inspect.Parameter]]] = []
 """Commands, and their own parameters."""
@@ -86,23 +121,25 @@ def declare_workload_options(args: Sequence[str]) -> list[str]:
     named += [arg for before, arg in pairwise(args) if before == "--workload"]
     if args[0] in ("doctor", "report"):
         named = [arg for arg in args if arg in known or ":" in arg]
-    name = named[-1] if named else DEFAULT
+    usual = "" if args[0] in ("doctor", "report", "trace") else DEFAULT
+    name = named[-1] if named else usual
     declared = known[name].options if name in known else ()
-    extra = [_DEVICE, *map(_parameter, declared)]
+    extra = [_DEVICE, *(_parameter(option, name) for option in declared)]
     for command, own in _TAKES_OPTIONS:
         command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}
     return spread_lists(args, {flag(option.name) for option in declared if option.kind is list})
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def _parameter(option: Option, workload: str) -> inspect.Parameter:
     kind: Any = list[Path] if option.kind is list else option.kind
     declared = typer.Option(
         flag(option.name),
         help=option.help,
         min=option.minimum,
         max=option.maximum if option.kind is int else None,
-        metavar="PATH..." if option.kind is list else None,
+        metavar=_KINDS.get(option.kind),
+        rich_help_panel=f"Options of the workload {workload}",
     )
     return inspect.Parameter(
         option.name,

@@ -40,7 +40,7 @@ from swpipe.trace import Trace, format_stacked, plot_stacked
 from swpipe.tuning.autotuning import EFFORT
 
 app = typer.Typer(
-    help="Infer dependences, check plans, simulate them, choose one, show one.",
+    help="Infer dependences; check, simulate, choose or show a plan.",
     rich_markup_mode=None,
 )
 
@@ -55,7 +55,7 @@ KeepCosts = Annotated[
 PlanFile = Annotated[Path | None, options.file("OUT.toml", "Write the plan, as TOML or JSON.")]
 
 
-@app.command("show")
+@app.command("show", cls=options.Command)
 def show(
     context: typer.Context,
     plan: PlanName,
@@ -65,7 +65,7 @@ def show(
     ] = None,
     output: PlanFile = None,
 ) -> None:
-    """Show a plan: which task works on which iteration when, and what waits for what."""
+    """Show a plan: what works when, and what waits for what."""
     check_outputs(context, output)
     forms = [form for work in workloads().values() for form in (work, work.on_ranks) if form]
     every = {name: make for form in forms for name, make in form.plans.items()}
@@ -82,7 +82,7 @@ def show(
     save(context, Output("written to", output, loaded.save))
 
 
-@app.command("infer")
+@app.command("infer", cls=options.Command)
 @options.takes_workload_options
 def infer(
     context: typer.Context,
@@ -93,7 +93,7 @@ def infer(
     output: PlanFile = None,
     **given: Any,
 ) -> None:
-    """Record two iterations: what each task touches, and the dependences that follow."""
+    """Record what each task touches; infer the dependences."""
     check_outputs(context, output)
     with (
         Opened(context, workload, given, [plan] if plan else []) as opened,
@@ -106,7 +106,7 @@ def infer(
     save(context, Output("written to", output, inferred.save))
 
 
-@app.command("check")
+@app.command("check", cls=options.Command)
 @options.takes_workload_options
 def check(
     context: typer.Context,
@@ -118,7 +118,7 @@ def check(
     ] = None,
     **given: Any,
 ) -> None:
-    """Check a plan against what its tasks touch: the same numbers in every interleaving?"""
+    """Check that a plan gives the same numbers in every interleaving."""
     with Opened(context, workload, given, [plan]) as opened, about_plan(plan):
         loop = opened.loop()
         recording = loop.record()
@@ -126,7 +126,7 @@ def check(
             opened.plan(),
             loop.tasks,
             recording.effects,
-            sizes=recording.sizes,
+            memory=loop.measure_memory(),
             budget_bytes=budget,
         )
     echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
@@ -134,7 +134,7 @@ def check(
         echo(verified.footprint.format())
 
 
-@app.command("simulate")
+@app.command("simulate", cls=options.Command)
 @options.takes_workload_options
 def simulate(
     context: typer.Context,
@@ -150,7 +150,7 @@ def simulate(
     keep: KeepCosts = None,
     **given: Any,
 ) -> None:
-    """Predict a plan's timeline and interval from what its tasks cost."""
+    """Predict a plan's timeline and interval from its tasks' costs."""
     check_outputs(context, keep, pictures=[picture])
     if costs is not None:
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
@@ -175,12 +175,12 @@ def simulate(
     )
 
 
-@app.command("auto")
+@app.command("auto", cls=options.Command)
 @options.takes_workload_options
 def auto(
     context: typer.Context,
     plan: Annotated[
-        str, typer.Argument(metavar="[PLAN]", help="Carries dependences; none: inferred.")
+        str, typer.Argument(metavar="PLAN", help="Carries dependences; none: inferred.")
     ] = "",
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
@@ -191,11 +191,14 @@ def auto(
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="What measuring may take, about; without a PLAN.")
+        float,
+        typer.Option(min=1, metavar="S", help="What measuring may take, about; without a PLAN."),
     ] = TUNING_S,
     max_bytes: Annotated[
         int | None,
-        typer.Option(min=1, max=2**63 - 1, help="Bytes that it may hold; --costs need memory."),
+        typer.Option(
+            min=1, max=2**63 - 1, metavar="BYTES", help="What it may hold; --costs need memory."
+        ),
     ] = None,
     keep: KeepCosts = None,
     output: PlanFile = None,

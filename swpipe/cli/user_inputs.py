@@ -160,9 +160,8 @@ class Opened:
                 limits=limits,
                 seconds=seconds,
                 max_bytes=max_bytes,
-                verbose=True,
                 ready_made=others,
-                **self._known(),
+                **{**self._known(), "progress": lambda line: None},  # the bar shows them
             )
 
     def _known(self) -> dict[str, Any]:

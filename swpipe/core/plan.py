@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from swpipe.core.files import parse_json, parse_toml, read_table, read_text, write_atomically
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.core.task import (
     LABEL_RULE,
@@ -53,6 +54,7 @@ Pair: TypeAlias = tuple[str, str]
 DistantPair: TypeAlias = tuple[str, str, int]
 
 
+@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class TaskSchedule:
     """Where and when one task runs.
@@ -72,6 +74,7 @@ class TaskSchedule:
     globally_ordered: bool = False
 
 
+@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
     """How to create a named stream. As in CUDA, a lower ``priority`` (-128 to 127) runs first."""
@@ -79,6 +82,7 @@ class StreamSpec:
     priority: int = 0
 
 
+@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """A complete plan. Tasks may be given as themselves or by name; the plan stores names.

@@ -9,6 +9,15 @@ import io
 from abc import ABC, abstractmethod
 from typing import Any
 
+_MOST_LINES = 4
+
+
+def first_lines(value: object, text: str) -> str:
+    """A repr of what prints as ``text``: its class, and the first lines."""
+    lines = text.splitlines()
+    more = ["..."] if len(lines) > _MOST_LINES else []
+    return "\n".join([f"<{type(value).__name__}>", *lines[:_MOST_LINES], *more])
+
 
 class Rows(ABC):
     """What has rows of plain values, and a text that shows it."""
@@ -45,6 +54,12 @@ class Rows(ABC):
                 "to_dataframe needs pandas: install it, or use records() or to_csv()"
             ) from error
         return pandas.DataFrame(self.records())
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.as_text())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.as_text())}</pre>"

@@ -9,6 +9,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import MOST_CHARACTERS, shown
 
 TaskFn: TypeAlias = Callable[[Any], None]
@@ -19,6 +20,7 @@ Others: TypeAlias = Literal["rw", "r", ""]
 V = TypeVar("V")
 
 
+@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class DeclaredIO:
     """A side effect of a task, outside its context.
@@ -102,6 +104,7 @@ def is_label(name: str) -> bool:
     return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
 
 
+@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
     """One named unit of work. Plans refer to it by name.
@@ -209,6 +212,7 @@ def task(
 ) -> Callable[[TaskFn], PipelineTask]: ...
 
 
+@suggests_keywords
 def task(
     fn: TaskFn | None = None,
     /,

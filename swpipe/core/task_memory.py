@@ -15,6 +15,16 @@ from swpipe.errors import PlanError, Problem
 KEPT = ""
 """The end of a block that the iteration holds until it is retired."""
 
+WORKING = "while it runs"
+"""The ``attribute`` of what a task needs while it runs."""
+
+
+def holder(task: str, attribute: str) -> str:
+    """What holds memory of a task, in words."""
+    if attribute == WORKING:
+        return f"{task} {WORKING}"
+    return f"ctx.{attribute} of {task}" if attribute else f"other memory of {task}"
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swpipe.core.messages import counted, listed
+from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.spread import Estimate, ms
+
+_SHOWN = 0.01  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Headroom:
     """What overlap can gain at most, measured in the serial loop: no plan is needed.
 
     Attributes:
-        step: An iteration, the call of the loader included.
+        step: An iteration, the call of the loader included, and its part of the start of a pass.
         cached: How much shorter it is if the loader's batches are there already; None where
             they are, as in a list.
         free: How much shorter it is if nothing of what may overlap costs anything; None where
@@ -43,6 +46,8 @@ class Headroom:
         stays: The other tasks. By what is declared, each has to wait for the others of the
             iteration before, so that their times add up under every plan.
         note: Why something could not be measured; or empty.
+        loader: What the loader does in the long run: no overlap makes a step shorter than a batch
+            takes it. None where batches are there already.
     """
 
     step: Estimate
@@ -51,6 +56,7 @@ class Headroom:
     overlappable: tuple[str, ...]
     stays: tuple[str, ...]
     note: str = ""
+    loader: LoaderPace | None = None
 
     @property
     def ceiling(self) -> float:
@@ -58,7 +64,13 @@ class Headroom:
         best = self.free or self.cached
         if best is None or not best.is_clear:
             return 0.0
-        return min(1.0, best.value_s / self.step.value_s)
+        left_s = max(self.step.value_s - best.value_s, self._loader_s)
+        return min(1.0, max(0.0, 1.0 - left_s / self.step.value_s))
+
+    @property
+    def _loader_s(self) -> float:
+        """What a step takes at least because of the loader."""
+        return 0.0 if self.loader is None else self.loader.rate_s + self.loader.start_s
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -76,6 +88,12 @@ class Headroom:
             gain = f"{-min(1.0, saved.value_s / step.value_s):.0%}"
             told = gain if saved.is_clear else "a gain that is not told apart from 0"
             yield f"  {what}: {ms(left_s)} ms ± {ms(saved.spread_s)} ms, {told}"
+        if self.loader is not None:
+            pace = self.loader
+            passes = f", and {ms(pace.start_s)} ms a step for the start of passes" * (
+                pace.start_s >= _SHOWN * step.value_s
+            )
+            yield f"  the loader makes a batch in {ms(pace.rate_s)} ms{passes}: no plan is faster"
         if self.stays:
             yield f"  stays, under every plan that keeps what is declared: {listed(self.stays)}"
         if self.note:

@@ -19,7 +19,7 @@ from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import declared_effects
 from swpipe.core.loaders import unprepared
-from swpipe.core.messages import listed
+from swpipe.core.messages import counted, listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
@@ -29,6 +29,7 @@ from swpipe.doctor.headroom import measure_headroom
 from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
+from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
 from swpipe.profiler.result import ProfileResult
@@ -100,23 +101,23 @@ def diagnose(
         raise ValueError("the loader has no batch: give one that has at least one")
     called = None if isinstance(loader, Sequence | Iterator) else loader
     serial = PipelinePlan.serial(given)
+    pulls = Pulls.of(called)
     with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
         saved = trial_state(pipe, batches[0], state, copy)
         recorder = _watch(pipe, saved, batches, copy)
-        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=called)
+        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=pulls)
         headroom = None
         if profile is None:
-            pulls = None if called is None else Pulls(called)
             timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
             headroom = measure_headroom(timer, saved, costs, rounds)
-            step_s, pulled = headroom.step.value_s, headroom.cached
+            step_s, pulled, pace = headroom.step.value_s, headroom.cached, headroom.loader
         else:
-            step_s, pulled = profile.baseline_s, profile.exposed(PULL)
+            step_s, pulled, pace = profile.baseline_s, profile.exposed(PULL), profile.loader
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
     found += _graph_breaks()
-    if pulled is not None and pulled.is_clear and pulled.value_s >= _SHARE * step_s:
-        found.append(_loader_finding(workers, costs.tasks[PULL], pulled))
+    if pulled is not None and pace is not None:
+        found += _loader_findings(pace, costs.tasks[PULL], pulled, step_s)
     found += _lock_findings(given, costs, step_s)
     names = listed([each.name for each in given])
     return Diagnosis(tuple(found), headroom, f"{names}, on device {where.name}")
@@ -189,16 +190,33 @@ def _graph_breaks() -> Iterator[Finding]:
         yield Finding("graph-break", f"{file}:{line}", text, mend)
 
 
-def _loader_finding(workers: int, cost: TaskCost, saved: Estimate) -> Finding:
-    takes = f"{ms(saved.value_s)} ± {ms(saved.spread_s)} ms of a step"
-    if workers:
-        text = f"the loop waits for the loader's {workers} workers, {takes}"
-        mend = "more workers, or less work for each batch; prefetch_factor if batches are uneven"
-        return Finding("slow-loader", "loader", text, mend)
+def _loader_findings(
+    pace: LoaderPace, cost: TaskCost, saved: Estimate, step_s: float
+) -> Iterator[Finding]:
+    least_s, waits_s = _SHARE * step_s, saved.value_s - pace.start_s
+    if pace.start_s >= least_s:
+        text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
+        mend = "less to do in the loader's __iter__ and for its first batch"
+        if pace.starts_workers:
+            text += f", in which the loader starts its {counted(pace.workers, 'worker')}"
+            mend = "DataLoader(persistent_workers=True)"
+        yield Finding("slow-pass-start", "loader", text, mend)
+    if not saved.is_clear or waits_s < least_s:
+        return
+    takes = f"{ms(waits_s)} ± {ms(saved.spread_s)} ms of a step"
+    if pace.works_ahead:
+        who = f"the loader's {counted(pace.workers, 'worker')}" if pace.workers else "the loader"
+        text = f"the loop waits for {who}, {takes}: a batch takes {ms(pace.rate_s)} ms"
+        mend = "less work for each batch"
+        if pace.workers:
+            more = pace.workers_for(max(step_s - saved.value_s, least_s))
+            mend = f"{more} workers, or {mend}; prefetch_factor if batches are uneven"
+        yield Finding("slow-loader", "loader", text, mend)
+        return
     how = "on the CPU" if cost.gil_us > cost.host_us / 2 else "mostly blocked"
     text = f"batches are made in this process, between two steps: {takes}, {how}"
     mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
-    return Finding("loader-in-process", "loader", text, mend)
+    yield Finding("loader-in-process", "loader", text, mend)
 
 
 def _lock_findings(

@@ -50,7 +50,8 @@ def measure_headroom(
             pulls.end()
     gains, failed = rounds.saved, rounds.failed.get(free)
     note = "" if failed is None else f"not measured: {str(failed).splitlines()[0]}"
-    return Headroom(rounds.step, gains.get(pull), gains.get(free), free, stays, note)
+    pace = None if pulls is None else pulls.pace
+    return Headroom(rounds.step, gains.get(pull), gains.get(free), free, stays, note, pace)
 
 
 def staying(effects: EffectTable, costs: CostModel) -> tuple[str, ...]:

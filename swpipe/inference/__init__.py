@@ -24,12 +24,13 @@ _WHERE = {
     **dict.fromkeys(("Comparison", "Needed", "Needless"), "comparison"),
 }
 
+if not TYPE_CHECKING:  # which would take each name for Any
 
-def __getattr__(name: str) -> Any:
-    """The names, loaded when asked for: the checks of a run need none of them."""
-    if name in __all__:
-        return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'recording')}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """The names, loaded when asked for: the checks of a run need none of them."""
+        if name in __all__:
+            return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'recording')}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from swpipe._values.fingerprint import Fingerprint, is_fixed
 from swpipe._values.generators import TORCH, generator_states
 from swpipe._values.owners import Owner, modules_of
 from swpipe._values.stateful import modules_in
-from swpipe._values.storages import MemoryPrint, StorageId, Storages, nbytes
+from swpipe._values.storages import MemoryPrint, StorageId, Storages
 from swpipe._values.walk import grad_or_none, leaves_in, tensors_in, unsharded
 from swpipe.core.context import IterContext, TypedContext
 from swpipe.core.task import PipelineTask
@@ -50,7 +50,6 @@ class TaskObservation(NamedTuple):
         generators: Names of generators that were drawn from.
         options: Names of optimizers whose options changed.
         stepped: Names of the optimizers whose ``step`` ran.
-        sizes: Attribute that it set to its bytes; 0 where it deleted it.
         opaque: Attribute that it set to the class of something in it that cannot be inspected.
         ran: Names of the modules of which some part was called.
         switched: Of those of which some part ran in the other mode, or was left in it.
@@ -68,7 +67,6 @@ class TaskObservation(NamedTuple):
     generators: frozenset[str]
     options: frozenset[str]
     stepped: frozenset[str]
-    sizes: Mapping[str, int]
     opaque: Mapping[str, str]
     ran: frozenset[str]
     switched: frozenset[str]
@@ -165,7 +163,6 @@ class IterationObserver:
             generators &= before.generators.keys()
             if operators.draws.keys() & {0} and not task.random:  # which has states of its own
                 generators |= {TORCH}
-            gone = log.deletes - after.attributes.keys()
             observed.append(
                 TaskObservation(
                     task=task.name,
@@ -182,7 +179,6 @@ class IterationObserver:
                     stepped=frozenset(
                         after.optimizers[number] for number in stepped & after.optimizers.keys()
                     ),
-                    sizes={n: _size(v) for n, v in values.items()} | dict.fromkeys(gone, 0),
                     opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
                     ran=self._names(modes.ran),
                     switched=self._names(modes.switched),
@@ -303,18 +299,6 @@ def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> fro
     # As items of a list, so that NaN equals itself.
     changed = {name for name in kept if [before[name]] != [after[name]]}
     return frozenset((before.keys() ^ after.keys()) | changed)
-
-
-def _size(value: Any) -> int:
-    """Bytes of the tensors' storages, of bytes objects, and of whatever has ``nbytes``."""
-    storages: dict[StorageId, int] = {}
-    for tensor in tensors_in(value):
-        for one in unsharded(tensor):
-            storages |= nbytes(one)
-    leaves = list(leaves_in(value))
-    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, bytes | bytearray)]
-    sizes += [leaf.nbytes for leaf in leaves if isinstance(getattr(leaf, "nbytes", None), int)]
-    return sum(storages.values()) + sum(sizes)
 
 
 def _opaque(value: Any) -> str:

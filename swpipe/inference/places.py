@@ -117,7 +117,7 @@ class KeptOrders:
     """
 
     def __init__(self, verified: VerifiedPlan) -> None:
-        self._resolved, self._guaranteed = verified.resolved, verified.before
+        self._guaranteed = verified.before
         self._random = frozenset(task.name for task in verified.tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
@@ -134,7 +134,7 @@ class KeptOrders:
 
     def keeps(self, place: Place, first: str, then: str, distance: int) -> bool:
         """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
-        depth = self._resolved.plan.depth
+        depth = self._guaranteed.program.depth
         if distance > depth or (first == then and not distance):
             return True  # only one of the two is in flight
         if place.name == TORCH and {first, then} <= self._random:
@@ -162,7 +162,7 @@ class KeptOrders:
             )
             for name, found in users.items()
         }
-        return race_problems(self._resolved, effects, guaranteed=[self._guaranteed])
+        return race_problems(effects, [self._guaranteed])
 
 
 class ComparedPlaces:

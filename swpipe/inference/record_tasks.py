@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
@@ -21,7 +21,6 @@ from swpipe.inference.notes import notes_on
 from swpipe.inference.observing import (
     IterationObservation,
     IterationObserver,
-    TaskObservation,
     run_alone,
 )
 from swpipe.inference.operators import copied
@@ -113,7 +112,6 @@ def record(
         tasks=tasks,
         effects=pull | effects | {BODY: unknown},
         states={name: tuple(item.name for item in items) for name, items in states.items()},
-        sizes=_sizes(runs),
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
         owners=Owners(saved.owners),
         notes=notes_on(tasks, seen, states, trained, runs, accesses, transfers),
@@ -152,14 +150,6 @@ def _check(tasks: Sequence[PipelineTask], iterations: int | None) -> None:
         problems.append(Problem("there are no tasks to record: give at least one"))
     if problems:
         raise PlanError(problems)
-
-
-def _sizes(runs: Iterable[TaskObservation]) -> Mapping[tuple[str, str], int]:
-    sizes: dict[tuple[str, str], int] = {}
-    for task in runs:
-        for name, size in task.sizes.items():
-            sizes[task.task, name] = max(size, sizes.get((task.task, name), 0))
-    return sizes
 
 
 _BEFORE = "before its effects were recorded; the state of models and optimizers was restored"

@@ -1,4 +1,4 @@
-"""The result of recording: effects, sizes, the dependences that they need, and notes."""
+"""The result of recording: effects, the dependences that they need, and notes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class Recording:
             first is ``PULL``, if what the loader may use is known; the last is ``BODY``, what the
             loop's body may touch.
         states: State to its members: names of parameters, gradients and so on.
-        sizes: (task, attribute that it set) to bytes, 0 where it deleted it; the largest of the
-            recorded iterations. Shared memory counts for each attribute.
         collectives: Tasks that communicated.
         notes: Sentences on what was not recorded, or not reliably.
         owners: What was restored; of this rank.
@@ -38,7 +36,6 @@ class Recording:
     tasks: tuple[PipelineTask, ...]
     effects: Mapping[str, Effects]
     states: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[tuple[str, str], int]
     collectives: frozenset[str]
     notes: tuple[str, ...]
     owners: Owners = field(default=Owners(), compare=False, repr=False)
@@ -69,10 +66,6 @@ class Recording:
             self.tasks,
             {task: reduce(or_, (each.effects[task] for each in found)) for task in self.effects},
             {state: _once(each.states.get(state, ()) for each in found) for state in states},
-            {
-                key: max(each.sizes.get(key, 0) for each in found)
-                for key in dict.fromkeys(key for each in found for key in each.sizes)
-            },
             frozenset().union(*(each.collectives for each in found)),
             _once(each.notes for each in found),
             self.owners,

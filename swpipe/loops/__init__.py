@@ -23,11 +23,12 @@ __all__ = [
     "overlap",
 ]
 
+if not TYPE_CHECKING:  # which would take each name for Any
 
-def __getattr__(name: str) -> Any:
-    """What few loops use, loaded when asked for."""
-    if name in ("StopRequest", "WatchedLoop"):
-        from swpipe.loops import stop_request
+    def __getattr__(name: str) -> Any:
+        """What few loops use, loaded when asked for."""
+        if name in ("StopRequest", "WatchedLoop"):
+            from swpipe.loops import stop_request
 
-        return getattr(stop_request, name)
-    raise AttributeError(f"module 'swpipe.loops' has no attribute {name!r}")
+            return getattr(stop_request, name)
+        raise AttributeError(f"module 'swpipe.loops' has no attribute {name!r}")

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import takewhile
 from typing import Any, Self, TypeVar
 
@@ -25,6 +26,7 @@ import torch
 
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
@@ -109,6 +111,14 @@ class OverlappedLoop(ResumableLoop[C]):
         self._told: set[str] = set()  # default generators that the loader draws from
         super().__init__(pipe, loader)
 
+    def __repr__(self) -> str:
+        head = f"<{type(self).__name__} over {type(self._loader).__name__}>"
+        return "\n".join([head, str(self.overlap)])
+
+    def _repr_html_(self) -> str:
+        """What runs ahead, and the plan, for a notebook."""
+        return f"<pre>{escape(repr(self))}</pre>{self.pipe._repr_html_()}"
+
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         loader, inner = self._loader, torchs(self._loader)
         # Where it is known to be apart, it draws from nothing but what it was given.
@@ -172,6 +182,7 @@ _pulled: weakref.WeakValueDictionary[int, OverlappedLoop[Any]] = weakref.WeakVal
 """The loops that pull ahead from an iterator, by its id; each holds its iterator."""
 
 
+@suggests_keywords
 def overlap(
     loader: Iterable[Any],
     tasks: Iterable[PipelineTask | Callable[[Any], None]],
@@ -290,7 +301,7 @@ def loop_over(
     behind = given[len(leading) :]
     why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
-        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
         leading, behind = (loader.unpack, *leading), (loader.show, *behind)
@@ -328,7 +339,7 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[
 
 
 def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
-    behind = [one for one in given if not isinstance(one.fn, BatchCopy)]
+    behind = [one for one in given if one is not HAND_OVER and not isinstance(one.fn, BatchCopy)]
     undeclared = [repr(one.name) for one in behind if one.undeclared]
     random = [repr(one.name) for one in behind if one.pure and one.random]
     pure = [repr(one.name) for one in behind if one.pure and not one.random]

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
@@ -56,6 +57,7 @@ class Resumable(Protocol[Out]):
         """As ``SWPipeline.load_state_dict``."""
 
 
+@suggests_keywords
 class ResumableLoop(Generic[Out]):
     """An iterable of what ``progress`` returns, one pass over the loader each time.
 
@@ -103,6 +105,9 @@ class ResumableLoop(Generic[Out]):
         self._running: LoaderPass | None = None
         self._left = False  # early
         self._dropped = False  # what was in flight then
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.pipe!r}"
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         # What is not pulled ahead is drawn in the order of a plain loop.

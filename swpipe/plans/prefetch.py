@@ -7,12 +7,14 @@ from itertools import pairwise
 
 import torch
 
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
 from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
 from swpipe.device import BatchCopy, Device, copy_task
 from swpipe.errors import PlanError, Problem
 
 
+@suggests_keywords
 def prefetch_plan(
     feed: Sequence[TaskRef],
     compute: Sequence[TaskRef],

@@ -32,7 +32,7 @@ from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
 from swpipe.profiler.figures import Advice, Figures
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.spread import Estimate, in_ms, ms
 
 if TYPE_CHECKING:
     from swpipe.planning.simulation.interval import Limit
@@ -98,13 +98,37 @@ def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
     except PlanError:
         return ()
     found = [] if planned.advice is None else [planned.advice]
+    found += sorted(_of_loader(result), key=lambda one: -one.saved_s)
+    named = {one.task for one in found}
     for task in sorted(result.own_s, key=lambda task: -result.own_s[task]):
         half_s, spread_s = result.own_s[task] / 2, result.spread_s[task] / 2
         is_known = half_s > max(spread_s, LEAST * result.baseline_s)
-        if is_known and task not in planned.moved:
+        if is_known and task not in planned.moved and task not in named:
             words, why_not = f"make {task} take half as long", planned.why_not.get(task, "")
             found.append(Advice(words, task, half_s, spread_s, not_moved=why_not))
     return tuple(found[:MOST])
+
+
+def _of_loader(result: Figures) -> Iterator[Advice]:
+    """What to change of a loader that makes too few batches, or whose passes begin slowly."""
+    pace, waits = result.loader, result.exposed(PULL)
+    if pace is None or waits is None:
+        return
+    least_s = LEAST * result.baseline_s
+    if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
+        rest_s = result.baseline_s - waits.value_s
+        more = pace.workers_for(max(rest_s, least_s))
+        words = f"make a batch in {in_ms(rest_s)} ms instead of {in_ms(pace.rate_s)}"
+        if pace.workers:
+            words += f": {more} workers instead of {pace.workers}, or less work for each batch"
+            if more > cores():
+                words += f" ({counted(cores(), 'core')} here)"
+        yield Advice(words, PULL, saved_s, waits.spread_s, "the rest of the step")
+    if pace.start_s > least_s:
+        words = "make the start of a pass of the loader take less time"
+        if pace.starts_workers:
+            words = "keep the loader's workers: DataLoader(persistent_workers=True)"
+        yield Advice(words, PULL, pace.start_s, ERROR * pace.start_s)
 
 
 def _planned(result: Figures, loop: LoopFacts) -> _Planned:
@@ -195,6 +219,8 @@ def _promise(result: Figures, moved: Sequence[str], then_s: float) -> Estimate:
     # Together they save the sum at most, which is right if none hides another.
     most_s = sum(max(0.0, one.value_s) for one in each)
     error_s = max(result.baseline_spread_s, math.hypot(*(one.spread_s for one in each)))
+    if result.loader is not None:  # no plan makes it faster
+        then_s = max(then_s, result.loader.rate_s + result.loader.start_s)
     return Estimate(min(result.baseline_s - then_s, most_s), error_s + ERROR * then_s)
 
 

@@ -70,7 +70,7 @@ def measure_costs(
     lock: bool = True,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
-    loader: Iterable[Any] | None = None,
+    loader: Iterable[Any] | Pulls | None = None,
 ) -> CostModel:
     """Measure what each task of a pipeline costs, and restore all state afterwards.
 
@@ -100,7 +100,7 @@ def measure_costs(
         BaseException: Whatever a task raised.
     """
     batches = list(batches)
-    pulls = None if loader is None else Pulls(loader)
+    pulls = Pulls.of(loader)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
     Counts(num_warmup, num_measure)
@@ -112,7 +112,7 @@ def measure_costs(
         with saved.trial(), pipe.borrow():
             timer.window()  # not used: the first iterations allocate and compile
             if pulls is not None:
-                pulls.begin()
+                pulls.measure()
             found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
     return replace(CostModel.mean(found), handover_us=_US * measure_handover_s(Host()))
 

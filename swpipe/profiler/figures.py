@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "not_measured",
+    "core_s", "not_measured",
 )  # fmt: skip
 
 
@@ -56,6 +57,29 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class LoaderPace:
+    """What a loader does in the long run, whatever it has ready; times are in seconds.
+
+    Attributes:
+        rate_s: Per batch, if it is called again and again.
+        start_s: The start of a pass, divided by the steps of a pass; 0 if that number is unknown.
+        works_ahead: It makes batches while it is not called.
+        workers: The processes of a DataLoader that make them; 0 if none.
+        starts_workers: It starts these in each pass.
+    """
+
+    rate_s: float
+    start_s: float
+    works_ahead: bool
+    workers: int = 0
+    starts_workers: bool = False
+
+    def workers_for(self, step_s: float) -> int:
+        """How many workers make a batch in every ``step_s``."""
+        return max(1, math.ceil((self.workers or 1) * self.rate_s / step_s))
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """The fields of ``ProfileResult``, which says what each of them is."""
 
@@ -85,6 +109,8 @@ class Figures:
     other_load: OtherLoad | None = None
     ranks: tuple[RankTimes, ...] = ()
     collectives: tuple[str, ...] = ()
+    loader: LoaderPace | None = None
+    core_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in _BY_TASK:
@@ -114,6 +140,14 @@ class Figures:
             name: min(exposed_s, self.host_s[name] + self.device_s.get(name, 0.0))
             for name, exposed_s in self.exposed_s.items()
         }
+
+    @property
+    def limited_by_loader(self) -> bool:
+        """Whether the loader makes batches ahead, and still no faster than one per iteration."""
+        pace, saved = self.loader, self.exposed(PULL)
+        if pace is None or saved is None or not (pace.works_ahead and saved.is_clear):
+            return False
+        return pace.rate_s >= LIMITING * (self.baseline_s - pace.start_s)
 
     @property
     def rank_waits(self) -> tuple[RankWait, ...]:

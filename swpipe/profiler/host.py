@@ -1,11 +1,18 @@
-"""How long each task occupies its thread, and for how much of that the thread is off the CPU."""
+"""How long each task occupies its thread, and for how much of that the thread is off the CPU.
+
+A thread is off the CPU because it waits for something, or because it waits for a core: others run
+there. Linux counts the second (``schedstat``), so that the first can be told.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
+from operator import sub
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
@@ -18,11 +25,47 @@ _LEAST_S = 20e-6
 
 
 class TaskRun(NamedTuple):
-    """One run of a task; seconds."""
+    """One run of a task; seconds. In ``core_s`` of them its thread waited for a core."""
 
     iteration: int
     wall_s: float
     cpu_s: float
+    core_s: float = 0.0
+
+
+def thread_times() -> tuple[float, float, float]:
+    """Wall time, this thread's time on the CPU, and its time waiting for a core; in seconds."""
+    return time.perf_counter(), time.thread_time(), core_wait_s()
+
+
+def core_wait_s() -> float:
+    """How long this thread has waited for a core, in seconds; 0 where the kernel does not count."""
+    file: _SchedStat | None = getattr(_FILES, "file", None)
+    if file is None or file.pid != os.getpid():  # after a fork it is still the parent's
+        file = _FILES.file = _SchedStat()
+    return file.read_s()
+
+
+class _SchedStat:
+    """The kernel's counters of the thread that opened them: on a core, waiting for one, turns."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._fd = -1
+        with suppress(OSError):  # not Linux, or a kernel that does not count
+            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def read_s(self) -> float:
+        if self._fd < 0:
+            return 0.0
+        return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+_FILES = threading.local()
 
 
 class HostObserver(Observer):
@@ -33,14 +76,14 @@ class HostObserver(Observer):
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        self._local.begin = (time.perf_counter(), time.thread_time())
+        self._local.begin = thread_times()
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        now = thread_times()
         runs = self.runs.get(ins.task)
         begin = self._local.__dict__.pop("begin", None)
         if runs is not None and begin is not None:
-            runs.append(TaskRun(iteration, wall_s - begin[0], cpu_s - begin[1]))
+            runs.append(TaskRun(iteration, *map(sub, now, begin)))
 
 
 class HostTimes:
@@ -61,9 +104,13 @@ class HostTimes:
             self._kept[name] += runs
             self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
-    def put_first(self, name: str, runs: Sequence[TaskRun]) -> None:
-        """Take what no observer sees, the calls of the loader, as the first task."""
-        self._kept = {name: [*runs], **self._kept}
+    def put_first(self, name: str, runs: Sequence[TaskRun], more_s: float = 0.0) -> None:
+        """Take what no observer sees, the calls of the loader, as the first task.
+
+        ``more_s``: what each takes longer, off the CPU, in the mean of many passes.
+        """
+        longer = [run._replace(wall_s=run.wall_s + more_s) for run in runs]
+        self._kept = {name: longer, **self._kept}
 
     @property
     def host_s(self) -> dict[str, float]:
@@ -88,10 +135,18 @@ class HostTimes:
 
     @property
     def blocked_s(self) -> dict[str, float]:
-        """Task to the part of ``host_s`` in which its thread is off the CPU."""
+        """Task to the part of ``host_s`` in which its thread waits, but for a core."""
         # From all runs together: some systems count CPU time in steps of milliseconds.
-        cpu_s = self.cpu_s
-        return {name: max(0.0, wall_s - cpu_s[name]) for name, wall_s in self.host_s.items()}
+        cpu_s, core_s = self.cpu_s, self.core_s
+        return {
+            name: max(0.0, wall_s - cpu_s[name] - core_s[name])
+            for name, wall_s in self.host_s.items()
+        }
+
+    @property
+    def core_s(self) -> dict[str, float]:
+        """Task to the mean time in which its thread could run, and others had the cores."""
+        return {name: fmean(run.core_s for run in runs) for name, runs in self._kept.items()}
 
     def shorter_in(self, other: HostTimes) -> dict[str, float]:
         """Task to the seconds by which its runs in ``other`` are shorter, if that is no noise."""

@@ -23,57 +23,196 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import sub
+from statistics import fmean
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.effects import UNKNOWN, Effects
-from swpipe.core.loaders import is_apart
+from swpipe.core.loaders import is_apart, unprepared
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.host import HostTimes, TaskRun
+from swpipe.profiler.figures import LoaderPace
+from swpipe.profiler.host import HostTimes, TaskRun, thread_times
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
+_LEAST_CALLS, _CALLS = 4, 32
+"""Calls of a loader by which its rate is found: the least, and those that do if time allows."""
+
+_RATE_S, _SHORT_S = 2.0, 0.02
+"""Seconds after which the rate is taken as it is, and before which a queue may not be empty yet."""
+
+_PACE = 0.25
+"""Two parts of the calls may differ by so much in their means."""
+
+_MOST_READY = 1024
+"""More batches than any loader has ready."""
+
+_TURNS = 8
+"""With more workers, a visit is not as long as all of them take for one batch each."""
+
+_LOOKS = 3
+"""So often nothing was ready after a rest: the loader does not work ahead."""
+
+_START = 1e-4
+"""Seconds of a step that the start of a pass takes, below which it is not measured again."""
+
 
 class Pulls:
-    """Calls a loader once per iteration, as training does, and drops what it returns.
+    """Calls a loader once per iteration, as training does.
 
-    It is begun again at its end. The iterations get the batch that is profiled.
+    It is begun again at its end. A loader that works ahead, in processes or threads of its own, has
+    batches ready after any time in which it is not called, or is called less often than it could
+    be. A few iterations would be served from these, at a pace that no epoch keeps. So they are
+    taken away before a visit (``settle``), and what the loader makes in the long run is measured
+    once (``measure``)::
+
+        burst of calls     |..|..|..|....60|....60|....60|   the batches that were ready; the rate
+        before each visit  |..|..|..|....60|                 taken away until a call waits
 
     Attributes:
         effects: What its calls may touch.
-        runs: The calls until now.
+        runs: The calls by iterations until now.
+        rate_s: Seconds per batch in the long run, if nothing else is waited for; 0 if unknown.
+        workers: How many processes of a DataLoader make batches; 0 if none.
+        starts_workers: It starts them in each pass.
+        drains: Whether ``settle`` may have something to take away.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self.effects = Effects() if is_apart(loader) else UNKNOWN
-        self._batches: Iterator[Any] | None = None
-        self._on = True
         self.runs: list[TaskRun] = []
+        self.rate_s = 0.0
+        inner = unprepared(loader)
+        is_torchs = isinstance(inner, DataLoader)
+        self.workers: int = inner.num_workers if is_torchs else 0
+        self.starts_workers = self.workers > 0 and not inner.persistent_workers
+        self._ahead: bool | None = self.workers > 0 if is_torchs else None
+        self._looked = 0  # times that no batch was ready after it had not been called
+        self._batches: Iterator[Any] | None = None
+        self._taken = 0  # of this pass
+        self._length = _length_of(loader)
+        self._starts_s: list[float] = []
+        self._on = True
+        self.drains = self._rested = False
+
+    @classmethod
+    def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
+        """Calls of a loader; those that are given are shared, with what was measured of them."""
+        return loader if loader is None or isinstance(loader, Pulls) else cls(loader)
 
     def __call__(self) -> None:
-        """Pull a batch.
+        """Pull a batch, and drop it.
 
         Raises:
             ValueError: There is none.
             BaseException: Whatever the loader raised.
         """
         if self._on:
-            wall_s, cpu_s = time.perf_counter(), time.thread_time()
-            self._next()
-            wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-            self.runs.append(TaskRun(len(self.runs), wall_s, cpu_s))
+            self.runs.append(self._timed()[1])
 
-    def _next(self) -> None:
+    def batches(self) -> Iterator[Any]:
+        """The loader's batches, pass after pass."""
+        while True:
+            yield self._timed()[0]
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether it makes batches while it is not called; known after the first visits."""
+        return self._ahead is True
+
+    @property
+    def start_s(self) -> float:
+        """What the start of a pass takes, divided by the steps of a pass; 0 if unknown."""
+        if not self._starts_s or not self._length:
+            return 0.0
+        # The first one of all may start processes that stay.
+        starts_s = self._starts_s[1:] or self._starts_s
+        return max(0.0, fmean(starts_s) - self.rate_s) / self._length
+
+    @property
+    def pace(self) -> LoaderPace:
+        """What was measured of it."""
+        return LoaderPace(
+            self.rate_s, self.start_s, self.works_ahead, self.workers, self.starts_workers
+        )
+
+    def measure(self) -> None:
+        """Measure the rate and the start of a pass, once; forget the calls so far."""
+        if not self.rate_s:
+            self._measure_start()
+            times_s: list[float] = []  # without those of passes that begin
+            calls, begin_s = 0, time.perf_counter()
+            while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
+                for _ in range(max(calls, _LEAST_CALLS)):
+                    calls += 1
+                    took_s = self._timed()[1].wall_s
+                    if self._taken > 1:
+                        times_s.append(took_s)
+            self.rate_s = fmean(times_s[len(times_s) // 2 :] or [0.0])
+            self.drains = not self.agreed(self._ahead is False or not self.rate_s)
+        self.runs.clear()
+
+    def in_turns(self, count: int) -> int:
+        """So many calls or a few more: workers end their batches in turns of one each."""
+        return -(-count // self.workers) * self.workers if 1 < self.workers <= _TURNS else count
+
+    def settle(self, count: int, *, drain: bool) -> None:
+        """Be ready for so many calls in a row: no pass ends within them, and no batch is ready."""
+        if not self._on:
+            self._rested = True
+            return
+        if self._length and count <= self._length < self._taken + count:
+            self._begin_again()
+        rested, self._rested = self._rested, False
+        if not drain or not self.drains:
+            return
+        for taken in range(_MOST_READY):
+            if self.agreed(self._timed()[1].wall_s >= self.rate_s / 2):
+                self._looked += rested and not taken
+                break
+            self._ahead = True
+        if self._ahead is None and self._looked >= _LOOKS:
+            self._ahead = self.drains = False
+
+    def _measure_start(self) -> None:
+        """Begin another pass, if what its start takes may count."""
+        begun_once = len(self._starts_s) == 1 and self._length > 0
+        if self.agreed(begun_once and self._starts_s[0] > _START * self._length):
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._batches = None  # its workers end
+        self._timed()
+
+    def _timed(self) -> tuple[Any, TaskRun]:
+        begin = thread_times()
+        batch = self._next()
+        return batch, TaskRun(len(self.runs), *map(sub, thread_times(), begin))
+
+    def _next(self) -> Any:
         for _ in range(2):
+            begin_s = time.perf_counter()
             if self._batches is None:
-                self._batches = iter(self._loader)
-            for _batch in self._batches:
-                return
-            self._batches = None
+                self._batches, self._taken = iter(self._loader), 0
+            for batch in self._batches:
+                self._taken += 1
+                if self._taken == 1:
+                    self._starts_s.append(time.perf_counter() - begin_s)
+                return batch
+            self._batches, self._length = None, self._taken
         raise ValueError(
             "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
             "or another object that makes a new iterator"
         )
+
+    @staticmethod
+    def agreed(own: bool) -> bool:
+        """Whether it is so on all ranks: they take the same number of batches."""
+        return own if is_alone() else all(gather(own))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -88,9 +227,26 @@ class Pulls:
         """Let the loader's iterator go: its workers end."""
         self._batches = None
 
-    def begin(self) -> None:
-        """Forget the calls so far: in the first one a loader starts its workers."""
-        self.runs.clear()
+
+def _length_of(loader: Any) -> int:
+    """How many batches a pass has; 0 if it does not say."""
+    try:
+        return len(loader)
+    except TypeError:  # none, or a DataLoader's over an IterableDataset that has none
+        return 0
+
+
+def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
+    """Whether calls one right after the other have come to the pace that they keep."""
+    if calls < _LEAST_CALLS or calls >= _MOST_READY:
+        return calls >= _MOST_READY
+    if elapsed_s >= _RATE_S:
+        return True
+    if len(times_s) < _CALLS or elapsed_s < _SHORT_S:
+        return False
+    quarter = len(times_s) // 4
+    before, last = fmean(times_s[quarter : 2 * quarter]), fmean(times_s[2 * quarter :])
+    return abs(last - before) <= _PACE * last
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +319,13 @@ class WindowTimer:
 class _Feed:
     """The batches of a run: an iterator that has as many as were asked for ahead.
 
-    ``pull`` is called for each that is taken.
+    ``pulls`` is called for each that is taken.
     """
 
     def __init__(
-        self,
-        batch: Any,
-        copy: Callable[[Any], Any] | None,
-        pull: Callable[[], object] | None = None,
+        self, batch: Any, copy: Callable[[Any], Any] | None, pulls: Pulls | None = None
     ) -> None:
-        self._batch, self._copy, self._pull = batch, copy, pull
+        self._batch, self._copy, self.pulls = batch, copy, pulls
         self._ahead: deque[Any] = deque()
 
     def prepare(self, count: int) -> None:
@@ -186,8 +339,8 @@ class _Feed:
     def __next__(self) -> Any:
         if not self._ahead:
             raise StopIteration
-        if self._pull is not None:
-            self._pull()
+        if self.pulls is not None:
+            self.pulls()
         return self._ahead.popleft()
 
 
@@ -204,12 +357,26 @@ class TimedRun:
         self._marks: list[Any] = []  # when each was retired
 
     def iterate(
-        self, warmup: int, measure: int, begin_to_measure: Callable[[], object] = lambda: None
+        self,
+        warmup: int,
+        measure: int,
+        begin_to_measure: Callable[[], object] = lambda: None,
+        *,
+        drain: bool = True,
     ) -> slice:
         """Run iterations; returns where the measured ones are in ``seconds`` and ``numbers``.
 
-        ``begin_to_measure`` is called between the two kinds, and should take no time.
+        ``begin_to_measure`` is called between the two kinds, and should take no time. ``drain``:
+        take the batches that the loader has ready first.
         """
+        pulls = self._feed.pulls
+        if pulls is not None and drain and pulls.drains:
+            # A shortcut is cached in an iteration that is longer: the loader makes more meanwhile.
+            self._feed.prepare(self._ahead() + 1)
+            self.numbers.append(self._next())
+        if pulls is not None:
+            self.end()  # a thread of the plan's calls the loader, too
+            pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
         self._feed.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-MUCH = 0.1
-"""The machine is busy if others use more than this part of the cores."""
+MUCH, TOO_MUCH = 0.1, 0.25
+"""The machine is busy if others use more than this part of the cores, or too busy to tell."""
 
 _PROC = Path("/proc")
 _IDLE, _IO_WAIT, _GUEST = 3, 4, 8  # columns of /proc/stat; guest time is in user time, too
@@ -35,6 +35,11 @@ class OtherLoad:
     def is_busy(self) -> bool:
         """Whether times are longer than they would be on an idle machine."""
         return self.used > MUCH * self.cores
+
+    @property
+    def is_too_busy(self) -> bool:
+        """Whether what is measured says more of the others than of this process."""
+        return self.used > TOO_MUCH * self.cores
 
     @property
     def text(self) -> str:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._values.owners import given_state
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
+from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
@@ -26,6 +28,7 @@ NO_WORK_S, NO_WORK_SHARE = 20e-6, 0.01
 """A task that takes less, in seconds and as a part of an iteration, may have nothing to do."""
 
 
+@suggests_keywords
 class TaskProfiler:
     """Measures the exposed time of a pipeline's tasks.
 
@@ -74,7 +77,7 @@ class TaskProfiler:
         target_spread_ms: float | None = None,
         label: str = "batch 0",
         copy: Callable[[Any], Any] | None = None,
-        loader: Iterable[Any] | None = None,
+        loader: Iterable[Any] | Pulls | None = None,
     ) -> ProfileResult:
         """Profile on one batch. For arguments and errors see ``profile_many``."""
         return self.profile_many(
@@ -100,7 +103,7 @@ class TaskProfiler:
         target_spread_ms: float | None = None,
         labels: Sequence[str] | None = None,
         copy: Callable[[Any], Any] | None = None,
-        loader: Iterable[Any] | None = None,
+        loader: Iterable[Any] | Pulls | None = None,
     ) -> ProfileResults:
         """Profile on several batches, each from the same state.
 
@@ -140,8 +143,6 @@ class TaskProfiler:
                 only does so while another task is shortcut, that one is not measured instead, and
                 the result says why; but not on several ranks.
         """
-        from tqdm import tqdm
-
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
         if spread_s is not None and not spread_s > 0:
             raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
@@ -154,11 +155,11 @@ class TaskProfiler:
         results = []
         alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
         visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
-        with tqdm(total=visits, desc="profiling", unit="visit", disable=not verbose) as bar:
+        with progress_bar("profiling", "visit", visits, shown=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(
                     *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),
-                    pulls=None if loader is None else Pulls(loader),
+                    pulls=Pulls.of(loader),
                 )
                 rounds = Rounds(timer, counts, saved.restore_training)
                 with saved.trial(), self.pipe.borrow():
@@ -224,10 +225,12 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         name: {n: s for n, s in times.shorter_in(rounds.times[name,]).items() if n != name}
         for name in _alone(saved)
     }
-    if timer.pulls is not None:
-        times.put_first(PULL, timer.pulls.runs)
+    pulls = timer.pulls
+    if pulls is not None:
+        times.put_first(PULL, rounds.pulls, more_s=pulls.start_s)
     exposed, failed = _alone(saved), _alone(rounds.failed)
     host_s, blocked_s, usual_s = times.host_s, times.blocked_s, times.median_s
+    core_s = times.core_s
     names = [name for name in host_s if name in exposed or name in failed]
     least_s = min(NO_WORK_S, NO_WORK_SHARE * step.value_s)
     result = ProfileResult(
@@ -258,12 +261,15 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         ),
         other_load=rounds.other_load,
         collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
+        loader=None if pulls is None else pulls.pace,
+        core_s={name: core_s[name] for name in names},
     )
     if is_alone():
         return result
     own = RankTimes(
         rank=dist.get_rank(),
         baseline_s=step.value_s,
+        baseline_spread_s=step.spread_s,
         exposed_s={name: max(0.0, each.value_s) for name, each in exposed.items()},
         spread_s=dict(result.spread_s),
         host_s=host_s,

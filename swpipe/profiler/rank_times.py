@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table
-from swpipe.profiler.spread import ms
+from swpipe.profiler.spread import Estimate, in_ms, ms
 
 _SIGMAS = 2.0
 _LEAST = 0.02
@@ -42,6 +42,7 @@ class RankTimes:
     host_s: Mapping[str, float]
     error_s: Mapping[str, float]
     in_others_s: Mapping[str, Mapping[str, float]]
+    baseline_spread_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,32 +125,56 @@ def _wait(
 
 
 class Ends(NamedTuple):
-    """A time over the ranks, and the rank on which it is the longest."""
+    """A time over the ranks, and the rank on which it is the longest, with its interval there."""
 
     median_s: float
     worst_s: float
     rank: int
+    spread_s: float
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTimes], seconds: Sequence[float]) -> Ends:
+    def of(
+        cls, ranks: Sequence[RankTimes], seconds: Sequence[float], spread_s: Sequence[float]
+    ) -> Ends:
         """Of times by rank."""
         worst = max(range(len(ranks)), key=seconds.__getitem__)
-        return cls(median(seconds), seconds[worst], ranks[worst].rank)
+        return cls(median(seconds), seconds[worst], ranks[worst].rank, spread_s[worst])
 
 
 def host_ends(ranks: Sequence[RankTimes]) -> dict[str, Ends]:
     """Task to its time on the host, over the ranks."""
-    return {name: Ends.of(ranks, [of.host_s[name] for of in ranks]) for name in ranks[0].host_s}
+    return {
+        name: Ends.of(
+            ranks,
+            [of.host_s[name] for of in ranks],
+            [_SIGMAS * of.error_s[name] for of in ranks],
+        )
+        for name in ranks[0].host_s
+    }
+
+
+def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
+    """Where in ``ranks`` the one is that waits least for others: they wait for it, if at all.
+
+    Of several the one whose iterations take longest.
+    """
+    waits_s = {of.rank: sum(w.seconds for w in waits if w.rank == of.rank) for of in ranks}
+    return min(
+        range(len(ranks)),
+        key=lambda number: (waits_s[ranks[number].rank], -ranks[number].baseline_s),
+    )
 
 
 def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """A table with a row for the iteration and one per task, and who waits for whom."""
-    step = Ends.of(ranks, [of.baseline_s for of in ranks])
+    steps_s = [of.baseline_s for of in ranks]
+    step = Ends.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])
     rows = [("iteration", *_cells(step), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
         if all(name in of.exposed_s for of in ranks):
-            exposed = _cells(Ends.of(ranks, [of.exposed_s[name] for of in ranks]))
+            times_s = [of.exposed_s[name] for of in ranks]
+            exposed = _cells(Ends.of(ranks, times_s, [of.spread_s[name] for of in ranks]))
         rows.append((name, *exposed, *_cells(host)))
     titles = [f"over {len(ranks)} ranks"]
     for what in ("exposed ms", "host ms"):
@@ -161,4 +186,5 @@ def over_ranks(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
 
 
 def _cells(ends: Ends) -> tuple[str, str, str]:
-    return ms(ends.median_s), ms(ends.worst_s), str(ends.rank)
+    worst = Estimate(ends.worst_s, ends.spread_s).text
+    return in_ms(ends.median_s), worst, str(ends.rank)

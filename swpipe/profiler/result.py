@@ -16,7 +16,7 @@ from swpipe.core.messages import listed
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
-from swpipe.profiler.figures import Advice, Figures
+from swpipe.profiler.figures import Advice, Figures, LoaderPace
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
@@ -85,7 +85,7 @@ class Report(Rows):
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ProfileResult(Figures, Report):
     """Exposed times on one batch. All times are seconds per iteration.
 
@@ -101,9 +101,10 @@ class ProfileResult(Figures, Report):
         in_others_s: Task to those tasks that take less of their threads while it is shortcut, and
             how much less: a forward that is replayed leaves less to the backward. See ``own_s``.
         host_s: How long the task occupies the thread it runs on.
-        blocked_s: The part of ``host_s`` in which the thread is off the CPU: it sleeps, waits for
-            a file, a lock or a device, or is preempted. A thread that waits in a busy loop (the
-            default in CUDA) is on the CPU: compare ``host_s``.
+        blocked_s: The part of ``host_s`` in which the thread waits off the CPU: it sleeps, or waits
+            for a file, a lock or a device. A thread that waits in a busy loop (the default in CUDA)
+            is on the CPU: compare ``host_s``.
+        core_s: The part of ``host_s`` in which the thread could run, and others had the cores.
         device_s: How long the work that the task queued takes on its stream; empty without streams.
         busy_s: Thread group to the time in which it runs tasks; only under the plan.
         advice: The changes that promise most, at most three; another plan comes first.
@@ -123,7 +124,11 @@ class ProfileResult(Figures, Report):
         ranks: The times of all ranks, alike in the results of all of them; empty where there is
             one. See ``rank_waits``.
         collectives: The tasks in which ranks meet: the globally ordered ones.
+        loader: What the loader does in the long run; None where it was not called. What the start
+            of a pass takes is in the times of an iteration and of ``"<pull>"``.
     """
+
+    __repr__ = Rows.__repr__  # not that of ``Figures``
 
     def format_report(self) -> str:
         """A summary line, a table with one row per task, and notes."""
@@ -196,6 +201,7 @@ class ProfileResult(Figures, Report):
                 "advice": tuple(Advice(**each) for each in data["advice"]),
                 "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
                 "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
+                "loader": LoaderPace(**pace) if (pace := data.get("loader")) else None,
             }
         except (KeyError, TypeError) as error:
             raise ValueError(f"a part of a profile result is damaged: {error}") from error

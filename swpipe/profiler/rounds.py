@@ -31,8 +31,8 @@ from typing import TypeAlias
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.host import HostTimes
-from swpipe.profiler.measure import TimedRun, WindowTimer
+from swpipe.profiler.host import HostTimes, TaskRun
+from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
 
@@ -52,6 +52,9 @@ the visits in the middle. On recorded times of iterations, 2 to 4 had the smalle
 
 ENOUGH = 5
 """From so many rounds on, a spread is known well enough to choose by it."""
+
+_MARGIN = 1.25
+"""A loader whose batches come faster than iterations by so much is never waited for."""
 
 LEAST_ROUNDS = 2
 MAX_ROUNDS = 200
@@ -104,6 +107,7 @@ class Rounds:
         saved_s: Kind to the differences that ``time_saved`` takes.
         times: Kind, and ``BASE``, to the times of all tasks.
         in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
+        pulls: The loader's calls in iterations without a shortcut.
         failed: Kind to why it could not be measured; it is in none of the others.
         interrupted: Ctrl-C came before the last round.
         other_load: What other processes used of the machine; None where it does not tell.
@@ -121,6 +125,9 @@ class Rounds:
         self.saved_s: dict[Kind, list[float]] = {}
         self.times: dict[Kind, HostTimes] = {BASE: self._new_times()}
         self.in_backward_s: dict[Kind, list[float]] = {}
+        self.pulls: list[TaskRun] = []
+        self._called: list[list[TaskRun]] = []  # of the run, visit by visit
+        self._rest_s: dict[Kind, float] = {}  # of an iteration, less the call of the loader
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
@@ -129,8 +136,14 @@ class Rounds:
 
     @property
     def step(self) -> Estimate:
-        """An iteration in which all tasks run."""
-        return mean_of(self.base_s)
+        """An iteration in which all tasks run, with its part of the start of a pass."""
+        found = mean_of(self.base_s)
+        return found._replace(value_s=found.value_s + self.start_s)
+
+    @property
+    def start_s(self) -> float:
+        """The part of an iteration that the start of a pass takes."""
+        return 0.0 if self.timer.pulls is None else self.timer.pulls.start_s
 
     @property
     def replays_s(self) -> dict[Kind, float]:
@@ -146,9 +159,14 @@ class Rounds:
         """How much shorter an iteration is if the tasks of each kind cost nothing."""
         replays_s = self.replays_s
         alone = not (self.timer.pipelined or self.timer.pipe.device.has_streams)
-        return {
+        found = {
             kind: with_replay(estimate, replays_s[kind], alone=alone)
             for kind, estimate in time_saved(self.saved_s).items()
+        }
+        # Visits are within a pass; a loader that is not called has no start either.
+        return {
+            kind: of._replace(value_s=of.value_s + (self.start_s if PULL in kind else 0.0))
+            for kind, of in found.items()
         }
 
     # ------------------------------------------------------------------------------- measuring
@@ -157,8 +175,9 @@ class Rounds:
         """Iterations that do not count: the first ones allocate and compile."""
         self._run(visits(()))
         self.times[BASE] = self._new_times()
+        self.pulls.clear()
         if self.timer.pulls is not None:
-            self.timer.pulls.begin()
+            self.timer.pulls.measure()
 
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit.
@@ -235,6 +254,7 @@ class Rounds:
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         where: list[slice] = []
+        called = self._called = list[list[TaskRun]]()
         run, seen = self.timer.run(), self.times[BASE].observer()
         try:
             with self.timer.pipe.observe(seen):
@@ -252,33 +272,52 @@ class Rounds:
         seconds = run.seconds()
         for kind, measured in zip(order, where, strict=True):
             self.times[kind].add(seen, set(run.numbers[measured]))
-        return [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
+        found = [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
+        for (kind, took_s), calls in zip(found, called, strict=False):
+            if kind == BASE:
+                self.pulls += calls
+            if calls and not self.timer.pipelined:
+                self._rest_s[kind] = fmean(took_s) - fmean(each.wall_s for each in calls)
+        return found
 
     def _visit(self, run: TimedRun, kind: Kind) -> slice:
-        timer, self._kind = self.timer, kind
+        timer, self._kind, pulls = self.timer, kind, self.timer.pulls
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
+        drain = pulls is not None and PULL not in kind and self._is_slow(pulls, kind)
+        if drain and pulls is not None:
+            length = pulls.in_turns(length)
         replayed = _tasks_of(kind)
-        extra_s = 0.0
+        extra_s, called = 0.0, 0
 
         def begin_to_measure() -> None:
-            nonlocal extra_s
+            nonlocal extra_s, called
+            called = 0 if pulls is None else len(pulls.runs)
             extra_s = -timer.pipe.replay_in_backward_s(*replayed)
 
         try:
             with self._shortcut(kind) if kind else nullcontext():
-                measured = run.iterate(timer.num_warmup, length, begin_to_measure)
+                measured = run.iterate(timer.num_warmup, length, begin_to_measure, drain=drain)
                 extra_s += timer.pipe.replay_in_backward_s(*replayed)
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
                 if not is_alone():
                     run.end()
                 timer.pipe.check_shortcuts()
+                if pulls is not None:
+                    self._called.append(pulls.runs[called:])
                 return measured
         except BaseException as error:
             what = f"with {_named(kind)}" if kind else "without a shortcut"
             add_note(error, f"swpipe: while profiling {what}")
             raise
+
+    def _is_slow(self, pulls: Pulls, kind: Kind) -> bool:
+        """Whether the rest of an iteration may be done before the loader has a batch.
+
+        A loader that is faster fills its queue, and keeps it full.
+        """
+        return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
 
     @contextmanager
     def _shortcut(self, kind: Kind) -> Iterator[None]:

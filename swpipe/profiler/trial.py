@@ -35,7 +35,7 @@ def try_plans(
     context: type[TypedContext] | None = None,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
-    loader: Iterable[Any] | None = None,
+    loader: Iterable[Any] | Pulls | None = None,
 ) -> dict[str, float]:
     """Measure plans alternately, one round per batch, and restore all state afterwards.
 
@@ -65,7 +65,9 @@ def try_plans(
         raise ValueError("give at least one plan and one batch to try it on")
     Counts(num_warmup, num_measure)
     samples: dict[str, list[float]] = {name: [] for name in plans}
-    pulls = None if loader is None else Pulls(loader)
+    pulls = Pulls.of(loader)
+    if pulls is not None:
+        pulls.measure()
     said: Any = {"device": device, "context": context, "check_effects": False}
     with ExitStack() as stack:
         pipes = {n: stack.enter_context(SWPipeline(p, tasks, **said)) for n, p in plans.items()}

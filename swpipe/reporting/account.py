@@ -14,7 +14,12 @@ What a part is depends on what the task is for:
   only feeds the model, such as an exchange of ids, its work on a stream;
 - **host**: time between tasks, tasks that wait for a lock, a file or a device, and on a device with
   streams, time in which the device waits for the host;
+- **cores**: time in which a thread could run, and others had the cores;
 - **compute**: all else.
+
+A loader that makes batches ahead, and still no faster than one per step, is the whole step: what
+the tasks take is hidden behind it. What the start of a pass takes is a part of its own, divided by
+the steps of a pass.
 """
 
 from __future__ import annotations
@@ -27,21 +32,22 @@ from typing import Literal, TypeAlias
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe._engine.program import OWN, SOURCES
 from swpipe.core.messages import counted, listed
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of
 from swpipe.planning import lower_bounds
 from swpipe.profiler import ProfileResult
+from swpipe.profiler.spread import in_ms
 from swpipe.trace import CriticalPath
 from swpipe.trace.critical_path import GAPS
 from swpipe.trace.span import Kind as RowKind
 
-Cause: TypeAlias = Literal["input", "host", "collective", "compute"]
+Cause: TypeAlias = Literal["input", "host", "collective", "cores", "compute"]
 """What a part of the step is spent on."""
 
-CAUSES: tuple[Cause, ...] = ("input", "collective", "host", "compute")
+CAUSES: tuple[Cause, ...] = ("input", "collective", "host", "cores", "compute")
 
 Bound: TypeAlias = Literal[
-    "input-bound", "host-bound", "collective-bound", "compute-bound", "balanced"
+    "input-bound", "host-bound", "collective-bound", "cores-bound", "compute-bound", "balanced"
 ]
 
 BETWEEN = "between tasks"
@@ -49,6 +55,9 @@ BETWEEN = "between tasks"
 
 LOADER = "loader"
 """The name of the part in which a batch is pulled."""
+
+START = "start of a pass"
+"""The name of the part in which the loader's iterator is made and has its first batch."""
 
 MOST = 0.5
 """The part of a step that has to be spent on one thing for the verdict to name it."""
@@ -63,6 +72,7 @@ _WORDS: Mapping[Cause, str] = {
     "input": "waits for its input",
     "host": "waits for the host",
     "collective": "waits for other ranks",
+    "cores": "waits for a core",
     "compute": "computes",
 }
 
@@ -72,7 +82,7 @@ class StepPart:
     """A part of the step. All parts of a step add up to it.
 
     Attributes:
-        task: A task, ``LOADER`` or ``BETWEEN``; a task may have several parts.
+        task: A task, ``LOADER``, ``START`` or ``BETWEEN``; a task may have several parts.
         cause: What it is spent on.
         seconds: Per iteration.
         share: Of the step, from 0 to 1.
@@ -110,6 +120,7 @@ class Ceiling:
         saved_s: The time of a step, less ``floor_s``.
         spread_s: Half-width of the 95% interval of the step's time.
         share: ``saved_s``, as a part of the step; from 0 to 1.
+        needs: What a plan has to do to reach it, in a sentence.
     """
 
     floor_s: float
@@ -118,13 +129,7 @@ class Ceiling:
     saved_s: float
     spread_s: float
     share: float
-
-    @property
-    def needs(self) -> str:
-        """What a plan has to do to reach it, in a sentence."""
-        if not self.beside:
-            return "To reach it, all cores have to be busy all the time."
-        return f"To reach it, {listed(self.beside, _NAMED)} must run beside that, on other threads."
+    needs: str
 
     @property
     def is_worth_it(self) -> bool:
@@ -211,23 +216,35 @@ def _parts(path: CriticalPath, profile: ProfileResult, roles: Roles) -> tuple[St
         The parts, those of a cause together, in the order of ``CAUSES``; within one the longest
         come first. No parts if the path has no steady state.
     """
+    whole_s = profile.baseline_s
+    start_s = 0.0 if profile.loader is None else min(profile.loader.start_s, whole_s)
+    shares: dict[tuple[str, Cause], float] = defaultdict(float)
+    if profile.limited_by_loader:
+        shares[LOADER, "input"] = 1.0
+    else:
+        for (task, cause), share in _traced(path, profile, roles):
+            shares[task, cause] += share
+    seconds = {key: share * (whole_s - start_s) for key, share in shares.items()}
+    if start_s:
+        seconds[START, "input"] = start_s
+    parts = (StepPart(task, why, s, s / whole_s) for (task, why), s in seconds.items() if s)
+    return tuple(sorted(parts, key=lambda part: (CAUSES.index(part.cause), -part.share)))
+
+
+def _traced(
+    path: CriticalPath, profile: ProfileResult, roles: Roles
+) -> Iterator[tuple[tuple[str, Cause], float]]:
+    """Task and cause, and their share of the critical path."""
     times = path.by_kind()
     whole_ms = sum(times.values())
-    shares: dict[tuple[str, Cause], float] = defaultdict(float)
     for (task, kind), ms in times.items():
         if task == GAPS or (task in OWN and task not in SOURCES):
-            shares[BETWEEN, "host"] += ms / whole_ms
+            yield (BETWEEN, "host"), ms / whole_ms
         elif task in SOURCES:
-            shares[LOADER, "input"] += ms / whole_ms
+            yield (LOADER, "input"), ms / whole_ms
         else:
             for cause, share in _causes(task, kind, profile, roles):
-                shares[task, cause] += share * ms / whole_ms
-    parts = (
-        StepPart(task, cause, share * profile.baseline_s, share)
-        for (task, cause), share in shares.items()
-        if share
-    )
-    return tuple(sorted(parts, key=lambda part: (CAUSES.index(part.cause), -part.share)))
+                yield (task, cause), share * ms / whole_ms
 
 
 def _causes(
@@ -243,8 +260,11 @@ def _causes(
     waiting = min(1.0, profile.blocked_s.get(task, 0.0) / host_s) if host_s else 0.0
     if waiting < _WAITS or (feeds and not communicates):
         waiting = 0.0
+    queued = min(1.0 - waiting, profile.core_s.get(task, 0.0) / host_s) if host_s else 0.0
     yield ("collective" if communicates else "host"), waiting
-    yield "input" if feeds else "host" if profile.device_s else "compute", 1.0 - waiting
+    yield "cores", queued
+    rest: Cause = "input" if feeds else "host" if profile.device_s else "compute"
+    yield rest, 1.0 - waiting - queued
 
 
 # ---------------------------------------------------------------------------------------- verdict
@@ -252,20 +272,44 @@ def _causes(
 
 def _verdict(parts: tuple[StepPart, ...], profile: ProfileResult) -> StepVerdict:
     shares = {cause: sum(p.share for p in parts if p.cause == cause) for cause in CAUSES}
-    busy = profile.limiting
+    bound, why = _bound(parts, profile, shares)
+    return StepVerdict(bound, " ".join([why, *_waiting_ranks(profile)]), shares)
+
+
+def _bound(
+    parts: tuple[StepPart, ...], profile: ProfileResult, shares: Mapping[Cause, float]
+) -> tuple[Bound, str]:
+    """What bounds the step, and a sentence on why."""
+    pace, busy = profile.loader, profile.limiting
+    if profile.limited_by_loader and pace is not None:
+        who = f"its {counted(pace.workers, 'worker')}" if pace.workers else "what it has of its own"
+        rest_s = profile.baseline_s - pace.start_s - max(0.0, profile.raw_s[PULL] - pace.start_s)
+        return "input-bound", (
+            f"The loader makes a batch in {in_ms(pace.rate_s)} ms, with {who}; the rest of a step "
+            f"takes {in_ms(rest_s)} ms."
+        )
     if len(busy) > 1:
-        why = f"Threads {listed(busy)} are busy all the time: to save time, all have to do less."
-        return StepVerdict("balanced", why, shares)
+        named = listed(busy)
+        why = f"Threads {named} are busy all the time: to save time, all have to do less."
+        return "balanced", why
     ranked = sorted(CAUSES, key=lambda cause: -shares[cause])
     most = ranked[0]
     if shares[most] < MOST:
         spent = ", ".join(f"{cause} {shares[cause]:.0%}" for cause in ranked if shares[cause])
-        return StepVerdict("balanced", f"No one thing takes half of the step: {spent}.", shares)
+        return "balanced", f"No one thing takes half of the step: {spent}."
     # Within a cause, the longest come first.
     named = listed([p.task for p in parts if p.cause == most and p.share >= WORTH], _NAMED)
     bound: Bound = f"{most}-bound"  # type: ignore[assignment]
-    why = f"For {shares[most]:.0%} of its time it {_WORDS[most]}: {named}."
-    return StepVerdict(bound, why, shares)
+    return bound, f"For {shares[most]:.0%} of its time it {_WORDS[most]}: {named}."
+
+
+def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
+    """The rank that waits longest for another one, and what for."""
+    for wait in profile.rank_waits[:1]:
+        yield (
+            f"Rank {wait.rank} waits {in_ms(wait.seconds)} ± {in_ms(wait.spread_s)} ms of each "
+            f"step for rank {wait.waits_for}, which takes longer in {listed([*wait.longer_there])}."
+        )
 
 
 # ---------------------------------------------------------------------------------------- ceiling
@@ -284,11 +328,19 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
         limit = f"{named}, which wait for each other across iterations"
     others = sorted(profile.host_s.keys() - limiting, key=lambda name: -profile.host_s[name])
     own_cores = max(1, cores() // ranks_on_machine())
-    on_threads_s = sum(s - profile.blocked_s.get(name, 0.0) for name, s in profile.host_s.items())
+    off_cpu_s = {n: profile.blocked_s.get(n, 0.0) + profile.core_s.get(n, 0.0) for n in costs.tasks}
+    on_threads_s = sum(s - off_cpu_s[name] for name, s in profile.host_s.items())
     on_cpu_s = max(cpu_s, on_threads_s) / own_cores
+    needs = f"To reach it, {listed(others, _NAMED)} must run beside that, on other threads."
     if on_cpu_s > floor_s:
         floor_s, limit, others = on_cpu_s, f"{counted(own_cores, 'core')} for all tasks", []
+        needs = "To reach it, all cores have to be busy all the time."
+    pace = profile.loader
+    if pace is not None and pace.works_ahead and pace.rate_s > floor_s:
+        floor_s, others = pace.rate_s, []
+        limit = f"the loader, which makes a batch in {in_ms(pace.rate_s)} ms"
+        needs = "To reach it, the loader has to be called early enough, and never wait."
     step_s, spread_s = profile.step
-    floor_s = min(floor_s, step_s)
+    floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), step_s)
     saved_s = step_s - floor_s
-    return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s)
+    return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s, needs)

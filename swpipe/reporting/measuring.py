@@ -6,17 +6,18 @@
     doctor     what keeps work from overlapping, by the same profile
     try        the plans that are advised, in turns with the present one
 
-On several ranks each does the same; a step takes as long as on the slowest rank.
+On several ranks each does the same; a step takes as long as on the slowest rank. The report is of
+the rank that the others wait for.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from swpipe._distributed.shared_cores import cores
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -33,9 +35,11 @@ from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
 from swpipe.profiler.advice import MOST
+from swpipe.profiler.measure import Pulls
+from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial_state import trial_state
-from swpipe.reporting.account import account_of
+from swpipe.reporting.account import Ceiling, account_of
 from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
@@ -50,6 +54,7 @@ _LEAST_TRACED, _MOST_TRACED = 12, 60
 _TRACED_S = 1.0  # so that a few slow iterations do not decide
 
 
+@suggests_keywords
 def report(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],
@@ -106,10 +111,12 @@ def report_on(
     recording = loop.record()
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())
-    found = _measure(loop, runs_under, rounds, plan is not None and plan.depth > 1)
-    # The slowest rank is the one that the others wait for.
+    pulls = Pulls.of(loop.loader)
+    pipelined = plan is not None and plan.depth > 1
+    found = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
     everyone: list[_Measured] = loop.gather(found)
-    rank = max(range(len(everyone)), key=lambda number: everyone[number].profile.baseline_s)
+    of_ranks = found.profile.ranks
+    rank = waited_for(of_ranks, found.profile.rank_waits) if of_ranks else 0
     profile, trace, cpu_s = everyone[rank]
     account = account_of(
         profile,
@@ -123,8 +130,7 @@ def report_on(
     with suppress(PlanError):  # too large to simulate
         predicted = simulate(runs_under, costs, streams=loop.has_streams)
     memory = None if predicted is None else predicted.memory
-    changes = _tried(loop, runs_under, profile, rounds)
-    tried: dict[str, Estimate] = {}
+    changes, not_kept = _tried(loop, runs_under, profile, account.ceiling, rounds, pulls)
     if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
         fitting = {
             name: replace(one, tasks=())
@@ -133,8 +139,9 @@ def report_on(
             and dict(one.schedule) != dict(runs_under.schedule)
             and keeps_order(loop, recording, one)
         }
-        tried = _trial(loop, runs_under, fitting, rounds)
-        changes = (*_best(loop, runs_under, fitting, tried, rounds), *changes)[:MOST]
+        tried = _trial(loop, runs_under, fitting, rounds, pulls)
+        best = _best(loop, runs_under, fitting, tried, rounds, pulls)
+        changes, not_kept = (*best, *changes)[:MOST], {**not_kept, **tried}
     loop.progress("looking for what keeps work from overlapping")
     findings = diagnose(
         loop.tasks,
@@ -163,7 +170,7 @@ def report_on(
             "torch": torch.__version__,
             "Python": platform.python_version(),
         },
-        ready_made=tried,
+        not_kept=not_kept,
     )
 
 
@@ -175,21 +182,25 @@ class _Measured(NamedTuple):
     cpu_s: float
 
 
-def _measure(loop: Loop, plan: PipelinePlan, rounds: int, pipelined: bool) -> _Measured:
+def _measure(
+    loop: Loop, plan: PipelinePlan, rounds: int, pulls: Pulls | None, *, pipelined: bool
+) -> _Measured:
     """A profile, and a trace of more iterations; the state is as before."""
     loop.progress("measuring what each task costs the step")
     with SWPipeline(
         plan, loop.tasks, device=loop.device, context=loop.context, check_effects=False
     ) as pipe:
         profile = TaskProfiler(pipe).profile(
-            loop.batches[0], num_rounds=rounds, pipelined=pipelined, loader=loop.loader
+            loop.batches[0], num_rounds=rounds, pipelined=pipelined, loader=pulls
         )
         loop.progress("recording a timeline")
         wanted = int(_TRACED_S / profile.baseline_s) if profile.baseline_s else _MOST_TRACED
         steps = max(loop.gather(min(_MOST_TRACED, max(_LEAST_TRACED, wanted))))
-        # Begun again at its end.
-        feed = repeat(loop.batches if loop.loader is None else loop.loader)
-        batches = chain.from_iterable(feed)
+        batches: Iterator[Any] = cycle(loop.batches)
+        if pulls is not None:
+            steps = pulls.in_turns(steps)
+            pulls.settle(_WARM_UP + steps, drain=True)
+            batches = pulls.batches()
         with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
             pipe.run(islice(batches, _WARM_UP))
             begin_s = time.process_time()
@@ -227,20 +238,35 @@ def _ordered_like(inferred: PipelinePlan, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _tried(
-    loop: Loop, plan: PipelinePlan, profile: ProfileResult, rounds: int
-) -> tuple[PromisedChange, ...]:
-    """What is advised, with what the advised plans gave: last those that saved nothing."""
+    loop: Loop,
+    plan: PipelinePlan,
+    profile: ProfileResult,
+    ceiling: Ceiling,
+    rounds: int,
+    pulls: Pulls | None,
+) -> tuple[tuple[PromisedChange, ...], dict[str, Estimate]]:
+    """What is advised, with what the advised plans gave; and what those gave that saved nothing.
+
+    No plan promises more than the ceiling.
+    """
     plans = {each.change: PipelinePlan.from_json(each.plan) for each in profile.advice if each.plan}
-    tried = _trial(loop, plan, plans, rounds)
-    changes = [PromisedChange(each, tried.get(each.change)) for each in profile.advice]
-    rank = {name: 0 if saved.is_clear else 2 for name, saved in tried.items()}
-    return tuple(
-        sorted(changes, key=lambda one: (rank.get(one.advice.change, 1), -one.advice.saved_s))
-    )
+    tried = _trial(loop, plan, plans, rounds, pulls)
+    not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
+    changes = []
+    for each in profile.advice:
+        most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
+        if each.change not in not_kept:
+            one = replace(each, saved_s=most_s)
+            changes.append(PromisedChange(one, tried.get(each.change)))
+    return (*changes,), not_kept
 
 
 def _trial(
-    loop: Loop, plan: PipelinePlan, plans: Mapping[str, PipelinePlan], rounds: int
+    loop: Loop,
+    plan: PipelinePlan,
+    plans: Mapping[str, PipelinePlan],
+    rounds: int,
+    pulls: Pulls | None,
 ) -> dict[str, Estimate]:
     """How much shorter an iteration is under each of some plans, in turns with the present one."""
     if plans:
@@ -253,7 +279,7 @@ def _trial(
             [loop.batches[turn % len(loop.batches)]],
             device=loop.device,
             context=loop.context,
-            loader=loop.loader,
+            loader=pulls,
         )
         all_s: list[Mapping[str, float]] = loop.gather(own_s)
         step_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
@@ -268,6 +294,7 @@ def _best(
     plans: Mapping[str, PipelinePlan],
     tried: Mapping[str, Estimate],
     rounds: int,
+    pulls: Pulls | None,
 ) -> tuple[PromisedChange, ...]:
     """The plan that saved most, if that is more than nothing, and so again in a trial of its own.
 
@@ -275,7 +302,7 @@ def _best(
     """
     for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
         if tried[name].is_clear:
-            again = _trial(loop, plan, {name: plans[name]}, rounds)[name]
+            again = _trial(loop, plan, {name: plans[name]}, rounds, pulls)[name]
             if again.is_clear:
                 words = f"run it under the ready-made plan {name}"
                 advice = Advice(words, "", *tried[name], plan=plans[name].to_json())

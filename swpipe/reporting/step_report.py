@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.records import first_lines
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import Ends, host_ends
@@ -21,6 +23,7 @@ from swpipe.profiler.spread import Estimate, in_ms
 from swpipe.reporting.account import (
     BETWEEN,
     LOADER,
+    START,
     Ceiling,
     StepAccount,
     StepPart,
@@ -71,14 +74,14 @@ class PromisedChange:
 class StepReport:
     """A report: what was measured of a loop, and what follows. It prints, and it is a page.
 
-    On several ranks it is of the slowest one.
+    On several ranks it is of the one that the others wait for, or else of the slowest one.
 
     Attributes:
         name: Of the loop.
         plan: What it runs under.
         account: What its step is spent on, what bounds it, and what overlap can still gain.
-        changes: At most three: those that need no more than another plan first, if it saved
-            something when it was tried; of these the one that promises most.
+        changes: At most three: those that need no more than another plan first, of which each
+            saved something when it was tried; of these the one that promises most.
         profile: Exposed times.
         measured: The timeline of the same loop.
         predicted: The timeline that the simulator predicts for the plan from the profile's costs;
@@ -87,8 +90,7 @@ class StepReport:
         findings: What keeps work from overlapping.
         rank: The rank that all else is about.
         machine: What it was measured on, in words: key to value.
-        ready_made: What each ready-made plan saved when it was tried; empty where another plan is
-            advised, or none is for these tasks.
+        not_kept: What plans saved that were tried and are not advised: name to time.
         memory: What the iterations in flight hold at most, by the same simulation; None if nothing.
     """
 
@@ -103,7 +105,7 @@ class StepReport:
     findings: tuple[Finding, ...] = ()
     rank: int = 0
     machine: Mapping[str, str] = field(default_factory=dict)
-    ready_made: Mapping[str, Estimate] = field(default_factory=dict)
+    not_kept: Mapping[str, Estimate] = field(default_factory=dict)
     memory: PeakMemory | None = None
 
     @property
@@ -128,8 +130,16 @@ class StepReport:
         return f"{capitalised(load.text)}." if load is not None and load.is_busy else ""
 
     @property
+    def cannot_tell(self) -> bool:
+        """Whether other work disturbed it so much that nothing follows from what was measured."""
+        load = self.profile.other_load
+        return load is not None and load.is_too_busy
+
+    @property
     def next_step(self) -> str:
         """What to do next, in a sentence or two."""
+        if self.cannot_tell:
+            return "Measure again while nothing else runs."
         if self.changes:
             return f"{capitalised(self.changes[0].advice.change)}."
         if self.ceiling.is_worth_it:
@@ -149,9 +159,9 @@ class StepReport:
             said.append(f"{capitalised(told[0])} is not moved: {reasons[told[0]]}.")
         else:
             said.append("No change to the plan promises more than its uncertainty.")
-        if self.ready_made:
-            tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.ready_made.items())
-            said.append(f"Ready-made plans saved, when they were tried: {tried}.")
+        if self.not_kept:
+            tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.not_kept.items())
+            said.append(f"Plans that were tried saved: {tried}.")
         return " ".join(said)
 
     def format(self) -> str:
@@ -161,16 +171,25 @@ class StepReport:
     def __str__(self) -> str:
         return self.format()
 
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
+
     def _lines(self) -> Iterator[str]:
         ceiling, step = self.ceiling, self.profile.step
         if self.busy:
             yield self.busy
+        if self.cannot_tell:
+            yield self.next_step
+            return
         yield f"{self.verdict.bound}. {self.verdict.why}"
         yield f"step: {in_ms(step.value_s)} ± {in_ms(step.spread_s)} ms"
-        yield (
-            f"ceiling: any overlap can save {in_ms(ceiling.saved_s)} ms at most "
-            f"({ceiling.share:.0%}); then limited by {ceiling.limit}"
-        )
+        if ceiling.is_worth_it:
+            yield (
+                f"ceiling: any overlap can save {in_ms(ceiling.saved_s)} ms at most "
+                f"({ceiling.share:.0%}); then limited by {ceiling.limit}"
+            )
+        else:
+            yield f"ceiling: overlap can save nothing more; limited by {ceiling.limit}"
         if self.why_no_plan:
             yield f"no plan: {self.why_no_plan}"
         yield f"next step: {self.next_step}"
@@ -179,6 +198,47 @@ class StepReport:
             yield f"  promises {change.promised}{tried}"
         if self.memory is not None:
             yield self.memory.format()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for tools; all times are milliseconds, rounded to 1 us.
+
+        ``bound`` is None where the machine was too busy to tell. The guide lists the keys.
+        """
+        ceiling, told = self.ceiling, not self.cannot_tell
+        return {
+            "version": 1,
+            "name": self.name,
+            "busy": self.busy,
+            "bound": self.verdict.bound if told else None,
+            "why": self.verdict.why if told else "",
+            "step": _estimate(self.profile.step),
+            "parts": [
+                {"task": one.task, "cause": one.cause, "ms": _ms(one.seconds)} for one in self.parts
+            ],
+            "ceiling": {
+                "saved": _ms(ceiling.saved_s),
+                "worth_it": ceiling.is_worth_it,
+                "limit": ceiling.limit,
+            },
+            "next_step": self.next_step,
+            "changes": [
+                {
+                    "change": one.advice.change,
+                    "task": one.advice.task,
+                    "promised": _estimate(Estimate(one.advice.saved_s, one.advice.spread_s)),
+                    "tried": None if one.tried is None else _estimate(one.tried),
+                    "plan": json.loads(one.advice.plan) if one.advice.plan else None,
+                }
+                for one in self.changes
+            ],
+            "findings": [asdict(one) for one in self.findings],
+            "rank": self.rank,
+            "waits": [
+                {"rank": one.rank, "for": one.waits_for, "ms": _ms(one.seconds)}
+                for one in self.profile.rank_waits
+            ],
+            "machine": dict(self.machine),
+        }
 
     def to_html(self) -> str:
         """The report as one page, which needs no network and no other file."""
@@ -191,6 +251,14 @@ class StepReport:
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its style is not the notebook's."""
         return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="900"></iframe>'
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _estimate(of: Estimate) -> dict[str, float]:
+    return {"ms": _ms(of.value_s), "spread_ms": _ms(of.spread_s)}
 
 
 def capitalised(text: str) -> str:
@@ -225,7 +293,7 @@ def page_of(report: StepReport) -> str:
         reconciled=_reconciled(report),
         exposed=exposed_chart(report.profile),
         timeline=timeline_chart(_timelines(report)),
-        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.",
+        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.{_timed_apart(report)}",
         ranks=_ranks(report),
         memory="" if report.memory is None else capitalised(report.memory.format()),
     )
@@ -261,7 +329,7 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
     parts: dict[str, float] = defaultdict(float)
     causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, as parts are
     for part in report.parts:
-        name = PULL if part.task == LOADER else part.task
+        name = PULL if part.task in (LOADER, START) else part.task
         parts[name] += part.seconds
         causes[name].append(part.cause)
     for name in dict.fromkeys([*profile.host_s, *parts]):
@@ -303,17 +371,38 @@ def _reconciled(report: StepReport) -> str:
     return f"{words}; the table says why not for {listed(noted)}." if noted else f"{words}."
 
 
+def _timed_apart(report: StepReport) -> str:
+    """Why the timelines' figures are not the step's; "" where they are."""
+    pace, step = report.profile.loader, report.profile.step
+    start_s = 0.0 if pace is None else pace.start_s
+    apart_s = step.spread_s + _APART * step.value_s
+    said = [""]
+    measured_s = report.measured.initiation_interval_s
+    if measured_s is not None and abs(measured_s + start_s - step.value_s) > apart_s:
+        said.append("It was recorded at another time than the profile, and took another time.")
+    elif start_s > apart_s:
+        said.append("Without the start of a pass.")
+    if report.predicted_s is not None and abs(report.predicted_s - step.value_s) > apart_s:
+        said.append(
+            "The prediction leaves out what tasks cost each other: cores, memory, the interpreter "
+            "lock."
+        )
+    return " ".join(said)
+
+
 def _ranks(report: StepReport) -> list[dict[str, str]]:
     """A row for the step and one per task: the median, and the worst rank."""
     ranks = report.profile.ranks
     if len(ranks) < 2:
         return []
-    ends = {"step": Ends.of(ranks, [of.baseline_s for of in ranks]), **host_ends(ranks)}
+    steps_s = [of.baseline_s for of in ranks]
+    ends = {"step": Ends.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])}
+    ends |= host_ends(ranks)
     return [
         {
             "task": LOADER if name == PULL else name,
             "median": in_ms(one.median_s),
-            "worst": in_ms(one.worst_s),
+            "worst": f"{in_ms(one.worst_s)} ± {in_ms(one.spread_s)}",
             "rank": str(one.rank),
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }

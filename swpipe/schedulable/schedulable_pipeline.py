@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
-from swpipe.pipeline import SWPipeline
+from swpipe.device import Device
+from swpipe.pipeline import PipelineOptions, SWPipeline
 from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.executors import (
     DelegatedPipeline,
@@ -46,7 +47,8 @@ class SchedulablePipeline:
         executor: None for the caller's thread alone; ``"threaded"`` for one thread per stream; a
             ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods of
             ``swpipe.schedulable.executors.Executor``.
-        options: Of ``SWPipeline``, such as ``device`` and ``check_effects``.
+        device: As for ``SWPipeline``.
+        options: Of ``SWPipeline``, such as ``check_effects``.
 
     Attributes:
         schedule: The schedule.
@@ -65,7 +67,8 @@ class SchedulablePipeline:
         stream_pool: StreamPool,
         *,
         executor: Any = None,
-        **options: Any,
+        device: Device | torch.device | str | None = None,
+        **options: Unpack[PipelineOptions],
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(f"schedule is {shown(schedule)}: give a Schedule")
@@ -74,16 +77,17 @@ class SchedulablePipeline:
         self._executor = checked_executor(executor)
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
-        kind = SWPipeline[IterContext]
+        kind: type[SWPipeline[IterContext]] = SWPipeline
         check_schedule(schedule, stream_pool, problems)
         first = _FirstIteration()
         self.schedule = schedule
         plan = translate(schedule, stream_pool, threads, first)
         if not is_ours(self._executor):
             plan = delegated(plan, schedule, stream_pool, self._executor, first)
-            kind, options = DelegatedPipeline, {"check_effects": False, **options}
+            kind = DelegatedPipeline
+            options.setdefault("check_effects", False)
         self.plan: PipelinePlan = plan
-        self.pipe: SWPipeline[IterContext] = kind(plan, **options)
+        self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
         first.pipe = weakref.ref(self.pipe)
         try:
             for task in tasks:
@@ -107,7 +111,7 @@ class SchedulablePipeline:
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
         backward_fn: Callable[[Tensor], Any] | None = None,
         optimizer_step_fn: Callable[[], Any] | None = None,
-        **options: Any,
+        **options: Unpack[PipelineOptions],
     ) -> SchedulablePipeline:
         """An ordinary training step (seed section 8.1).
 
@@ -231,12 +235,13 @@ class Pipeline(SchedulablePipeline):
         stream_pool: StreamPool,
         *,
         executor: Any = None,
-        **options: Any,
+        device: Device | torch.device | str | None = None,
+        **options: Unpack[PipelineOptions],
     ) -> None:
         if not isinstance(stream_pool, StreamPool):
             raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
         schedule = Schedule((Stage(tuple(tasks)),), stream_pool.names)
-        super().__init__(schedule, stream_pool, executor=executor, **options)
+        super().__init__(schedule, stream_pool, executor=executor, device=device, **options)
 
 
 class _FirstIteration:

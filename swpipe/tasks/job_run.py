@@ -40,6 +40,7 @@ class JobRun:
 
     Attributes:
         steps: How many there are in all.
+        done: How many of them have been taken.
         pipe: The pipeline that runs the job.
         losses: Of each step so far that has one, on this rank.
         turns_s: Seconds per step, of each turn that is timed.
@@ -55,6 +56,7 @@ class JobRun:
     ) -> None:
         self.name, self.job, self.plan = name, job, plan
         self.steps: int = job.epoch_steps if steps is None else steps
+        self.done = 0
         self.pipe = SWPipeline(plan, job.tasks(), device=device, context=job.context)
         self.losses: list[float | torch.Tensor] = []
         self.turns_s: list[float] = []
@@ -79,6 +81,7 @@ class JobRun:
         before, begin, done = len(self.losses), time.perf_counter(), 0
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             done += 1
+            self.done += 1
             loss = self.job.retired(ctx)
             if loss is not None:
                 self.losses.append(loss)
@@ -124,6 +127,7 @@ def alternate(
     chunk: int = 50,
     warm_up: int = 10,
     on_step: Callable[[], object] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Advance several runs by ``steps`` each, in turns.
 
@@ -136,10 +140,13 @@ def alternate(
         chunk: Steps in a turn.
         warm_up: Steps of the first turn, which is not timed.
         on_step: Called after each step of each run.
+        enough: Called before each has its turn; ends them, whatever steps are left.
     """
     for run in runs:
         run.advance(min(warm_up, steps), on_step, timed=False)
     for turn, done in enumerate(range(warm_up, steps, chunk)):
+        if enough():
+            return
         for run in runs if turn % 2 == 0 else reversed(runs):
             run.advance(min(chunk, steps - done), on_step)
 
@@ -196,7 +203,7 @@ def report(runs: Sequence[JobRun]) -> str:
     """A line per run, how the others compare with the first, and the job's notes. A collective."""
     columns = [run.job.results() for run in runs]
     rows = [
-        (run.name, run.steps, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
+        (run.name, run.done, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
         for run, more in zip(runs, columns, strict=True)
     ]
     first, *others = runs
@@ -223,13 +230,18 @@ def _ends(run: JobRun) -> str:
     )
 
 
+def speed_up(first: JobRun, other: JobRun) -> tuple[float, float]:
+    """How many times as fast the other is, at least and at most, by the turns of both."""
+    a, b = first.speeds, other.speeds
+    return b[0] / a[-1], b[-1] / a[0]
+
+
 def _speed(first: JobRun, other: JobRun) -> str:
     """How many times as fast the other is, if the turns are able to tell."""
     names = f"{other.name} over {first.name}"
-    a, b = first.speeds, other.speeds
-    if len(a) < 2 or len(b) < 2:
+    if min(len(first.speeds), len(other.speeds)) < 2:
         return f"{names}: no difference was measured: one turn has no range; train for more steps"
-    least, most = b[0] / a[-1], b[-1] / a[0]
+    least, most = speed_up(first, other)
     if least <= 1 <= most:
         return f"{names}: no difference was measured: the ranges of steps per second overlap"
     ratio = other.steps_per_s / first.steps_per_s

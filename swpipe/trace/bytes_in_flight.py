@@ -24,11 +24,8 @@ from swpipe.analysis.last_readers import Place
 from swpipe.core.drawing import CALLERS_STREAM
 from swpipe.core.messages import counted, in_bytes
 from swpipe.core.plan import PULL
-from swpipe.core.task_memory import Block, TaskMemory
+from swpipe.core.task_memory import WORKING, Block, TaskMemory, holder
 from swpipe.trace.span import Span
-
-WORKING = "while it runs"
-"""The ``attribute`` of what a task needs while it runs."""
 
 _NAMED = 3  # of the largest holdings, in a line
 
@@ -73,6 +70,8 @@ class PeakMemory:
 
     def format(self) -> str:
         """The sum and the largest parts, in a line; of one task's over all iterations."""
+        if not self.held:
+            return "memory: the iterations in flight hold nothing"
         sums: Counter[tuple[str, str]] = Counter()
         where: dict[tuple[str, str], set[int]] = defaultdict(set)
         for one in self.held:
@@ -80,10 +79,8 @@ class PeakMemory:
             where[one.task, one.attribute].add(one.iteration)
         parts = []
         for (task, attribute), size in sums.most_common(_NAMED):
-            of = f"ctx.{attribute} of {task}" if attribute else f"other memory of {task}"
-            what = f"{task} {WORKING}" if attribute == WORKING else of
             on = counted(len(where[task, attribute]), "iteration")
-            parts.append(f"{what} {in_bytes(size)} ({on})")
+            parts.append(f"{holder(task, attribute)} {in_bytes(size)} ({on})")
         return (
             f"memory: at most {in_bytes(self.bytes)} in {counted(self.iterations, 'iteration')}"
             + (f"; the largest: {', '.join(parts)}" if parts else "")

@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
+from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import with_the_others
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import BODY, PipelinePlan, StreamRef
-from swpipe.core.resolved import resolve_plan
+from swpipe.core.records import first_lines
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
@@ -98,6 +101,12 @@ class Tuned:
         busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        return first_lines(self, self.format())
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +214,7 @@ class Loop:
         return replace(plan, schedule=schedule, tasks=())
 
 
+@suggests_keywords
 def autotune(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],
@@ -218,8 +228,8 @@ def autotune(
     over_ranks: Callable[[Any], list[Any]] | None = None,
     progress: Callable[[str], object] = lambda line: None,
     loader: Iterable[Any] | None = None,
-    seconds: float | None = None,
-    verbose: bool = False,
+    seconds: float | None = 60.0,
+    verbose: bool = True,
     max_bytes: int | None = None,
     body: bool = True,
 ) -> Tuned:
@@ -242,7 +252,7 @@ def autotune(
         ordered: Names of tasks that communicate, in addition to those that are recognised.
         over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
             torch.distributed's default group, where there is one.
-        progress: Called with one line before each step.
+        progress: Called with one line before each step, as ``verbose`` shows them.
         loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
             measured and planned too, and each trial makes them. They come after the iteration
             before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
@@ -250,7 +260,7 @@ def autotune(
         seconds: What it may take, about; None for as long as it takes. A short time means fewer
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
-        verbose: Show a bar, with an estimate of the time that is left.
+        verbose: Show each step and a bar, with an estimate of the time that is left.
         max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
         body: The loop has a body, as for ``auto_plan``.
 
@@ -354,10 +364,10 @@ def _simple(
             reason = "it is above the limits"
         elif limits.frozen:
             reason = "the limits freeze tasks"
-        elif not loop.admits(plan, costs):
-            reason = "it holds more than max_bytes"
         elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
+        elif not loop.admits(plan, costs):
+            reason = "it holds more than max_bytes"
         else:
             plans[name] = plan
             continue
@@ -367,8 +377,13 @@ def _simple(
 
 
 def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
-    """Whether a plan for the loop's tasks gives the numbers of the serial loop."""
-    return not race_problems(resolve_plan(plan), recording.effects, streams=loop.has_streams)
+    """Whether a plan for the loop's tasks gives the numbers of the serial loop.
+
+    Raises:
+        PlanError: It cannot run.
+    """
+    before = HappensBefore.of(validate(plan, loop.tasks), streams=loop.has_streams)
+    return not race_problems(recording.effects, [before])
 
 
 # ----------------------------------------------------------------------------------------- trial

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from swpipe.core.messages import in_ms
+from swpipe.core.progress import progress_bar
 
 
 class Window(NamedTuple):
@@ -52,8 +53,6 @@ class Budget:
         verbose: bool = False,
         agree: Callable[[float], float] = lambda value: value,
     ) -> None:
-        from tqdm import tqdm
-
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds is {seconds!r}: give a number greater than 0")
         self.seconds = seconds
@@ -61,7 +60,7 @@ class Budget:
         self._begin_s = time.monotonic()
         self._ran = 0
         self._ran_s = 0.0
-        self.bar = tqdm(desc="tuning", unit="iteration", disable=not verbose, leave=False)
+        self.bar = progress_bar("tuning", "iteration", shown=verbose, leave=False)
 
     @property
     def took_s(self) -> float:
@@ -79,10 +78,9 @@ class Budget:
         self.bar.refresh()
 
     def show(self, progress: Callable[[str], object], line: str) -> None:
-        """Tell of the next step; the bar makes room for the line."""
-        self.bar.clear()
+        """Tell of the next step, on the bar, too."""
+        self.bar.set_description(line)
         progress(line)
-        self.bar.refresh()
 
     @contextmanager
     def spending(self, iterations: int) -> Iterator[None]:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-import pytest
-
 from swpipe._engine.watchdog import STALL_EXIT_CODE
 from tests._distributed.stall_job import AT, CATCHES
 
@@ -23,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 WITHIN_S = 60.0
 """The promise is ``STALL_S`` + 10 s, which ``stall_job`` prints; a busy machine takes longer."""
 
-QUICK = ("2:stopped-first:default", "2:uneven:io")
+JOBS = (
+    *("2:stopped-first:default", "2:stopped:io", "4:left:default", "2:left:io"),
+    *("2:uneven:default", "3:uneven-first:io", "2:stopped+catch:io"),
+)
 
 
 def run_jobs(folder: Path, jobs: Collection[str]) -> dict[str, list[tuple[int, str]]]:
@@ -74,19 +75,10 @@ def check_others_end(folder: Path, *jobs: str) -> None:
                 assert re.search(without, error), (job, error)
 
 
-def test_ranks_end_when_one_is_stopped_or_has_less_data(tmp_path: Path) -> None:
-    """Inside a collective nothing interrupts the caller's thread; a worker's outlives its script.
-
-    Of the rank that is stopped, which holds the store, the others learn nothing.
-    """
-    check_others_end(tmp_path, *QUICK)
-
-
-@pytest.mark.slow
 def test_every_other_rank_ends(tmp_path: Path) -> None:
-    """All ways to stop communicating, of the last rank and of the one that holds the store."""
-    hows = ("stopped", "left", "uneven", "stopped-first")
-    jobs = [f"2:{how}:{group}" for group in ("default", "io") for how in hows]
-    slow = [job for job in jobs if job not in QUICK]
-    more = ("4:left:default", "4:uneven-first:io", "2:stopped+catch:io", "2:stopped-first+catch:io")
-    check_others_end(tmp_path, *slow, *more)
+    """All ways to stop communicating, of the last rank and of the one that holds the store.
+
+    Inside a collective nothing interrupts the caller's thread; a worker's outlives its script. Of
+    the rank that is stopped and holds the store the others learn nothing.
+    """
+    check_others_end(tmp_path, *JOBS)

@@ -9,66 +9,16 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe._engine.waiting import Cancelled
-from tests.device.virtual.guards import GUARDS
-from tests.device.virtual.harness import break_case, run_case
 from tests.support.exploring import DeadlockError, ExploringHost
-from tests.support.machines import PlainMachine, outputs, serial_outputs, tasks_of
 from tests.support.plans_for_tests import NAMES, piped, spread
-from tests.support.strategies import Case, random_case
 
-SCHEDULES = 200
+SCHEDULES = 50
 PLANS = {
     "two groups": piped(),
     "two groups, deep": piped(depth=5),
     "four groups": spread(),
     "workers only": spread(("a", "b", "a", "b", "c")),
 }
-
-
-def run_on_cpu(case: Case, host: ExploringHost) -> None:
-    """Run a case without streams and compare all numbers with the serial ones."""
-    plain, machine = PlainMachine(case.workload), PlainMachine(case.workload)
-    machine.pause = host.pause
-    with SWPipeline(
-        case.plan,
-        tasks_of(machine, case.workload),
-        device="cpu",
-        host=host,
-        stall_timeout_s=None,
-    ) as pipe:
-        found = [outputs(ctx) for ctx in pipe.iterate(case.batches)]
-    assert found == serial_outputs(plain, case.workload, case.batches)
-    assert machine.states == plain.states
-
-
-def run_random_plans_on_cpu() -> None:
-    """Random plans, each with a schedule of its own."""
-    for seed in range(SCHEDULES):
-        run_on_cpu(random_case(seed, most_tasks=5), ExploringHost(seed))
-
-
-@pytest.mark.slow
-def test_random_plans_on_the_cpu_give_the_serial_numbers_in_every_interleaving() -> None:
-    """Host waits alone have to do, without a device that would tell."""
-    run_random_plans_on_cpu()
-
-
-@pytest.mark.slow
-def test_random_plans_on_the_virtual_device_break_no_rule_in_every_interleaving() -> None:
-    """Adversarial threads and adversarial streams together."""
-    for seed in range(SCHEDULES):
-        finding = run_case(random_case(seed, most_tasks=5), host=ExploringHost(seed))
-        assert not finding, f"seed {seed}: {finding}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("close", [False, True], ids=["failing", "closing"])
-def test_a_broken_run_ends_in_every_interleaving(close: bool) -> None:
-    """A failure anywhere, or a close on the way: everybody wakes, nothing is left unordered."""
-    for seed in range(SCHEDULES // 2):
-        case = random_case(seed, most_tasks=5)
-        finding = break_case(case, host=ExploringHost(seed), close=close)
-        assert not finding, f"seed {seed}: {finding}"
 
 
 def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[PipelineTask]:
@@ -94,12 +44,12 @@ def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
 def test_one_plan_under_many_schedules(plan: PipelinePlan) -> None:
     """Each schedule ends, and keeps the order of every task's iterations; many of them differ."""
     interleavings = set()
-    for seed in range(SCHEDULES // 4):
+    for seed in range(SCHEDULES):
         ran = interleaving_of(plan, seed)
         for name in NAMES:
             assert [i for task, i in ran if task == name] == list(range(6))
         interleavings.add(tuple(ran))
-    assert len(interleavings) > SCHEDULES // 16
+    assert len(interleavings) > SCHEDULES // 4
 
 
 def test_the_same_seed_gives_the_same_interleaving() -> None:
@@ -123,10 +73,3 @@ def test_a_deadlock_is_found_and_reported(seed: int) -> None:
     mine.cancel()
     thread.join()
     assert not thread.is_alive()
-
-
-def test_without_host_waits_some_interleaving_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The explorer finds what it is there to find."""
-    next(guard for guard in GUARDS if guard.name == "host waits").remove(monkeypatch)
-    with pytest.raises((AssertionError, AttributeError)):
-        run_random_plans_on_cpu()

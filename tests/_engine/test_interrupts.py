@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -32,14 +32,13 @@ class Interrupter:
 
     Args:
         n: Where to raise.
-        everywhere: Count every instruction of swpipe's as a place.
     """
 
-    def __init__(self, n: int, *, everywhere: bool = False) -> None:
+    def __init__(self, n: int) -> None:
         self.n = n
-        self.everywhere = everywhere
         self.seen = 0
         self.where = ""
+        self.places: list[tuple[CodeType, int]] = []
 
     def __enter__(self) -> Interrupter:
         sys.settrace(self._trace)
@@ -58,7 +57,7 @@ class Interrupter:
             frame.f_trace_lines = False
 
         def at_instruction(frame: FrameType, event: str, arg: Any) -> Any:
-            if event == "opcode" and ((own and self.everywhere) or frame.f_lasti in looks):
+            if event == "opcode" and frame.f_lasti in looks:
                 self._place(frame)
             return at_instruction
 
@@ -67,6 +66,7 @@ class Interrupter:
 
     def _place(self, frame: FrameType) -> None:
         self.seen += 1
+        self.places.append((frame.f_code, frame.f_lasti))
         if self.seen == self.n + 1:
             sys.settrace(None)
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -176,33 +176,40 @@ def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Inte
     return pipe, interrupter, ran
 
 
+def numbers_of_places(plan: PipelinePlan, name: str) -> list[int]:
+    """Of each place of a call the first or, of every other one, the last time it is come to."""
+    pipe, interrupter, _ = interrupted(plan, name, sys.maxsize)
+    pipe.close()
+    last = {place: n for n, place in enumerate(interrupter.places)}
+    first = {place: n for n, place in reversed([*enumerate(interrupter.places)])}
+    return [(last if k % 2 else first)[place] for k, place in enumerate(last)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    ("plan", "step"), [(piped(), 1), (spread(), 4)], ids=["two groups", "four groups"]
+    ("plan", "step"), [(piped(), 1), (spread(), 5)], ids=["two groups", "four groups"]
 )
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     plan: PipelinePlan, step: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread is left; a new fill works, or after the mend it names; no task runs twice.
 
-    With more groups the places are the same ones more often: every fourth of them is tried.
+    With more groups the places are the same ones more often: every fifth of them is tried.
     """
     # Threads that can end are waited for as long as a busy machine takes.
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
-    n, raised = 0, True
-    while raised:
+    numbers = numbers_of_places(plan, name)[::step]
+    for k, n in enumerate(numbers):
         pipe, interrupter, ran = interrupted(plan, name, n)
         where = f"place {n}, {interrupter.where}"
-        raised = interrupter.raised
-        if not pipe.closed and n // step % 2:
+        if not pipe.closed and k // 2 % 2:
             assert use_again(pipe) == [100, 101, 102, 103], where
         pipe.close()
         assert swpipe_threads() == [], where
         assert len(set(ran.ran)) == len(ran.ran), where
         assert pipe.in_flight == 0, where
-        n += step
-    assert n > 50
+    assert len(numbers) * step > 150
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.core.task import TaskFn
-from tests.device.virtual.harness import run_case
 from tests.support.machines import TorchMachine, outputs, random_pauses, tasks_of
 from tests.support.strategies import Case, cases
 
@@ -145,11 +144,3 @@ def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
     if case.seed % 3 == 1:
         _, serial_at_once = run_serially(case, one_by_one=False)
         assert_same_bits(serial_at_once.states, serial.states)
-
-
-@settings(max_examples=60, derandomize=True)
-@given(cases())
-def test_every_plan_keeps_the_rules_of_a_device_with_late_streams(case: Case) -> None:
-    """The same on the virtual device; numbers, order and memory are looked at there."""
-    finding = run_case(case)
-    assert not finding, finding

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import places_of, uses_of
+from swpipe.analysis.last_readers import uses_of
 from swpipe.core.context import TypedContext
 from swpipe.core.drawing import format_stages
 from swpipe.core.effects import Effects, Location
@@ -23,6 +23,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice, copy_task
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
+from tests.support.plans_for_tests import going
 from tests.support.sequencer import await_event
 
 BATCHES = 8
@@ -420,7 +421,7 @@ def test_what_runs_ahead_as_a_whole_lets_go_ahead() -> None:
     tasks = [PipelineTask("use", use, pure=True, reads=["batch"])]
     with swpipe.overlap(batches(), tasks, device="cpu", keep=["value"]) as loop:
         before = HappensBefore.of(resolve_plan(loop.overlap.plan), streams=False)
-        assert places_of(before, uses_of(loop.pipe.tasks), ["value"]) == {"batch": "use"}
+        assert going(before, uses_of(loop.pipe.tasks), ["value"]) == {"batch": "use"}
         assert len([ctx.value for ctx in loop]) == BATCHES
 
 

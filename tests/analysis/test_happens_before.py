@@ -159,12 +159,12 @@ def test_a_launch_limit_orders_the_device(ahead: int) -> None:
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
     """A program without its host waits has none of the order that its events would bring."""
     program = compile_plan(resolve_plan(piped()), streams=True)
-    assert HappensBefore(program, streams=True).device("dist", "forward", 0)
+    assert HappensBefore(program).device("dist", "forward", 0)
     lanes = [
         replace(lane, instructions=tuple(replace(i, host_waits=()) for i in lane.instructions))
         for lane in program.lanes
     ]
-    careless = HappensBefore(replace(program, lanes=tuple(lanes)), streams=True)
+    careless = HappensBefore(replace(program, lanes=tuple(lanes)))
     assert not careless.device("dist", "forward", 0)
     assert not careless.host("dist", "forward", 0)
 

@@ -8,10 +8,12 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import places_of, recorded_uses, releases_of, uses_of
+from swpipe.analysis.last_readers import recorded_uses, releases_of, users_of, uses_of
 from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.effects import Effects, Location
 from swpipe.core.resolved import resolve_plan
+from swpipe.core.task_memory import KEPT, Block, TaskMemory
+from tests.support.plans_for_tests import going
 
 USES = {
     "load": ["batch"],
@@ -49,7 +51,7 @@ def places(
 ) -> dict[str, str]:
     """Attribute to the task at which it goes."""
     before = HappensBefore.of(resolve_plan(of), streams=streams)
-    return {} if of.keep is None else places_of(before, uses(**changed), of.keep)
+    return {} if of.keep is None else going(before, uses(**changed), of.keep)
 
 
 def test_a_value_goes_after_its_last_user() -> None:
@@ -86,7 +88,7 @@ def test_what_nobody_comes_after_goes_at_the_end_of_the_iteration() -> None:
     )
     said = {"load": frozenset({"batch"}), "left": frozenset("x"), "right": frozenset("x")}
     before = HappensBefore.of(resolve_plan(ends), streams=False)
-    assert places_of(before, said, ends.keep or ()) == {"batch": "load", "x": "<retire>"}
+    assert going(before, said, ends.keep or ()) == {"batch": "load", "x": "<retire>"}
 
 
 def test_device_work_is_waited_for_where_there_are_streams() -> None:
@@ -155,8 +157,11 @@ def test_a_table_of_states_alone_says_nothing_of_attributes() -> None:
 )
 def test_a_value_counts_until_it_goes(of: PipelinePlan, streams: bool, copies: int) -> None:
     """And on streams in one iteration more."""
-    found = bytes_in_flight(resolve_plan(of), {("load", "x"): 8}, streams=streams, uses=uses())
-    (held,) = found.held
+    goes = Block("load", KEPT, 8, "x", users=users_of(uses())["x"])
+    (held,) = bytes_in_flight(
+        HappensBefore.of(resolve_plan(of), streams=streams), TaskMemory((goes,))
+    ).held
     assert held.copies == copies
-    kept = bytes_in_flight(resolve_plan(of), {("load", "loss"): 8}, streams=streams, uses=uses())
-    assert kept.held[0].copies == (5 if streams and of.names_streams else 3)  # depth, run_ahead
+    stays = TaskMemory((Block("load", KEPT, 8, "loss"),))
+    (kept,) = bytes_in_flight(HappensBefore.of(resolve_plan(of), streams=streams), stays).held
+    assert kept.copies == (5 if streams and of.names_streams else 3)  # depth, run_ahead

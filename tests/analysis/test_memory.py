@@ -8,8 +8,11 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import compile_plan
-from swpipe.analysis.memory import Held, bytes_in_flight, in_words, memory_problems, size_problems
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.memory import Held, bytes_in_flight, in_words, memory_problems
+from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.core.task_memory import KEPT, WORKING, Block, TaskMemory
 from tests.support.exhaustive import Exhaustive
 from tests.support.plans_for_tests import NAMES, spread
 
@@ -32,29 +35,35 @@ def chain(
     )
 
 
-def copies(plan: PipelinePlan, sizes: dict[tuple[str, str], int], *, streams: bool = False) -> int:
-    """How many copies there are of the one attribute."""
-    (held,) = bytes_in_flight(resolve_plan(plan), sizes, streams=streams).held
+def copies(plan: PipelinePlan, *blocks: Block, streams: bool = False) -> int:
+    """How many copies there are of the one block."""
+    (held,) = bytes_in_flight(
+        HappensBefore.of(resolve_plan(plan), streams=streams), TaskMemory(blocks)
+    ).held
     return held.copies
+
+
+def deleted(begin: str, end: str) -> Block:
+    """An attribute that one task sets and another one deletes."""
+    return Block(begin, end, 8, "x", removed=True)
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 3), (1, 2), (2, 1)])
 def test_an_attribute_lives_from_its_task_to_the_end(stage: int, most: int) -> None:
     """Of one thread: the later it is set, the fewer there are at once."""
-    assert copies(chain((0, stage, 2)), {("b", "x"): 8}) == most
+    assert copies(chain((0, stage, 2)), Block("b", KEPT, 8, "x")) == most
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 1), (1, 1), (2, 2)])
 def test_an_attribute_lives_until_it_is_deleted(stage: int, most: int) -> None:
     """The sooner, the fewer there are at once; later stages run first, and so delete in time."""
-    assert copies(chain((0, stage, 2)), {("a", "x"): 8, ("b", "x"): 0}) == most
+    assert copies(chain((0, stage, 2)), deleted("a", "b")) == most
 
 
 def test_what_is_set_anew_lives_twice() -> None:
     """The old value until the task that replaces it has run, the new one from then on."""
-    found = bytes_in_flight(
-        resolve_plan(chain((0, 0, 2))), {("a", "x"): 8, ("b", "x"): 4}, streams=False
-    )
+    memory = TaskMemory((deleted("a", "b"), Block("b", KEPT, 4, "x")))
+    found = bytes_in_flight(HappensBefore.of(resolve_plan(chain((0, 0, 2))), streams=False), memory)
     assert set(found.held) == {Held("x", "a", 1, 8), Held("x", "b", 3, 4)}
     assert found.total_bytes == 20
 
@@ -62,8 +71,8 @@ def test_what_is_set_anew_lives_twice() -> None:
 def test_a_thread_that_runs_ahead_fills_the_depth() -> None:
     """Nothing keeps it from it but admission."""
     plan = chain((0, 1), ("io", "default"), depth=4)
-    assert copies(plan, {("a", "x"): 8, ("b", "x"): 0}) == 4
-    assert copies(chain((0, 1), depth=4), {("a", "x"): 8, ("b", "x"): 0}) == 1
+    assert copies(plan, deleted("a", "b")) == 4
+    assert copies(chain((0, 1), depth=4), deleted("a", "b")) == 1
 
 
 @pytest.mark.parametrize("ahead", [None, 0, 1, 3])
@@ -71,11 +80,38 @@ def test_under_a_plan_with_streams_everything_counts_as_often_as_the_device_is_b
     ahead: int | None,
 ) -> None:
     """By ``depth`` iterations and ``run_ahead`` more; and what is dropped is held."""
-    sizes = {("a", "x"): 8, ("b", "x"): 0}
     one = replace(chain((0, 1, 2)), run_ahead=ahead)
-    assert copies(one, sizes, streams=True) == copies(one, sizes) == 1
+    gone = deleted("a", "b")
+    assert copies(one, gone, streams=True) == copies(one, gone) == 1
     several = replace(one, schedule={**one.schedule, "a": TaskSchedule(0, "side")})
-    assert copies(several, sizes, streams=True) == 3 + (1 if ahead is None else ahead)
+    assert copies(several, gone, streams=True) == 3 + (1 if ahead is None else ahead)
+    saved = Block("a", "b", 8)  # by autograd: nobody else's stream has it
+    assert copies(several, saved, streams=True) == 1
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 2), (1, 2), (2, 3)])
+def test_what_the_next_iteration_frees_lives_longer(stage: int, most: int) -> None:
+    """As gradients that are set to None by the next backward."""
+    assert copies(chain((0, stage, 2)), Block("a", "b", 8, later=1)) == most
+
+
+@pytest.mark.parametrize(("group", "most"), [(None, 3), ("loader", 4)])
+def test_the_batch_lives_from_its_pull(group: str | None, most: int) -> None:
+    """Also where a thread of its own pulls it."""
+    plan = replace(chain((0, 0, 2)), pull_group=group)
+    assert copies(plan, Block(PULL, KEPT, 8, "batch")) == most
+
+
+def test_of_each_thread_one_task_needs_something_at_a_time() -> None:
+    """The largest counts, once; one that frees before it makes needs nothing more."""
+    plan = chain((0, 0, 1), ("io", "io", "default"))
+    memory = TaskMemory((Block("a", "b", 8),), {"a": 3, "b": 5, "c": -7})
+    found = bytes_in_flight(HappensBefore.of(resolve_plan(plan), streams=False), memory)
+    assert found.held == (Held("", "a", 1, 8), Held(WORKING, "b", 1, 5))
+    assert found.format() == (
+        "in flight at most: 13 B; the largest: other memory of 'a' (1 x 8 B), "
+        "'b' while it runs (1 x 5 B)"
+    )
 
 
 @pytest.mark.parametrize("depth", [4, 5])
@@ -86,17 +122,24 @@ def test_no_interleaving_has_more_copies_and_some_has_as_many(depth: int) -> Non
         compile_plan(resolve_plan(plan), streams=False), 6, streams=False, most=10**6
     )
     for end in NAMES[1:]:
-        sizes = {("h2d", "x"): 8, (end, "x"): 0}
         free = [n for n in range(1, 6) if (end, 0) not in found.host_before["h2d", n]]
-        assert copies(plan, sizes) == 1 + max(free, default=0)
+        assert copies(plan, deleted("h2d", end)) == 1 + max(free, default=0)
 
 
-BIG = {("a", "raw"): 10 * MIB, ("b", "raw"): 0, ("b", "x"): 40 * MIB, ("c", "y"): MIB}
+BIG = TaskMemory(
+    (
+        Block("a", "b", 10 * MIB, "raw", removed=True),
+        Block("b", KEPT, 40 * MIB, "x"),
+        Block("c", KEPT, MIB, "y"),
+    )
+)
 
 
 def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> str:
     """The text of the one problem."""
-    (found,) = memory_problems(resolve_plan(plan), BIG, budget_bytes, streams=streams)
+    (found,) = memory_problems(
+        HappensBefore.of(resolve_plan(plan), streams=streams), BIG, budget_bytes
+    )
     return found.text
 
 
@@ -110,7 +153,9 @@ def test_a_smaller_depth_that_fits_is_named() -> None:
         "pipeline_depth=2 would fit"
     )
     fitting = replace(plan, pipeline_depth=2)
-    assert not list(memory_problems(resolve_plan(fitting), BIG, 110 * MIB, streams=True))
+    assert not list(
+        memory_problems(HappensBefore.of(resolve_plan(fitting), streams=True), BIG, 110 * MIB)
+    )
 
 
 def test_a_smaller_run_ahead_that_fits_is_named() -> None:
@@ -128,15 +173,6 @@ def test_a_budget_that_nothing_fits_is_told_so() -> None:
     assert "no smaller depth would fit; one iteration alone holds 51 MiB" in problem(
         chain((0, 0, 1)), 2 * MIB
     )
-
-
-def test_sizes_must_be_bytes_of_tasks_that_there_are() -> None:
-    """It says which are not."""
-    wrong = {("a", "x"): -1, ("b", "x"): 1.5, ("z", "x"): 3}
-    texts = [problem.text for problem in size_problems(chain((0, 0)), wrong)]  # type: ignore[arg-type]
-    assert "ctx.x after task 'a' is -1" in texts[0]
-    assert "ctx.x after task 'b' is 1.5" in texts[1]
-    assert "task 'z', which the plan does not schedule" in texts[2]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.analysis.races import race_problems, stale_problems
+from swpipe.analysis.races import guarantees, race_problems, stale_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.dependence import CycleError
 from swpipe.core.effects import Effects, Location
@@ -56,7 +56,7 @@ def order_problems(
     plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = None
 ) -> list[Problem]:
     """What is wrong with the order that a plan keeps."""
-    return race_problems(resolve_plan(plan), effects, streams=streams)
+    return race_problems(effects, guarantees(resolve_plan(plan), streams))
 
 
 # ------------------------------------------------------------------- against trying everything

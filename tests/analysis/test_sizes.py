@@ -12,6 +12,7 @@ from swpipe._engine import implied_edges
 from swpipe._engine.program import compile_plan
 from swpipe._engine.program_text import format_program
 from swpipe.analysis import Effects, Location, memory, verify
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import MOST_EXPLAINED
 from swpipe.analysis.validation import validate
 from swpipe.core import effects
@@ -19,6 +20,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.dependence import CycleError
 from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from swpipe.core.resolved import resolve_plan
+from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
 from tests.support.plans_for_tests import task
@@ -204,7 +206,8 @@ def test_copies_of_an_attribute_take_few_looks(monkeypatch: pytest.MonkeyPatch) 
     """How far apart its two ends are is searched for by halves."""
     calls = counted(monkeypatch, memory.HappensBefore, "host")
     plan = two_groups(100)
-    found = memory.bytes_in_flight(validate(plan), {("t0", "x"): 5, ("t99", "x"): 0}, streams=False)
+    held = TaskMemory((Block("t0", "t99", 5, "x"),))
+    found = memory.bytes_in_flight(HappensBefore.of(validate(plan), streams=False), held)
     assert found.held[0].copies == 100
     assert calls[0] <= 8
 

@@ -19,6 +19,7 @@ from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSched
 from swpipe.analysis import verify
 from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
+from swpipe.core.task_memory import KEPT, Block, TaskMemory
 from swpipe.errors import PlanError
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sparse_dist
@@ -355,8 +356,9 @@ def test_everything_wrong_is_listed_at_once() -> None:
     """Orders, staleness and memory, with the grid."""
     plan = unconnected(stale={"modle": 1}, pipeline_depth=2)
     effects = {"a": touching("model", "x"), "b": touching("x model", "model")}
+    held = TaskMemory((Block("a", KEPT, 2**20, "x"),))
     with pytest.raises(PlanError) as caught:
-        verify_tasks(plan, effects=effects, sizes={("a", "x"): 2**20}, budget_bytes=2**20)
+        verify_tasks(plan, effects=effects, memory=held, budget_bytes=2**20)
     texts = [problem.text for problem in caught.value.problems]
     assert len(texts) == 4
     assert "'modle', which no task touches" in texts[0]
@@ -370,8 +372,8 @@ def test_memory_that_fits_is_told() -> None:
         "a": touching("", "x"),
         "b": touching("x", "x"),
     }  # fmt: skip
-    sizes = {("a", "x"): 2**20, ("b", "x"): 0}
-    found = verify_tasks(plan, effects=effects, sizes=sizes, budget_bytes=3 * 2**20).footprint
+    held = TaskMemory((Block("a", "b", 2**20, "x", removed=True),))
+    found = verify_tasks(plan, effects=effects, memory=held, budget_bytes=3 * 2**20).footprint
     assert found is not None
     assert found.total_bytes == 2 * 2**20
     late = PipelinePlan(
@@ -380,8 +382,8 @@ def test_memory_that_fits_is_told() -> None:
         pipeline_depth=3,
     )
     with pytest.raises(PlanError, match="up to 4 MiB"):
-        verify_tasks(late, effects=effects, sizes=sizes, budget_bytes=2**20)
-    verify_tasks(late, effects=effects, sizes=sizes, budget_bytes=2**20, streams=False)
+        verify_tasks(late, effects=effects, memory=held, budget_bytes=2**20)
+    verify_tasks(late, effects=effects, memory=held, budget_bytes=2**20, streams=False)
 
 
 @pytest.mark.parametrize("streams", [None, *KINDS])
@@ -423,17 +425,18 @@ def test_a_plan_that_cannot_run_is_refused_first() -> None:
         verify_tasks(unconnected(), [PipelineTask("a", print)])
 
 
-def test_sizes_are_looked_at_first() -> None:
-    """A size that is none is told as itself."""
-    with pytest.raises(PlanError, match=r"ctx.x after task 'a' is -1"):
-        verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), sizes={("a", "x"): -1})
+def test_memory_of_other_tasks_is_refused() -> None:
+    """By name."""
+    held = TaskMemory((Block("z", KEPT, 1, "x"),))
+    with pytest.raises(PlanError, match="memory is given for tasks z: measure those of this plan"):
+        verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), memory=held)
 
 
 def test_a_call_without_anything_to_check_is_a_mistake() -> None:
     """Neither tasks nor effects, and a budget for nothing."""
     with pytest.raises(TypeError, match="needs the tasks, or a table of their effects"):
         verify_tasks(unconnected())
-    with pytest.raises(TypeError, match="a budget needs sizes"):
+    with pytest.raises(TypeError, match=r"a budget needs .*memory=measure_memory"):
         verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), budget_bytes=1)
 
 

@@ -283,7 +283,7 @@ def test_the_verdict_is_that_of_the_median(ratio: float, bar: float | None, verd
 @pytest.mark.slow
 def test_pipeline_schedules_are_compared() -> None:
     """Two ratios with bars, and a prediction of each contender."""
-    rows = pipeline_parallel.rows(rounds=1, scale=0.05, seconds=0.1)
+    rows = pipeline_parallel.rows(rounds=1, scale=0.05, effort=0.02)
     assert [row.bar for row in rows] == [0.9, 1.05, None, None, None]
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -48,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Run what must be refused: exit code 2 and one line after its progress; the line."""
     assert run(*args) == 2
     told = capsys.readouterr().err.splitlines()
-    progress = re.compile(r"\s*$|training:|\S+: (recording|measuring) ")
+    progress = re.compile(r"\s*$|training|tuning|trying|(\S+: )?(recording|measuring) ")
     told = [line for line in told if not progress.match(line)]
     assert len(told) == 1
     assert told[0].startswith("swpipe: ")
@@ -306,16 +307,46 @@ def test_the_completion_is_a_script(
         assert f"complete_{shell}" in out(capsys)
 
 
-def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """And each of them explains itself, with the options of its workload, and of no other."""
-    said = out(capsys, "--help")
-    for command in ("train", "profile", "plan", "trace", "demo"):
-        assert command in said
-        out(capsys, command, "--help")
-    assert "--batch-size" in out(capsys, "train", "--help")
-    said = out(capsys, "train", "--workload", "transformer", "--help")
-    assert "--layers" in said
-    assert "--batch-size" not in said
+COMMANDS = {
+    "": {"train", "profile", "trace", "doctor", "report", "diff", "demo", "plan"},
+    "plan": {"show", "infer", "check", "simulate", "auto"},
+}
+
+
+def every_command() -> Iterator[list[str]]:
+    """The words of each command."""
+    for group, names in COMMANDS.items():
+        yield from ([*group.split(), name] for name in ["", *sorted(names - {"plan"})])
+
+
+@pytest.mark.parametrize("words", list(every_command()), ids=" ".join)
+def test_help_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Of 80 columns: no sentence is cut off, no limit is told that nobody reaches."""
+    monkeypatch.setenv("COLUMNS", "80")
+    said = out(capsys, *filter(None, words), "--help")
+    lines = said.splitlines()[1:]  # the usage has dots of its own
+    assert [line for line in lines if len(line) > 80 or line.endswith("...")] == []
+    assert "<=" not in said
+    if words[-1] == "":
+        found = re.findall(r"^  (\w+)  ", said.partition("Commands:")[2], re.MULTILINE)
+        assert set(found) == COMMANDS[words[0]]
+
+
+def test_help_shows_the_options_of_the_named_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the usual one where a command has one, and of no other."""
+    sizes = {"clicks": "--batch-size", "transformer": "--layers", "hstu": "--sequences"}
+
+    def shown(*args: str) -> set[str]:
+        said = out(capsys, *args, "--help")
+        return {name for name, option in sizes.items() if option in said}
+
+    assert shown("train") == shown("plan", "auto") == {"clicks"}
+    assert shown("report") == shown("doctor") == shown("trace") == set()
+    for name in sizes:
+        assert shown("train", "--workload", name) == shown("trace", f"--workload={name}") == {name}
+        assert shown("report", name) == shown("doctor", name) == {name}
 
 
 @pytest.mark.parametrize(

@@ -89,22 +89,32 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("matplotlib", [False, True])
 def test_the_demo_runs_with_torch_alone(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    matplotlib: bool,
 ) -> None:
-    """On generated images, whose loss falls, where the click job's packages are missing."""
-    pictures = find_spec("matplotlib")
-    profile = app.profile_job
-    monkeypatch.setattr(app, "find_spec", lambda name: pictures if name == "matplotlib" else None)
-    monkeypatch.setattr(app, "profile_job", lambda *a, **given: profile(*a, **given, seconds=0.2))
+    """On generated images, whose loss falls; pictures that it cannot draw it says how to get."""
+    if matplotlib and not find_spec("matplotlib"):
+        pytest.skip("needs swpipe[plot]")
+    monkeypatch.setattr(app, "find_spec", lambda name: matplotlib or None)
+    monkeypatch.setattr(app, "_DEMO_PROFILES_S", 0.2)
     said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
-    assert "Training the same model (images) under both plans" in said
+    assert "Training the same model (images) under two plans, in turns: serial, pipelined." in said
     assert "bit-equal: 40 losses and 6 parameters" in said
-    files = [Path(line.strip()) for line in said.split("files:\n")[1].splitlines()]
-    assert {file.name for file in files} == {*app.DEMO_FILES, *(app.DEMO_PICTURES * bool(pictures))}
+    lines = said.split("files:\n")[1].splitlines()
+    files = [Path(line.strip()) for line in lines if line.startswith(" ")]
+    assert {file.name for file in files} == {*app.DEMO_FILES, *(app.DEMO_PICTURES * matplotlib)}
     assert all(file.stat().st_size > 0 for file in files)
+    missing = "no pictures: they need matplotlib: pip install 'swpipe[plot]'"
+    assert lines[len(files) :] == [missing] * (not matplotlib)
     first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", said, re.MULTILINE)[0])
     assert last < first / 2
+    # The table comes before what takes longer.
+    assert said.index("bit-equal") < said.index("What each task costs, plain loop.")
+    assert said.index("plain loop, serial") < said.index("What each task costs, under the plan.")
 
 
 def test_a_package_index_can_show_the_readme() -> None:

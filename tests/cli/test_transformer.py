@@ -21,7 +21,7 @@ SMALL = (
 )  # fmt: skip
 
 QUICKLY = (
-    "import swpipe.tasks.pipeline_parallel.gpt_job as job; job.SEARCH_S = 0.1; "
+    "import swpipe.tasks.pipeline_parallel.gpt_job as job; job.EFFORT = 0.02; "
     "from swpipe.cli import main; main()"
 )
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from swpipe.cli import options
+from swpipe.cli.app import app
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, printed_by, python_blocks
 from tests.support.scripts import Script, Scripts
 
@@ -22,11 +27,58 @@ del a
 """
 """What a plan is searched, measured and tried with says nothing about the page."""
 
+MEASURED = {
+    "README.md": ("before #, after # steps per second",),
+    "planning.md": (
+        "All tasks one after the other take # ms.",
+        "plan per iteration spread predicted in flight threads",
+        "serial # ms # ms # ms # #",
+    ),
+    "faster_plan": (
+        "task exposed ms ± ms % of baseline own ms host ms blocked ms replay ms in others ms",
+        "promised # ± # ms:",
+        "before ms after ms saved ms ± ms beyond ±",
+    ),
+    "overlap": ("ahead: the loader, decode", "plain # s, overlapped # s"),
+    "timeline": (
+        "row busy waits idle task runs mean ms mean wait ms",
+        "default #% #% #% <admit> # # #",
+    ),
+    "swpipe plan auto --workload my_loop:loop --seconds 2 --output mine.toml": (
+        "plan per iteration spread predicted in flight threads",
+        "serial # ms # ms # ms # #",
+        "written to mine.toml",
+    ),
+    "swpipe report my_loop:loop --rounds 2 -o report.html": (
+        "step: # ± # ms",
+        "written to report.html",
+    ),
+    "swpipe doctor my_loop:loop --rounds 2": ("headroom: a step takes # ms ± # ms",),
+}
+"""Outputs with times: these lines of them are compared, without their figures.
+
+What else they say, such as which task bounds a step, is what was found on one machine.
+"""
+
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   ----")
+"""How blocks begin that nothing printed as they stand."""
+
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
     r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
 )
 """What a fence may say: another one could be Python that no test runs."""
+
+
+def form(text: str) -> list[str]:
+    """The lines of an output, without figures and the widths of columns."""
+    return [re.sub(r"-?\d[\d.]*", "#", " ".join(line.split())) for line in text.splitlines()]
+
+
+def missing(name: str, output: str) -> list[str]:
+    """What an output with times lacks of what it should have, whatever the times."""
+    lines = form(output)
+    return [one for one in MEASURED.get(name, ()) if one not in lines]
 
 
 def run(scripts: Scripts, script: Path, where: Path) -> str:
@@ -49,6 +101,7 @@ def test_an_example_runs_and_prints_what_its_page_shows(
     shown = script.with_suffix(".txt")
     if shown.exists():
         assert printed == shown.read_text(encoding="utf-8")
+    assert missing(script.stem, printed) == []
 
 
 @pytest.mark.slow
@@ -58,9 +111,9 @@ def test_the_python_on_a_page_runs(scripts: Scripts, page: Path, tmp_path: Path)
     script = tmp_path / "page.py"
     pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
     script.write_text("\n".join([QUICKLY, *pieces]), encoding="utf-8")
-    printed = run(scripts, script, tmp_path).split(f"{END}\n")
-    if page.name == "README.md":
-        assert re.fullmatch(r"before \d+, after \d+ steps per second\n", printed[0])
+    whole = run(scripts, script, tmp_path)
+    assert missing(page.name, whole) == []
+    printed = whole.split(f"{END}\n")
     outputs = dict(zip(python_blocks(page), printed, strict=False))
     for block, shown in printed_by(page):
         if block in outputs and shown is not None and shown.before.endswith("prints:\n\n"):
@@ -74,6 +127,63 @@ def test_a_page_shows_what_its_code_prints(page: Path) -> None:
     assert [block.line for block, after in printed_by(page) if after is None] == []
     copied = [(line, after) for line, after in shown if after and not after.kind.endswith(".txt")]
     assert [line for line, after in copied if after.before.endswith("prints:\n\n")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [name for name in MEASURED if name.startswith("swpipe ")])
+def test_a_command_prints_what_its_page_shows(
+    scripts: Scripts, command: str, tmp_path: Path
+) -> None:
+    """Of the reader's own loop, which stands in the guide."""
+    (tmp_path / "my_loop.py").write_text((DOCS / "examples" / "my_loop.py").read_text())
+    script = tmp_path / "command.py"
+    script.write_text(f"from swpipe.cli import main\n\nmain({command.split()[1:]!r})\n")
+    assert missing(command, run(scripts, script, tmp_path)) == []
+
+
+def test_each_output_is_compared() -> None:
+    """Literally, with a file, or line by line without its times; drawings are named."""
+    shown = [
+        block
+        for page in PAGES
+        for block in blocks(page)
+        if (block.is_output or "\n" in block.code.rpartition("\n$ ")[2].strip())
+        and block.kind in ("console", "text")
+        and not block.before.endswith("prints:\n\n")
+        and not block.code.startswith(DRAWN)
+    ]
+    told = {name: set(lines) for name, lines in MEASURED.items()}
+    for block in shown:
+        lines = set(form(block.code))
+        found = [name for name, some in told.items() if some <= lines]
+        assert found, f"line {block.line}: {block.code}"
+        del told[found[0]]
+    assert list(told) == ["timeline"]  # whose drawing comes first
+
+
+def test_the_picture_of_the_readme_is_that_of_the_guide() -> None:
+    """Four batches, as a trace draws them."""
+    picture = next(b.code for b in blocks(ROOT / "README.md") if b.code.startswith("io "))
+    assert picture in (DOCS / "guide" / "profiler.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    """Each command of swpipe's that a page shows."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    found = re.findall(r"^\$ (?:torchrun .*? -m )?(swpipe .+)$", text, re.MULTILINE)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_on_a_page_is_one(command: str) -> None:
+    """Its options are known, and their values are of the right kind."""
+    args = command.split()[1:]
+    rest = options.declare_workload_options(args)
+    part: Any = get_command(app)
+    context = part.make_context("swpipe", [*rest])
+    while isinstance(part, TyperGroup):
+        name, part, rest = part.resolve_command(context, rest)
+        context = part.make_context(name, [*rest], parent=context)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

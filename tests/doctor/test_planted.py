@@ -1,6 +1,6 @@
 """Each planted fault is found, and nothing else; clean loops have no findings.
 
-Faults of device work are planted in ``tests/accelerator/test_doctor.py``.
+Faults of device work are planted in ``tests/device/accelerator/test_doctor.py``.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Slow(SequentialSampler):
 
 def test_workers_that_are_too_slow_are_found(host: TimedHost) -> None:
     """The loop waits for a loader that has workers."""
-    data = TensorDataset(torch.ones(64, 8))
+    data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
     assert rules(diagnose(training(), loader)) == [("slow-loader", "loader")]
 

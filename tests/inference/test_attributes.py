@@ -172,19 +172,6 @@ def test_a_tensor_deep_inside_a_batch_is_modified() -> None:
     assert batch.rest["x"][0].tolist() == [1, 1, 1]
 
 
-def test_sizes_are_bytes_of_what_each_task_sets() -> None:
-    """Tensors at any depth, and bytes; a view counts its whole memory."""
-    wide = torch.zeros(5, dtype=torch.float64)
-    found = recorded(
-        make,
-        view,
-        sets("tensors", lambda ctx: [torch.zeros(10), {"x": wide.clone()}]),
-        sets("raw", lambda ctx: b"12345"),
-        sets("number", lambda ctx: 3),
-    )
-    assert [*found.sizes.values()] == [16, 16, 80, 5, 0]
-
-
 def test_an_object_that_cannot_be_inspected_is_noted() -> None:
     """Changes in a plain object are not recorded: the notes name attribute and class."""
 

@@ -24,7 +24,7 @@ from swpipe import (
     overlap,
 )
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.races import race_problems
+from swpipe.analysis.races import guarantees, race_problems
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.errors import PlanError
@@ -442,7 +442,7 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
 ) -> None:
     """Random tasks, and plans of which half keep the serial order; a read may come too soon."""
     plan, workload = random_pair(seed)
-    wrong = race_problems(resolve_plan(plan), effects_of(workload), streams=False)
+    wrong = race_problems(effects_of(workload), guarantees(resolve_plan(plan), streams=False))
     machine = TorchMachine(workload, lambda: None)
     tasks = tasks_of(machine, workload, draws=True)
     with SWPipeline(plan, tasks, device="cpu", check_effects=True) as pipe:

@@ -157,26 +157,24 @@ def test_many_tasks_are_reduced_quickly() -> None:
 
 def recording(effects: EffectTable, **changes: Any) -> Recording:
     """What such effects would be found in."""
-    found = Recording((), effects, {}, {}, frozenset(), ())
+    found = Recording((), effects, {}, frozenset(), ())
     return replace(found, **changes)
 
 
 def test_recordings_of_several_ranks_are_taken_together() -> None:
-    """A place counts for the tasks that touch it on any rank; the largest sizes, all that is known.
+    """A place counts for the tasks that touch it on any rank, with all that is known.
 
     Two tasks that share nothing on one rank depend on each other because of the other.
     """
     one = recording(
         table(load=">a", count=">T", drop=">"),
         states={"T": ("rows", "both")},
-        sizes={("load", "a"): 8},
         collectives=frozenset({"load"}),
         notes=("same", "one"),
     )
     other = recording(
         table(load=">a", count=">", drop="T>"),
         states={"T": ("both", "cache")},
-        sizes={("load", "a"): 5, ("count", "b"): 2},
         collectives=frozenset({"count"}),
         notes=("same", "other"),
     )
@@ -185,7 +183,6 @@ def test_recordings_of_several_ranks_are_taken_together() -> None:
     assert both.effects == table(load=">a", count=">T", drop="T>")
     assert ("drop", "count", 0) in edges(both.dependences().needed)
     assert both.states == {"T": ("rows", "both", "cache")}
-    assert both.sizes == {("load", "a"): 8, ("count", "b"): 2}
     assert both.collectives == {"load", "count"}
     assert both.notes == ("same", "one", "other")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -25,10 +23,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import swpipe
+from swpipe._engine import watchdog
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import Rows, batches
+from tests.support.scripts import Script, Scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
@@ -178,13 +178,39 @@ def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
         assert list(loop) == [0, 1, 2, 3]
 
 
-def test_a_body_that_stops_for_long_is_no_stall() -> None:
+class BodysTime:
+    """The watchdog's ``time``, which goes on only while the body stops."""
+
+    def __init__(self) -> None:
+        self.now_s, self.goes = 0.0, False
+        self._looks, self._looked = 0, threading.Condition()
+
+    def monotonic(self) -> float:
+        """Called once for each look."""
+        with self._looked:
+            self._looks += 1
+            self.now_s += self.goes
+            self._looked.notify_all()
+        return self.now_s
+
+    def await_looks(self) -> None:
+        """More than make a stall, where nothing moves and time goes on."""
+        with self._looked:
+            enough = self._looks + 20
+            assert self._looked.wait_for(lambda: self._looks >= enough, 60)
+
+
+def test_a_body_that_stops_for_long_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger, or an evaluation: nothing moves, and nobody waits."""
+    clock = BodysTime()
+    monkeypatch.setattr(watchdog, "time", clock)
     with swpipe.ahead(range(6), device="cpu") as loop:
-        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.05
+        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.01
         for batch in loop:
             if batch == 2:
-                threading.Event().wait(0.3)
+                clock.goes = True
+                clock.await_looks()
+                clock.goes = False
     assert batch == 5
 
 
@@ -211,17 +237,12 @@ print("left", flush=True)
     ("leaves", "code"), [("sys.exit(3)", 3), ("raise KeyError(2)", 1), ("break", 0)]
 )
 def test_the_interpreter_may_end_while_a_batch_is_pulled(
-    leaves: str, code: int, pull: float
+    scripts: Scripts, leaves: str, code: int, pull: float
 ) -> None:
     """With its own exit code, and soon."""
-    script = EXITS.format(leaves=leaves, pull=pull)
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = scripts.run(Script(EXITS.format(leaves=leaves, pull=pull)), deadline_s=40)
     assert done.returncode == code, done.stderr
     assert "Fatal" not in done.stderr
-    assert time.monotonic() - begin < 40
 
 
 # --------------------------------------------------------------------------------- errors
@@ -425,8 +446,13 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-def check(program: Program) -> None:
-    """The same numbers; or the error of two that draw, where the body began late."""
+@settings(max_examples=80)
+@given(programs())
+def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
+    """By the loader, the body or both, whatever the timing, wherever the passes are left.
+
+    Or it is the error of two that draw, where the body began late.
+    """
     expected = program.run(lambda loader: loader)
     try:
         with warnings.catch_warnings(record=True) as told:
@@ -441,21 +467,6 @@ def check(program: Program) -> None:
         assert body
         return
     same(found, expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(programs())
-def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
-    """By the loader, the body or both, whatever the timing, wherever the passes are left."""
-    check(program)
-
-
-@pytest.mark.slow
-@settings(max_examples=250, deadline=None)
-@given(programs())
-def test_what_is_drawn_in_many_programs_is_what_a_plain_loop_draws(program: Program) -> None:
-    """The same of more."""
-    check(program)
 
 
 def test_a_loader_that_draws_beside_a_body_that_does_not_is_ahead_after_four_pulls() -> None:

@@ -7,7 +7,6 @@ loop, or ``swpipe.overlap`` with all that the script's author can say.
 from __future__ import annotations
 
 import asyncio
-import operator
 import random
 import re
 import threading
@@ -29,8 +28,6 @@ from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import (
     ROWS,
     Fn,
-    HarderRows,
-    NoisyRows,
     Rows,
     Training,
     batches,
@@ -45,18 +42,11 @@ PARTS = Rows().rows.split(4)
 
 AHEAD: dict[str, Script] = {}
 REFUSED: dict[str, tuple[Script, str]] = {}
-UNSAID: dict[str, Script] = {}
 
 
 def ahead(script: Script) -> Script:
     """The loader and decode run ahead, and the numbers are the same."""
     AHEAD[script.__name__.replace("_", " ")] = script
-    return script
-
-
-def unsaid(script: Script) -> Script:
-    """Nothing is said."""
-    UNSAID[script.__name__.replace("_", " ")] = script
     return script
 
 
@@ -98,30 +88,6 @@ def train(
 # ------------------------------------------------------------------------------ draws
 
 
-@unsaid
-def a_curriculum(over: Over) -> Any:
-    """A task changes what the dataset returns from then on."""
-    rows = HarderRows()
-
-    def harder(ctx: Any) -> None:
-        rows.level *= 1.1
-
-    return train(over, batches(rows), epochs=2, harder=harder)
-
-
-@unsaid
-def a_hidden_draw_beside_dropout(over: Over) -> Any:
-    """Nothing says that the loader draws: it shows with the second batch."""
-    loader = map(operator.methodcaller("bernoulli", 0.5), Rows().rows.split(4))
-    return train(over, loader, with_dropout())
-
-
-@unsaid
-def workers_that_live_on(over: Over) -> Any:
-    loader = batches(NoisyRows(), shuffle=True, num_workers=1, persistent_workers=True)
-    return train(over, loader, with_dropout(), epochs=3)
-
-
 @ahead
 def workers_that_shuffle_by_a_given_generator(over: Over) -> Any:
     draws = torch.Generator().manual_seed(3)
@@ -160,48 +126,9 @@ class LateRows(Rows):
         return super().__getitem__(index) * (1.0 if index < self.after else float(self.draw()))
 
 
-@ahead
-def a_task_that_draws_while_a_batch_is_pulled(over: Over) -> Any:
-    """At no other time: the pull waits for it, for a while."""
-    pulling, drawn = threading.Event(), threading.Event()
-
-    def loader() -> Iterator[Tensor]:
-        for number in range(12):
-            if number >= 4:  # those before are pulled in the first call
-                pulling.set()
-                drawn.wait(0.05)
-                drawn.clear()
-            yield torch.ones(2, 4) * random.random()
-
-    def noise(ctx: Any) -> None:
-        if 1 <= ctx.iter_idx < 8 and pulling.wait(0.05):
-            random.random()
-            pulling.clear()
-            drawn.set()
-
-    return train(over, loader(), noise=noise)
-
-
-def cycle(loader: Any) -> Iterator[Any]:
-    """Passes without an end, each of which draws its seeds in the middle of the loop's."""
-    while True:
-        yield from loader
-
-
 def with_dropout() -> Training:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(), torch.nn.Linear(6, 1))
     return Training(model)
-
-
-def endless(over: Over, parts: Training, *, passes: int = 5, **options: Any) -> Any:
-    """A loop over passes of a shuffled loader, which is left in the middle of the last."""
-    size = 8 * passes - 3
-    return train(over, cycle(batches(shuffle=True, **options)), parts, every=size)
-
-
-@ahead
-def passes_of_a_loader_with_workers_beside_dropout(over: Over) -> Any:
-    return endless(over, with_dropout(), num_workers=1)
 
 
 @ahead
@@ -226,11 +153,6 @@ def the_body_draws_from_the_generator_that_was_given(over: Over) -> Any:
 
 
 # ------------------------------------------------------------------------------ passes
-
-
-@ahead
-def an_iterator_that_is_left_and_ended(over: Over) -> Any:
-    return train(over, iter(batches(shuffle=True)), epochs=3, every=4)
 
 
 class OwnIterator:
@@ -534,22 +456,6 @@ def same(found: Any, expected: Any) -> None:
 def test_a_loader_runs_ahead_and_the_numbers_are_the_same(name: str) -> None:
     """Whatever it draws, and wherever the loop is left."""
     same(numbers(AHEAD[name], overlapped), numbers(AHEAD[name], Plain))
-
-
-@pytest.mark.parametrize("name", [*AHEAD, *UNSAID])
-@pytest.mark.filterwarnings("ignore:nothing runs ahead")
-def test_where_nothing_is_said_the_numbers_are_the_same(name: str) -> None:
-    """The loader is in turn, or known to be apart."""
-
-    def undeclared(loader: Any, tasks: list[Any]) -> OverlappedLoop[Any]:
-        decode, *rest = tasks
-        functions = [swpipe.PipelineTask("decode", decode.fn), *rest]
-        loop = swpipe.overlap(loader, functions, device="cpu")
-        assert loop.overlap.ahead == ()
-        return loop
-
-    script = UNSAID.get(name) or AHEAD[name]
-    same(numbers(script, undeclared), numbers(script, Plain))
 
 
 @pytest.mark.parametrize("name", REFUSED)

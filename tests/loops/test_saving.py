@@ -452,7 +452,7 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
     def noise(ctx: Any) -> None:
         if ctx.iter_idx == 1:
             inside.set()
-            saved.wait(5)
+            saved.wait(60)
         ctx.x = torch.rand(1)
 
     noisy = PipelineTask("noise", noise, io=[NOBODY_ELSE], random=True, pure=True)
@@ -464,7 +464,7 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
         loop = ResumableLoop(pipe, range(4))
         contexts = iter(loop)
         next(contexts)
-        assert inside.wait(5)
+        assert inside.wait(60)
         threading.Timer(0.05, saved.set).start()
         assert torch.equal(loop.state_dict()["generators"]["torch cpu"], before)
         assert len(list(contexts)) == 3

@@ -90,12 +90,12 @@ def test_another_threads_training_is_left_alone(call: Callable[[Trained], None])
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     try:
-        ready.wait(20)
+        ready.wait(60)
         for _ in range(ROUNDS):
             call(Trained())
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)
     assert not failures
     alone = Trained()
     expected = [alone.both(batch) for batch in batches(len(losses))]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import IMPORTED
+from tests.support.scripts import Ended, Script, Scripts
 
 _TESTS = """
 import time, unittest
@@ -54,41 +56,51 @@ class SmallTest(unittest.TestCase):
 """
 
 
-@pytest.mark.slow
-def test_modules_that_cannot_be_imported_are_a_failure(tmp_path: Path) -> None:
-    """Nothing was found to be right: it ended with 0 cases and exit status 0."""
+_LACKS = "import a_module_that_is_missing"
+
+
+@pytest.fixture(scope="module", name="peer_scripts")
+def scripts_with_torchrec() -> Iterator[Scripts]:
+    """The runner three times, and TorchRec imported once."""
+    with Scripts(*IMPORTED, "hypothesis", "torchrec.distributed.train_pipeline") as scripts:
+        yield scripts
+
+
+@pytest.fixture(name="run")
+def run_the_tests(peer_scripts: Scripts, tmp_path: Path) -> Callable[..., Ended]:
+    """Run the runner on test modules."""
     folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
     folder.mkdir(parents=True)
-    (folder / "test_lacks.py").write_text("import a_module_that_is_missing")
-    command = [sys.executable, "-m", "tests.peer", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def run(modules: dict[str, str], *args: str) -> Ended:
+        for name, code in modules.items():
+            (folder / f"test_{name}.py").write_text(code)
+        return peer_scripts.run(Script(module="tests.peer", args=(str(tmp_path), *args)))
+
+    return run
+
+
+@pytest.mark.slow
+def test_modules_that_cannot_be_imported_are_a_failure(run: Callable[..., Ended]) -> None:
+    """Nothing was found to be right: it ended with 0 cases and exit status 0."""
+    done = run({"lacks": _LACKS})
     assert done.returncode == 1, done.stderr
     assert "not run: test_lacks.py (No module named 'a_module_that_is_missing')" in done.stdout
     assert "no case was run" in done.stdout
 
 
 @pytest.mark.slow
-def test_one_module_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
+def test_one_module_that_cannot_be_imported_is_a_failure(run: Callable[..., Ended]) -> None:
     """Although all cases of the others pass."""
-    folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
-    folder.mkdir(parents=True)
-    (folder / "test_small.py").write_text(_TESTS)
-    (folder / "test_lacks.py").write_text("import a_module_that_is_missing")
-    command = [sys.executable, "-m", "tests.peer", str(tmp_path), "test_made"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run({"small": _TESTS, "lacks": _LACKS}, "test_made")
     assert "1 distinct cases" in done.stdout
     assert done.returncode == 1, done.stdout
 
 
 @pytest.mark.slow
-def test_every_case_is_counted_once(tmp_path: Path) -> None:
+def test_every_case_is_counted_once(run: Callable[..., Ended]) -> None:
     """Each combination of arguments, with its reason where it does not pass; a hang is ended."""
-    folder = tmp_path / "torchrec/distributed/train_pipeline/tests"
-    folder.mkdir(parents=True)
-    (folder / "test_small.py").write_text(_TESTS)
-    (folder / "test_lacks.py").write_text("import a_module_that_is_missing")
-    command = [sys.executable, "-m", "tests.peer", str(tmp_path), "--timeout", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run({"small": _TESTS, "lacks": _LACKS}, "--timeout", "4")
     assert done.returncode == 1, done.stderr
     said = done.stdout
     for count, kind in [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swpipe.profiler import ProfileResult, ProfileResults
-from swpipe.profiler.rank_times import RankTimes, rank_waits
+from swpipe.profiler.rank_times import RankTimes, rank_waits, waited_for
 from tests.profiler.test_result import RESULT
 
 TASKS = ("read", "forward", "backward")
@@ -36,13 +36,13 @@ def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
 RANKS = (rank(0, 2, 5.5), rank(1, 8, 0.0), rank(2, 5, 3))
 
 VIEW = """\
-over 3 ranks      exposed ms                     host ms
-                      median    worst    rank     median    worst    rank
---------------  ------------  -------  ------  ---------  -------  ------
-iteration             12.500   12.500       0
-read                   5.000    8.000       1      5.000    8.000       1
-forward                8.000    8.000       0      7.000    9.500       0
-backward               4.000    4.000       0      4.000    4.000       0
+over 3 ranks      exposed ms                         host ms
+                      median        worst    rank     median        worst    rank
+--------------  ------------  -----------  ------  ---------  -----------  ------
+iteration               12.5  12.5 ± 0.00       0
+read                    5.00  8.00 ± 0.10       1       5.00  8.00 ± 0.20       1
+forward                 8.00  8.00 ± 0.10       0       7.00  9.50 ± 0.20       0
+backward                4.00  4.00 ± 0.10       0       4.00  4.00 ± 0.20       0
 rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank 1 takes longer in read 6.000
 rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank 1 takes longer in read 3.000
 """  # noqa: E501
@@ -89,3 +89,11 @@ def test_a_damaged_rank_is_refused() -> None:
     del data["ranks"][1]["host_s"]
     with pytest.raises(ValueError, match="a part of a profile result is damaged"):
         ProfileResult.from_dict(data)
+
+
+def test_the_rank_that_others_wait_for() -> None:
+    """The one that waits least; all iterations take as long. Of several, the slowest."""
+    result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
+    assert waited_for(RANKS, result.rank_waits) == 1
+    slower = replace(RANKS[2], baseline_s=2 * RANKS[2].baseline_s)
+    assert waited_for((*RANKS[:2], slower), ()) == 2

@@ -89,7 +89,9 @@ class Machine:
         self.seconds_: list[float] = []
         return self
 
-    def iterate(self, warmup: int, measure: int, begin_to_measure: Callable[[], object]) -> slice:
+    def iterate(
+        self, warmup: int, measure: int, begin_to_measure: Callable[[], object], **_: Any
+    ) -> slice:
         if self.kind in self.raises and len(self.visits) >= self.after:
             raise self.raises[self.kind]
         self.log.append(self.kind)

@@ -897,13 +897,13 @@ def test_a_cache_made_across_a_disabling_is_dropped() -> None:
 
     def slow(ctx: Any) -> None:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         ctx.y = x()
 
     shortcut = Shortcut(slow)
     worker = threading.Thread(target=shortcut)
     worker.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     shortcut.shortcuts.disable(["t"])
     shortcut.shortcuts.enable(["t"])
     go_on.set()
@@ -921,7 +921,7 @@ def test_what_another_task_sets_meanwhile_is_not_kept() -> None:
 
     def mine(ctx: Any) -> None:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         ctx.mine = x(5)
 
     task = PipelineTask("t", mine)
@@ -931,7 +931,7 @@ def test_what_another_task_sets_meanwhile_is_not_kept() -> None:
         ctx.old = 1
         worker = threading.Thread(target=shortcuts.run, args=(task, ctx))
         worker.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         ctx.theirs = i
         del ctx.old
         go_on.set()
@@ -949,7 +949,7 @@ def test_tasks_run_at_once_while_others_are_enabled() -> None:
     shortcuts = Shortcuts()
     tasks = [PipelineTask(f"t{k}", lambda ctx, k=k: setattr(ctx, "y", x(k))) for k in range(3)]
     wrong: list[str] = []
-    barrier = threading.Barrier(len(tasks) + 1, timeout=10)
+    barrier = threading.Barrier(len(tasks) + 1, timeout=60)
 
     def work(k: int) -> None:
         barrier.wait()

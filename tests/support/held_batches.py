@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.analysis.last_readers import uses_of
+from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.resolved import resolve_plan
+from swpipe.core.task_memory import KEPT, Block, TaskMemory
 
 DEPTH = 4
 
@@ -80,7 +81,5 @@ def bound(plan: PipelinePlan, *, streams: bool = False) -> int:
 
     In every interleaving of the plan's threads; with ``streams``, as predicted for a device.
     """
-    found = bytes_in_flight(
-        resolve_plan(plan), {("copy", "x"): 1}, streams=streams, uses=uses_of(plan.tasks)
-    )
-    return found.total_bytes
+    held = TaskMemory((Block("copy", KEPT, 1, "x", users=("forward",)),))
+    return bytes_in_flight(HappensBefore.of(resolve_plan(plan), streams=streams), held).total_bytes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.last_readers import Uses, releases_of
 from swpipe.core.effects import DRAWS
 
 NAMES = ("h2d", "dist", "forward", "backward", "step")
@@ -44,6 +46,12 @@ def spread(groups: Iterable[str] = ("io", "dist", "default", "default", "late"))
         },
         deps=list(zip(NAMES[1:], NAMES[:-1], strict=True)),
     )
+
+
+def going(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> dict[str, str]:
+    """Attribute to the task at whose turn it goes, of those that are not kept."""
+    found = releases_of(before, uses, keep).at
+    return {name: task for task, each in found.items() for one in each for name in one.names}
 
 
 def task(name: str, fn: Callable[[IterContext], Any] | None = None, **options: Any) -> PipelineTask:

@@ -15,10 +15,8 @@ A stream is a sum: what it is given ends after all that it was given before, and
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import pytest
 
@@ -30,8 +28,8 @@ import swpipe.run_report
 import swpipe.trace.recorder
 from swpipe import IterContext, PipelineTask, StreamSpec
 from swpipe.core.costs import CostModel
-from swpipe.device import CpuDevice
 from tests.support.exploring import ExploringHost, _Fiber
+from tests.support.stream_device import StreamDevice
 
 
 class TimedHost(ExploringHost):
@@ -121,7 +119,7 @@ class TimedEvent:
         return (end_event.at_ns - self.at_ns) / 1e6
 
 
-class TimedDevice(CpuDevice):
+class TimedDevice(StreamDevice[TimedStream]):
     """Streams that take virtual time, and events that tell it.
 
     Attributes:
@@ -129,15 +127,12 @@ class TimedDevice(CpuDevice):
         asked_ns: When the event is reached that somebody asked for last.
     """
 
-    has_streams = True
-
     def __init__(self, host: TimedHost) -> None:
         self.host = host
         self.asked_ns = 0
         self._streams: list[TimedStream] = []
         self._resources: dict[str, TimedStream] = defaultdict(TimedStream)
-        self._default = self.new_stream(StreamSpec())
-        self._current = threading.local()
+        super().__init__(self.new_stream(StreamSpec()))
 
     def launch(self, seconds: float, resources: Iterable[str] = ()) -> int:
         """Keep the current stream busy for so long, and return at once; when that will be done.
@@ -157,21 +152,6 @@ class TimedDevice(CpuDevice):
     def new_stream(self, spec: StreamSpec) -> TimedStream:
         self._streams.append(TimedStream())
         return self._streams[-1]
-
-    def current_stream(self) -> TimedStream:
-        stream: TimedStream = getattr(self._current, "stream", self._default)
-        return stream
-
-    @contextmanager
-    def on(self, stream: TimedStream) -> Iterator[None]:
-        before, self._current.stream = self.current_stream(), stream
-        try:
-            yield
-        finally:
-            self._current.stream = before
-
-    def make_current(self, stream: TimedStream) -> None:
-        self._current.stream = stream
 
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         return TimedEvent(self)
@@ -195,6 +175,7 @@ def tell_time(
     monkeypatch.setattr(swpipe.trace.recorder, "time", host)
     # What other processes use of the machine says nothing about this time.
     monkeypatch.setattr(profiler.rounds, "load_so_far", lambda **given: None)
+    monkeypatch.setattr(profiler.host, "core_wait_s", lambda: 0.0)
     if device is not None:
         monkeypatch.setattr(swpipe._engine.iterations, "time", _Looks(device))
 

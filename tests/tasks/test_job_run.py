@@ -134,6 +134,8 @@ def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPa
         ("pipelined", 7), ("serial", 7),
     ]  # fmt: skip
     assert [(len(run.losses), len(run.turns_s)) for run in runs] == [(22, 2), (22, 2)]
+    alternate(runs, 8, chunk=2, warm_up=0, enough=lambda: len(runs[0].turns_s) == 4)
+    assert [(run.done, len(run.turns_s)) for run in runs] == [(26, 4), (26, 4)]
     few = JobRun("few", SumJob(), PLANS["serial"](), 4)
     alternate([few], 4)
     assert few.steps_per_s > 0  # with no more steps than warming up takes, those are what there is

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from swpipe.device import CpuDevice
 from swpipe.trace.recorder import DeviceClock, Recorder
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import NAMES, piped, tasks
+from tests.support.stream_device import StreamDevice
 
 PROGRAM = compile_plan(resolve_plan(piped()), streams=False)
 INSTRUCTIONS = PROGRAM.instructions
@@ -158,32 +158,17 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-class TimingDevice(CpuDevice):
+class TimingDevice(StreamDevice[Stream]):
     """A device whose streams keep a time of their own; ``made`` counts events that tell it."""
-
-    has_streams = True
 
     def __init__(self) -> None:
         self.late = False
         self.made = 0
         self.synchronized = 0
-        self.callers = Stream()
-        self._local = threading.local()
+        super().__init__(Stream())
 
     def new_stream(self, spec: StreamSpec) -> Stream:
         return Stream()
-
-    def current_stream(self) -> Stream:
-        return getattr(self._local, "stream", self.callers)
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self._local.stream = self.current_stream(), stream
-        yield
-        self._local.stream = before
-
-    def make_current(self, stream: Stream) -> None:
-        self._local.stream = stream
 
     def new_event(self, *, timing: bool = False) -> Event:
         self.made += timing

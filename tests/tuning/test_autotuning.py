@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe.cli.user_inputs import TUNING_S
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.errors import PlanError
@@ -365,17 +367,24 @@ def test_ranks_have_as_many_iterations_as_rank_0(monkeypatch: pytest.MonkeyPatch
 def test_a_bar_shows_how_much_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In iterations, and in seconds, by those that have run; nothing unless it is asked for."""
+    """In iterations, and in seconds, by those that have run; each step; nothing if so wanted."""
+    monkeypatch.setattr("swpipe.core.progress.EVERY_S", 0.0)
     fake_trial(monkeypatch)
-    autotune(TASKS, BATCHES, device="cpu")
+    autotune(TASKS, BATCHES, device="cpu", verbose=False)
     assert capsys.readouterr().err == ""
-    autotune(TASKS, BATCHES, device="cpu", verbose=True)
+    autotune(TASKS, BATCHES, device="cpu")
     shown = capsys.readouterr().err
-    assert "tuning: " in shown
-    assert (
-        "/200 [" in shown
-    )  # 2 were recorded, 3 for the memory; 5 rounds of 3 plans, 13 iterations each
+    for step in ("recording what the tasks touch", "measuring what the tasks hold"):
+        assert step in shown.splitlines()
+    assert "\ntrying serial, planned" in shown
+    # 2 were recorded, 3 for the memory; 5 rounds of 3 plans, 13 iterations each
+    assert "/200 [" in shown
     assert "iteration/s]" in shown or "s/iteration]" in shown
+
+
+def test_tuning_has_a_limit_that_nobody_has_to_give() -> None:
+    """A minute, as at the command line."""
+    assert signature(autotune).parameters["seconds"].default == TUNING_S == 60
 
 
 def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(

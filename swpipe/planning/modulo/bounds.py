@@ -96,8 +96,7 @@ def lower_bounds(
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
-    validate(plan)
-    graph = schedule_graph(plan, costs, Limits(), streams=streams)
+    graph = schedule_graph(validate(plan), costs, Limits(), streams=streams)
     if threads is not None:
         return bounds_of(graph, threads)
     load: dict[str, dict[str, float]] = defaultdict(dict)

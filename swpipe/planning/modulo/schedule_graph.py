@@ -26,7 +26,7 @@ from typing import NamedTuple
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import PULL, PipelinePlan
-from swpipe.core.resolved import resolve_plan
+from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.limits import Limits
 
 LOCK = "the interpreter lock"
@@ -139,18 +139,18 @@ class ScheduleGraph:
 
 
 def schedule_graph(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, *, streams: bool
+    resolved: ResolvedPlan, costs: CostModel, limits: Limits, *, streams: bool
 ) -> ScheduleGraph:
-    """The schedule graph of a plan; ``same_period_deps`` have the distance that its stages give.
+    """The schedule graph of a valid plan; its stages give the distance of ``same_period_deps``.
 
     Raises:
         PlanError: A task has no cost, or a frozen task is unknown.
     """
+    plan = resolved.plan
     limits.check(plan)
     names = tuple(plan.schedule)
     n, index = len(names), {name: v for v, name in enumerate(names)}
     task_costs = list(costs.of(names).values())
-    resolved = resolve_plan(plan)
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)
     host = tuple(c.host_us if streams and not c.blocks else c.total_us for c in task_costs)

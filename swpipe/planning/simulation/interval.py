@@ -51,7 +51,7 @@ def interval_us(
 ) -> float:
     """The interval in microseconds of a validated plan; ``enough_us`` as for ``interval_of``."""
     program = compile_plan(resolve_plan(plan), streams=streams)
-    return interval_of(timed_graph(program, costs, streams=streams), enough_us).ii_us
+    return interval_of(timed_graph(program, costs), enough_us).ii_us
 
 
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:

@@ -44,7 +44,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swpipe._engine.program import ADMIT, BEGIN, compile_plan
+from swpipe._engine.program import ADMIT, BEGIN, Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import Places
 from swpipe.analysis.validation import validate
@@ -168,7 +168,8 @@ def simulate(
     if (steps := len(plan.schedule) * plan.depth) > MOST_STEPS:
         rule = f"at most {MOST_STEPS} are simulated: use fewer tasks or stages"
         raise PlanError([Problem(f"tasks x iterations in flight are {steps}, but {rule}")])
-    graph = timed_graph(compile_plan(resolved, streams=streams), costs, streams=streams)
+    program = compile_plan(resolved, streams=streams)
+    graph = timed_graph(program, costs)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
     run = simulate_run(graph, shown)
@@ -182,12 +183,17 @@ def simulate(
         spans=in_order(_spans(run)),
         iterations=shown,
         arrows=arrows_of(resolved),
-        memory=peak_of(plan, costs, streams=streams),
+        memory=_peak(program, costs),
     )
 
 
 def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemory | None:
-    """What a valid plan holds at most; None where the costs do not have the tasks' memory.
+    """What a valid plan holds at most; None where the costs do not have the tasks' memory."""
+    return _peak(compile_plan(resolve_plan(plan), streams=streams), costs)
+
+
+def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
+    """What a program holds at most.
 
     The simulated run is long enough for threads to get as far ahead as they may. Each instruction
     takes one tick at least: what several threads do at one time then has the order of their waits,
@@ -195,8 +201,7 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     """
     if costs.memory is None:
         return None
-    program = compile_plan(resolve_plan(plan), streams=streams)
-    graph = timed_graph(program, costs, streams=streams, least=_TICKS_PER_NS)
+    plan, graph = program.resolved.plan, timed_graph(program, costs, least=_TICKS_PER_NS)
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
@@ -204,10 +209,10 @@ def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemor
     if plan.keep is None:  # whatever it was measured under
         blocks = tuple(replace(block, users=()) for block in blocks)
     else:
-        going = Places(HappensBefore(program, streams=streams))
+        going = Places(HappensBefore(program))
         places = {block.users: going.after(block.users) for block in blocks}
     memory = replace(costs.memory, blocks=blocks)
-    used = made_on if streams and plan.names_streams else None
+    used = made_on if program.streams and plan.names_streams else None
     return peak_memory(_spans(run, events=True), memory, streams=used, places=places)
 
 

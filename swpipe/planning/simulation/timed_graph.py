@@ -147,12 +147,9 @@ def thread_time(cost: TaskCost, streams: bool) -> int:
     return host_time(cost, streams and not cost.blocks)
 
 
-def timed_graph(program: Program, costs: CostModel, *, streams: bool, least: int = 0) -> TimedGraph:
-    """The graph of a program compiled with the same ``streams``.
-
-    Every instruction takes ``least`` ticks of its thread or more.
-    """
-    return _Builder(program, costs, streams, least).build()
+def timed_graph(program: Program, costs: CostModel, *, least: int = 0) -> TimedGraph:
+    """The graph of a program; every instruction takes ``least`` ticks of its thread or more."""
+    return _Builder(program, costs, least).build()
 
 
 class _Line(NamedTuple):
@@ -170,9 +167,9 @@ class _Line(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, program: Program, costs: CostModel, streams: bool, least: int) -> None:
+    def __init__(self, program: Program, costs: CostModel, least: int) -> None:
         self.program = program
-        self.streams = streams
+        self.streams = streams = program.streams
         self.handover = ticks(costs.handover_us)
         known = costs.of(program.tasks)
         puller = PULL if PULL in program.instructions else ADMIT

@@ -33,7 +33,7 @@ class ComparedSchedule:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ScheduleComparison(Rows):
     """Schedules of one model, from ``compare_schedules``, in the units of the costs."""
 
@@ -74,7 +74,7 @@ def compare_schedules(
     costs: PipelineCosts,
     *,
     objective: Objective = "makespan",
-    seconds: float = 5.0,
+    effort: float = 1.0,
     seed: int = 0,
 ) -> ScheduleComparison:
     """Compare 1F1B, interleaved 1F1B, ZBV, DualPipe-V, the published V, and a planned one.
@@ -87,13 +87,13 @@ def compare_schedules(
         n_micro: The number of microbatches.
         costs: What a part costs: a number, or one per rank, or one per part.
         objective: As for ``plan_v_schedule``.
-        seconds: For the planned one.
+        effort: For the planned one.
         seed: For the planned one.
 
     Raises:
         ScheduleError: As for ``plan_v_schedule``.
     """
-    plan = plan_v_schedule(n_stage, n_micro, costs, objective=objective, seconds=seconds, seed=seed)
+    plan = plan_v_schedule(n_stage, n_micro, costs, objective=objective, effort=effort, seed=seed)
 
     def of_torch(order: Any) -> Callable[[], PipelineSchedule]:
         return lambda: torch_schedule(order, n_stage, n_micro)

@@ -8,7 +8,6 @@ acceptance hill-climbing heuristic", 2017).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,8 +33,14 @@ from swpipe.plans.pipeline_parallel.v_order import (
 )
 from swpipe.plans.pipeline_parallel.v_starts import published_order, starts, torch_order
 
+_PASSES = 20_000_000
+"""Passes in the orders of a search with effort 1: some seconds, whatever the size."""
+
+_START_MOVES = 35
+"""Moves that take as long as making one start."""
+
 _STARTS = 0.4
-"""The share of the time in which starts are tried."""
+"""The share of the moves in place of which starts are tried."""
 
 _MOST_STARTS = 400
 _SEARCHES = 6
@@ -92,7 +97,7 @@ def plan_v_schedule(
     costs: PipelineCosts,
     *,
     objective: Objective = "makespan",
-    seconds: float = 5.0,
+    effort: float = 1.0,
     seed: int = 0,
 ) -> VPlan:
     """Plan a schedule of two chunks per rank, in a V.
@@ -107,21 +112,21 @@ def plan_v_schedule(
         objective: "makespan": the step's time where a collective joins the ranks between steps,
             such as the clipping of gradients. "bubble": the largest idle time of a rank between
             its first start and its last end, where no collective does.
-        seconds: How long to search, if the lower bound is not reached before; the published method
-            and torch's order are tried in any case.
+        effort: How many moves to try, if the lower bound is not reached before: those of 1 take
+            about 5 s, whatever the size. The published method and torch's order are tried in any
+            case. Moves are counted, so that the same arguments give the same schedule.
         seed: Of the search.
 
     Raises:
         ScheduleError: A size or cost makes no sense, or ``max_mem`` is below 2 * f_mem.
     """
-    began = time.monotonic()
     require_counts({"n_stage": n_stage, "n_micro": n_micro})
     costs.require(n_stage, 2 * n_stage)
     costs.require_room()
     if objective not in get_args(Objective):
         raise ScheduleError(f"objective is {shown(objective)}: makespan or bubble")
-    if not is_positive(seconds):
-        raise ScheduleError(f"seconds is {shown(seconds)}: a number above 0")
+    if not is_positive(effort):
+        raise ScheduleError(f"effort is {shown(effort)}: a number above 0")
     orders = VOrders(n_stage, n_micro, costs)
     pool = _Pool(orders, objective, Random(seed))
     published = pool.add(published_order(orders))
@@ -129,14 +134,14 @@ def plan_v_schedule(
     further = starts(orders, pool.rng)
     if not pool.found:
         pool.add(next(further))
-    checking = time.monotonic()
     pool.checked(costs)
-    deadline = began + seconds - (time.monotonic() - checking)
-    for order in islice(further, _MOST_STARTS):
-        if pool.is_at_bound or time.monotonic() > began + _STARTS * seconds:
+    moves = math.ceil(effort * _PASSES / (6 * n_stage * n_micro))
+    for order in islice(further, min(_MOST_STARTS, int(_STARTS * moves / _START_MOVES))):
+        if pool.is_at_bound:
             break
         pool.add(order)
-    pool.improve(further, deadline)
+        moves -= _START_MOVES
+    pool.improve(further, moves)
     return VPlan(pool.checked(costs), objective, pool.value, pool.bound, published)
 
 
@@ -224,20 +229,22 @@ class _Pool:
             self.found = sorted([*self.found, (value, order)], key=lambda one: one[0])[:_SEARCHES]
         return value
 
-    def improve(self, further: Iterator[Order], deadline: float) -> None:
+    def improve(self, further: Iterator[Order], moves: int) -> None:
         """Search from each order in turns; one that gets no better makes room for another start."""
         searches = [self._search(order) for _, order in self.found]
-        while not self.is_at_bound and time.monotonic() < deadline:
+        while True:
             for place, search in enumerate(searches):
                 before = search.value
                 for _ in range(_TURN):
+                    if self.is_at_bound or moves <= 0:
+                        return
                     search.move()
+                    moves -= 1
                     if search.value < self.value:
                         self.found.insert(0, (search.value, search.order))
-                    if self.is_at_bound or time.monotonic() >= deadline:
-                        return
                 if search.value == before and search.idle_moves >= _PATIENCE:
                     searches[place] = self._search(next(further))
+                    moves -= _START_MOVES
 
     def _search(self, order: Order) -> LocalSearch:
         return LocalSearch(self.orders, self.objective, order, self.rng)

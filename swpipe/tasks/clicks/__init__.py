@@ -32,10 +32,11 @@ _MODULES = (
     "swpipe.tasks.job_run",
 )
 
+if not TYPE_CHECKING:  # which would take each name for Any
 
-def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = vars(import_module(module))
-        if name in found:
-            return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for module in _MODULES if name in __all__ else ():
+            found = vars(import_module(module))
+            if name in found:
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

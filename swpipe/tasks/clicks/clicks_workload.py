@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swpipe.core.progress import progress_bar
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sharded_clicks
 from swpipe.tasks.workload import SEED, InputError, Job, Option, Workload, register
@@ -53,10 +54,8 @@ def configure(options: Mapping[str, Any]) -> Any:
         ) from error
     data, held_out = options["data"], options["held_out"]
     if data is None:
-        from tqdm import tqdm
-
         # The bar appears only if there is something to wait for.
-        with tqdm(desc="generating a click log", unit=" rows", delay=0.3) as bar:
+        with progress_bar("generating a click log", " rows", delay=0.3) as bar:
             cache = options["cache_dir"]
             try:
                 logs = click_logs(cache, seed=options["seed"], progress=bar.update)

@@ -26,10 +26,11 @@ __all__ = [
 
 _MODULES = ("measured_costs", "pipeline_runtime", "train_tasks")
 
+if not TYPE_CHECKING:  # which would take each name for Any
 
-def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = vars(import_module(f"{__name__}.{module}"))
-        if name in found:
-            return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for module in _MODULES if name in __all__ else ():
+            found = vars(import_module(f"{__name__}.{module}"))
+            if name in found:
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

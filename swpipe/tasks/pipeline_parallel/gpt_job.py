@@ -41,8 +41,8 @@ EPOCH = 100
 OURS = "ours"
 """A V, planned for measured costs."""
 
-SEARCH_S = 2.0
-"""How long it is searched for."""
+EFFORT = 0.4
+"""With which it is searched for."""
 
 _BY_CHANCE = 0.1
 _LEARNING_RATE = 1e-3
@@ -223,7 +223,7 @@ def choose_schedule(
 ) -> PipelineSchedule:
     """Make, or read, a schedule for the ranks of the default process group. A collective.
 
-    Rank 0 makes it for all: ranks that search for a limited time may find different ones.
+    Rank 0 makes it for all: a file may be there only.
 
     Args:
         name: ``ours``, an order of torch's, or a CSV file.
@@ -243,7 +243,7 @@ def choose_schedule(
         try:
             if costs is not None:
                 planned = plan_v_schedule(
-                    n_ranks, n_micro, costs, objective="bubble", seconds=SEARCH_S
+                    n_ranks, n_micro, costs, objective="bubble", effort=EFFORT
                 )
                 made = planned.schedule
             elif name in orders:

@@ -1,4 +1,4 @@
-"""Everything imported from TorchRec. Much of it is private, so the version is checked first.
+"""Everything imported from TorchRec. Much of it is private: ``private_parts`` says whether it fits.
 
 Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import warnings
 from importlib import metadata
 from typing import Any
 
-FIRST, LAST = (1, 5), (1, 8)
-"""The first and the last supported series of TorchRec releases; both are tested."""
+from swpipe.tasks.torchrec.private_parts import problems
 
-SUPPORTED = "{}.{} to {}.{}".format(*FIRST, *LAST)
+FIRST, LAST = (1, 5), (1, 9)
+"""The first and the last series of TorchRec's releases that the tests run on."""
+
+TESTED = "{}.{} to {}.{}".format(*FIRST, *LAST)
 NEWEST = "torchrec=={}.{}.*".format(*LAST)
-
-ANY_VERSION = "SWPIPE_ANY_TORCHREC"
-"""Set this environment variable to 1 to allow another version."""
 
 
 def installed_version(package: str) -> str | None:
@@ -31,29 +29,53 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_version(found: str | None, *, any_version: bool = False) -> None:
-    """Refuse an untested TorchRec.
+def check_version(found: str | None) -> None:
+    """Refuse a missing TorchRec; warn of one that the tests do not run on.
 
     Raises:
-        ImportError: TorchRec is missing, or its series is not supported and ``any_version`` is not
-            given.
+        ImportError: None is installed.
+
+    Warns:
+        UserWarning: It is newer or older than those that are tested.
     """
     if found is None:
         raise ImportError(
-            f"swpipe.tasks.torchrec needs torchrec {SUPPORTED}, and none is installed: see the "
-            "install guide, which also says how to get it without CUDA"
+            f"swpipe.tasks.torchrec needs torchrec, tested with {TESTED}, and none is installed: "
+            "see the install guide, which also says how to get it without CUDA"
         )
     series = re.match(r"(\d+)\.(\d+)", found)
-    supported = series is not None and FIRST <= tuple(map(int, series.groups())) <= LAST
-    if not (any_version or supported):
-        raise ImportError(
-            f"torchrec {found} is installed, but swpipe.tasks.torchrec uses its private parts "
-            f"and supports {SUPPORTED}: install {NEWEST}, or set {ANY_VERSION}=1 to try this one"
+    if series is None or not FIRST <= tuple(map(int, series.groups())) <= LAST:
+        warnings.warn(
+            f"torchrec {found} is installed, and swpipe is tested with {TESTED}. It has the "
+            "private parts that swpipe uses; compare a few losses with those of TorchRec's own "
+            f"pipeline, or install {NEWEST}",
+            stacklevel=2,
         )
+
+
+def check_parts(found: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
+    """Refuse a TorchRec that lacks parts.
+
+    Args:
+        found: Its version.
+        lacks: What of it is not as expected, line by line.
+        cause: What failed, if its import did.
+
+    Raises:
+        ImportError: It lacks some.
+    """
+    if lacks or cause is not None:
+        parts = lacks or [str(cause)]
+        raise ImportError(
+            "\n  ".join([f"torchrec {found} is not as swpipe.tasks.torchrec uses it:", *parts])
+            + f"\ninstall {NEWEST}, with the torch and fbgemm that it goes with (see the install "
+            "guide), or a newer swpipe"
+        ) from cause
 
 
 VERSION = installed_version("torchrec")
-check_version(VERSION, any_version=os.environ.get(ANY_VERSION) == "1")
+if VERSION is None:
+    check_version(VERSION)
 
 try:
     with warnings.catch_warnings():
@@ -103,10 +125,9 @@ try:
         from torchrec.optim.fused import FusedOptimizer
         from torchrec.streamable import Pipelineable
 except ImportError as error:
-    raise ImportError(
-        f"torchrec {VERSION} does not have what swpipe.tasks.torchrec imports ({error}): "
-        f"install {NEWEST}"
-    ) from error
+    check_parts(VERSION, problems(), error)
+check_parts(VERSION, problems())
+check_version(VERSION)
 
 try:
     with warnings.catch_warnings():
@@ -141,7 +162,7 @@ def describe() -> str:
     """The installed versions, in one line."""
     found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
     fbgemm = [f"{name} {version}" for name, version in found.items() if version]
-    return f"torchrec {VERSION} (supported: {SUPPORTED}), {(fbgemm or ['no fbgemm'])[0]}"
+    return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"
 
 
 __all__ = [
@@ -174,6 +195,7 @@ __all__ = [
     "ShardedModule",
     "Tracer",
     "TrainPipelineContext",
+    "check_parts",
     "check_version",
     "describe",
     "fuse_input_dist_splits",

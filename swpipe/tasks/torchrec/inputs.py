@@ -25,12 +25,16 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import traceback
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -226,12 +230,7 @@ def traced_inputs(
         tracer = _Tracer if postproc else Tracer
         graph = tracer(get_leaf_module_names(model)).trace(model, concrete_args=concrete)
     except Exception as error:
-        raise ValueError(
-            f"torch.fx cannot trace the forward of {type(model).__name__} ({error}). Keep control "
-            "flow that depends on data out of the modules that hold sharded ones (what holds none "
-            'is not traced), or give find="direct" if each sharded module is called once, with an '
-            "attribute of the batch as it is"
-        ) from error
+        raise ValueError(_untraced(model, error)) from error
     calls: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":
@@ -242,6 +241,34 @@ def traced_inputs(
     # In the order of the forward: modules may draw random numbers.
     return Traced(
         inputs, {name: finder.computed[name] for name in calls if name in finder.computed}
+    )
+
+
+def _untraced(model: nn.Module, error: Exception) -> str:
+    """Why the forward cannot be traced, at which line, and what to do."""
+    compiled = [
+        repr(name) if name else "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule) and sharded_modules(module)
+    ]
+    if compiled:
+        return (
+            f"{' and '.join(compiled)} was made by torch.compile(), which torch.fx cannot trace, "
+            "and holds sharded modules: call .compile() of the module instead, which compiles it "
+            "in place, or compile modules that hold none"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    homes = (__file__, torch.__file__, inspect.getfile(KeyedJaggedTensor))
+    libraries = tuple(
+        f"{Path(file).parents[up]}/" for file, up in zip(homes, (2, 0, 1), strict=True)
+    )
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    at = f" at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
+    return (
+        f"torch.fx cannot trace the forward of {type(model).__name__}{at} ({error}). Keep control "
+        "flow that depends on data out of the modules that hold sharded ones (what holds none "
+        'is not traced), or give find="direct" if each sharded module is called once, with an '
+        "attribute of the batch as it is"
     )
 
 

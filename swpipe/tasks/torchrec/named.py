@@ -270,6 +270,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
+        if self._given.get("async_inplace_copy"):
+            plan = _copied_on_a_thread(plan)
         SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -308,10 +310,13 @@ def _batches_per_step(optimizer: Any) -> int:
 # --------------------------------------------------------------------------------------- the table
 
 
-def _copy_on_a_thread(tasks: SparseDistTasks) -> PipelinePlan:
-    plan = plans.sparse_dist(lean=bool(tasks.memory))
+def _copied_on_a_thread(plan: PipelinePlan) -> PipelinePlan:
     copied = replace(plan.schedule[plans.COPY], thread_group="copy")
     return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
+
+
+def _sparse_dist_t(tasks: SparseDistTasks) -> PipelinePlan:
+    return _copied_on_a_thread(plans.sparse_dist(lean=bool(tasks.memory)))
 
 
 _SPARSE_DIST, _COPY_AHEAD = lean(plans.sparse_dist), lean(plans.copy_ahead)
@@ -374,7 +379,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: batches are copied on a thread of their own."""
 
-    form = Form(plan=_copy_on_a_thread)
+    form = Form(plan=_sparse_dist_t)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):

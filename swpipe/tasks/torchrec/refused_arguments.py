@@ -51,6 +51,7 @@ TAKEN = frozenset(
         "stash_gradients", "enable_embedding_lookup_prefetch",
         "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
         "inplace_copy_batch_to_gpu",  # in TorchRec 1.5
+        "async_inplace_copy",  # since TorchRec 1.9
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""

@@ -8,14 +8,15 @@ backward         0    1    2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
-from swpipe.pipeline import SWPipeline
+from swpipe.device import Device
+from swpipe.pipeline import PipelineOptions, SWPipeline
 from swpipe.plans.transformer import LayerKind, LayerStep, chunk_order, layer_overlap_plan
 from swpipe.tasks.transformer.gpt import GPTModel
 from swpipe.tasks.transformer.layer_runs import Side, check_same_plan_in_group, step_function
@@ -81,7 +82,8 @@ def training_pipeline(
     loss: Loss = mean_of_output,
     *,
     plan: PipelinePlan | None = None,
-    **options: Any,
+    device: Device | torch.device | str | None = None,
+    **options: Unpack[PipelineOptions],
 ) -> SWPipeline[Any]:
     """A pipeline that trains a chunk on microbatches; run it once for each optimizer step.
 
@@ -93,6 +95,7 @@ def training_pipeline(
         loss: As of ``training_tasks``.
         plan: Another plan of the same tasks, such as one of ``swpipe.planning.auto_plan``; None for
             ``training_plan``.
+        device: Where device work goes; None for the model's.
         options: Of ``SWPipeline``.
 
     Raises:
@@ -101,8 +104,9 @@ def training_pipeline(
     """
     plan = training_plan(model) if plan is None else plan
     check_same_plan_in_group(plan, model.expert_group)
-    options = {"device": device_of(model), "check_ranks": False, **options}
-    return SWPipeline(plan, training_tasks(model, loss), **options)
+    options.setdefault("check_ranks", False)
+    device = device_of(model) if device is None else device
+    return SWPipeline(plan, training_tasks(model, loss), device=device, **options)
 
 
 def _shares(model: GPTModel) -> bool:

@@ -50,14 +50,19 @@ def run_random(seed: int) -> Finding:
     return run_case(with_run_ahead(random_case(seed)), observed=bool(seed % 2))
 
 
+def host(seed: int) -> ExploringHost | None:
+    """One that interleaves threads as badly as can be, half of the time."""
+    return ExploringHost(seed) if seed // 2 % 2 else None
+
+
 def break_random(seed: int) -> Finding:
     """A random case that fails on the way, or every other time is closed."""
-    return break_case(with_run_ahead(random_case(seed)), close=bool(seed % 2))
+    return break_case(with_run_ahead(random_case(seed)), host=host(seed), close=bool(seed % 2))
 
 
 def break_keeping(seed: int) -> Finding:
     """The same under a plan with ``keep``."""
-    return break_case(with_run_ahead(keeping_case(seed)), close=bool(seed % 2))
+    return break_case(with_run_ahead(keeping_case(seed)), host=host(seed), close=bool(seed % 2))
 
 
 def run_keeping(seed: int) -> Finding:
@@ -179,12 +184,14 @@ class Guard:
         remove: Takes it away.
         found: What kinds of violation, or of errors, show that it is gone.
         run: Runs the case of a seed.
+        shows_on: On which kinds of device something goes wrong then.
     """
 
     name: str
     remove: Callable[[pytest.MonkeyPatch], None]
     found: tuple[type[Exception], ...]
     run: Callable[[int], Finding] = run_random
+    shows_on: tuple[str, ...] = ("virtual",)
 
 
 # ------------------------------------------------------------------- changes to the program
@@ -364,13 +371,25 @@ def _no_more_events(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+STREAMS = ("virtual", "accelerator")
+
 GUARDS = (
-    Guard("host waits", _instructions(_host_waits), (Race, WaitBeforeRecord)),
-    Guard("event waits", _instructions(_event_waits), (Race,)),
+    Guard(
+        "host waits",
+        _instructions(_host_waits),
+        (Race, WaitBeforeRecord),
+        shows_on=("cpu", "virtual"),
+    ),
+    Guard("event waits", _instructions(_event_waits), (Race,), shows_on=STREAMS),
     Guard("event wait for a batch on the device", _instructions(_batch_wait), (Race,)),
-    Guard("sink waits at retirement", _instructions(_sink_waits), (Race,)),
-    Guard("hold on deleted and overwritten attributes", unguarded.hold_on_dropped, (UseAfterFree,)),
-    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,)),
+    Guard("sink waits at retirement", _instructions(_sink_waits), (Race,), shows_on=STREAMS),
+    Guard(
+        "hold on deleted and overwritten attributes",
+        unguarded.hold_on_dropped,
+        (UseAfterFree,),
+        shows_on=STREAMS,
+    ),
+    Guard("hold at retirement", unguarded.hold_at_retirement, (UseAfterFree,), shows_on=STREAMS),
     Guard("back-pressure", unguarded.back_pressure, (RanAhead,)),
     Guard("back-pressure from one run to the next", _back_pressure_between_runs, (RanAhead,)),
     Guard("record before publish", _record_before_publish, (WaitBeforeRecord, EventReused)),
@@ -386,7 +405,13 @@ GUARDS = (
     ),
     Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
     Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), run_keeping),
-    Guard("memory that went waits for the device", unguarded.waiting, (UseAfterFree,), run_keeping),
+    Guard(
+        "memory that went waits for the device",
+        unguarded.waiting,
+        (UseAfterFree,),
+        run_keeping,
+        STREAMS,
+    ),
     Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
     Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
     Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),

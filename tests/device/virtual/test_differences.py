@@ -67,7 +67,7 @@ are no numbers to compare, and its spans belong to no iteration that ended.
 def test_no_plan_gives_other_numbers() -> None:
     """Random plans on late streams, compared task by task with the serial run."""
     for case in {*NUMBERS.values()}:
-        assert [case(seed) for seed in range(25)] == [None] * 25
+        assert [case(seed) for seed in range(12)] == [None] * 12
 
 
 # A device without the guard may fail in close(), too.

@@ -35,16 +35,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 from swpipe._engine.waiting import Host
 from swpipe._values.walk import nodes_in, record_stream
 from swpipe.core.plan import StreamSpec
-from swpipe.device.cpu import CpuDevice
 from tests.device.virtual.clocks import Clock, ClockedHost, HostClocks, Stamp, merge
 from tests.device.virtual.stream_queues import Item, Queues, VirtualStream
+from tests.support.stream_device import StreamDevice
 
 
 class Violation(Exception):
@@ -172,7 +171,7 @@ class VirtualEvent:
         return self._mark
 
 
-class VirtualDevice(CpuDevice):
+class VirtualDevice(StreamDevice[VirtualStream]):
     """Streams, events and memory as drawn above.
 
     Args:
@@ -187,7 +186,6 @@ class VirtualDevice(CpuDevice):
 
     type = "virtual"
     name = "virtual:0"
-    has_streams = True
 
     def __init__(self, seed: int = 0, host: Host | None = None) -> None:
         self.lock = threading.RLock()  # reentrant: a buffer may be freed while its thread holds it
@@ -196,8 +194,7 @@ class VirtualDevice(CpuDevice):
         self.queues = Queues(self.clocks, seed)
         self.violations: list[Violation] = []
         self.reused = 0
-        self._default_stream = self.queues.new_stream("caller's")
-        self._local = threading.local()
+        super().__init__(self.queues.new_stream("caller's"))
         self._buffers = 0
         self._free_blocks: dict[VirtualStream, list[_Block]] = defaultdict(list)  # last freed last
         self._unfinished: dict[int, list[Stamp]] = defaultdict(list)  # by iteration
@@ -205,21 +202,6 @@ class VirtualDevice(CpuDevice):
     def new_stream(self, spec: StreamSpec) -> VirtualStream:
         with self.lock:
             return self.queues.new_stream()
-
-    def current_stream(self) -> VirtualStream:
-        stream: VirtualStream = getattr(self._local, "stream", self._default_stream)
-        return stream
-
-    @contextmanager
-    def on(self, stream: VirtualStream) -> Iterator[None]:
-        before, self._local.stream = self.current_stream(), stream
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def make_current(self, stream: VirtualStream) -> None:
-        self._local.stream = stream
 
     def new_event(self, *, timing: bool = False) -> VirtualEvent:
         return VirtualEvent(self)

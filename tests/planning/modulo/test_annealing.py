@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
@@ -77,7 +78,7 @@ def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> N
     """Half a move broke the order once; following what waits for what then never ended."""
     given = random_case(136).plan
     costs = CostModel({name: TaskCost(host_us=10) for name in given.schedule})
-    graph = schedule_graph(given, costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(given), costs, Limits(), streams=False)
     broken: list[Sequence[int]] = []
 
     class Checked(Estimator):

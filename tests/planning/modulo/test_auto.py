@@ -74,7 +74,7 @@ def test_no_plan_of_a_small_loop_is_shorter(number: int) -> None:
     choice = planned(given)
     period = math.ceil(choice.ii_us / 10) - 1
     limits = given.limits
-    graph = schedule_graph(given.plan, given.costs, limits, streams=False)
+    graph = schedule_graph(resolve_plan(given.plan), given.costs, limits, streams=False)
     assert has_plan(graph, period + 1, limits.threads, limits.in_flight, unit_us=10)
     assert not has_plan(graph, period, limits.threads, limits.in_flight, unit_us=10)
 

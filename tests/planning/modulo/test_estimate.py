@@ -10,6 +10,7 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, simulate
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import plan_of
@@ -105,7 +106,7 @@ def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
     """It launches for 300 us what takes 500; a task that blocks waits in any case."""
     plan = PipelinePlan({"a": TaskSchedule()}, run_ahead=run_ahead)
     costs = CostModel({"a": TaskCost(300, device_us=500, blocks=blocks)})
-    graph = schedule_graph(plan, costs, Limits(), streams=True)
+    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=True)
     estimator = Estimator(graph, threads=1, depth=1)
     estimator.cost((0,), (0,), (0,))
     assert estimator.ii_us == simulate(replace(plan, pipeline_depth=1), costs).ii_us == ii_us

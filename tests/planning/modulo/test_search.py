@@ -9,6 +9,7 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, simulate
 from swpipe.planning.modulo.bounds import least_load
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
@@ -54,7 +55,7 @@ def test_too_few_iterations_in_flight_have_no_bound() -> None:
         {"read": TaskSchedule(), "work": TaskSchedule(stage=1)}, same_period_deps=[("work", "read")]
     )
     costs = CostModel({"read": TaskCost(host_us=300), "work": TaskCost(host_us=700)})
-    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
     search = Search(plan, costs, graph)
     assert search.bound_us(2, 1) == math.inf
     assert search.bound_us(2, 2) < math.inf
@@ -65,7 +66,7 @@ def test_tasks_of_a_stage_come_together_where_nothing_is_lost() -> None:
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(), "c": TaskSchedule(stage=0)})
     times = {"a": 100, "b": 100, "c": 600}
     costs = CostModel({name: TaskCost(host_us=us) for name, us in times.items()})
-    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
     search = Search(plan, costs, graph)
     parted = search.simulated(ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
     assert parted is not None
@@ -103,7 +104,7 @@ def test_groups_keep_names_that_their_tasks_had() -> None:
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(), "c": TaskSchedule()}
     )
     costs = CostModel({name: TaskCost(host_us=1) for name in plan.schedule})
-    graph = schedule_graph(plan, costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
     found = plan_of(plan, graph, ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
     assert found is not None
     groups = [entry.thread_group for entry in found.schedule.values()]
@@ -121,7 +122,7 @@ def test_a_same_period_pair_keeps_its_distance(stages: tuple[int, int], field: s
         same_period_deps=[("work", "read")],
     )
     costs = CostModel({name: TaskCost(host_us=1) for name in base.schedule})
-    graph = schedule_graph(base, costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(base), costs, Limits(), streams=False)
     moved = plan_of(base, graph, ModuloSchedule((0, 0), (0, 1), (0, 1)), 2)
     assert moved is not None
     assert list(getattr(moved, field)) == [("work", "read")]

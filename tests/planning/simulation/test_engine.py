@@ -182,7 +182,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
             task, _, row = turn
             if row.kind == "thread" or not costs.tasks[task].blocks:
                 assert found[turn] == pytest.approx(times, abs=2), (seed, turn)
-        queues += bool(timed_graph(program, costs, streams=True).queues)
+        queues += bool(timed_graph(program, costs).queues)
     assert queues > 20
 
 

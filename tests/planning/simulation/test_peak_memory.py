@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
 from swpipe.planning import simulate
@@ -37,6 +40,24 @@ def test_random_plans_with_keep_hold_what_is_predicted() -> None:
     """
     found = {seed: peaks(seed, ORDERS, keeps_all=False) for seed in (*range(6), 231, 315)}
     assert {s: (p, m) for s, (p, m) in found.items() if not 0.9 <= p / max(m) <= 1.1} == {}
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_no_run_of_a_random_plan_holds_more_than_its_bound(*, keeps_all: bool) -> None:
+    """Whatever its tasks' times: more than any run, and more than what is predicted of one."""
+    for seed in range(30):
+        work = MemoryWork(seed, keeps_all=keeps_all)
+        assert work.costs.memory is not None
+        resolved = resolve_plan(work.plan)
+        for streams in (False, True):
+            bound = bytes_in_flight(
+                HappensBefore.of(resolved, streams=streams), work.costs.memory
+            ).total_bytes
+            assert work.predicted(streams=streams).bytes <= bound, (seed, streams)
+        if seed < 8:
+            work.run(0)
+            found = bytes_in_flight(HappensBefore.of(resolved, streams=False), work.costs.memory)
+            assert work.live.peak <= found.total_bytes, seed
 
 
 def three_tasks(depth: int) -> tuple[PipelinePlan, CostModel]:

@@ -73,7 +73,7 @@ def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
         costs = random_costs(rng, plan)
         found = simulate(plan, costs, streams=streams, iterations=160)
         program = compile_plan(resolve_plan(plan), streams=streams)
-        interval = interval_of(timed_graph(program, costs, streams=streams))
+        interval = interval_of(timed_graph(program, costs))
         assert interval.ii_us == pytest.approx(found.ii_us)
         if found.exact:
             begin, end = (done_us(found, i) for i in (30, 150))  # many patterns divide 120
@@ -128,9 +128,7 @@ def test_an_exact_interval_keeps_repeating(streams: bool) -> None:
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = replace(contended_costs(rng, plan), handover_us=rng.choice((0.0, 2.0, 70.0)))
-        graph = timed_graph(
-            compile_plan(resolve_plan(plan), streams=streams), costs, streams=streams
-        )
+        graph = timed_graph(compile_plan(resolve_plan(plan), streams=streams), costs)
         found = interval_of(graph)
         if not graph.contended or not found.exact:
             continue
@@ -158,7 +156,7 @@ def test_an_unbounded_run_starts_like_any_other() -> None:
     for seed in range(40):
         plan = random_case(seed).plan
         costs = contended_costs(random.Random(seed), plan)
-        graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs, streams=True)
+        graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs)
         graph = graph.limited()
         if graph.contended:
             endless, played = (
@@ -411,4 +409,4 @@ def test_an_uncontended_interval_is_not_simulated(
     monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)
-    assert interval_of(timed_graph(program, costs, streams=True)).ii_us == 300.0
+    assert interval_of(timed_graph(program, costs)).ii_us == 300.0

@@ -20,7 +20,7 @@ COSTS = PipelineCosts(20, 30, 15, 1)
 
 def test_all_six_schedules_are_compared() -> None:
     """The figures are the checker's; 1F1B has stages of two parts."""
-    compared = compare_schedules(4, 8, COSTS, seconds=0.2)
+    compared = compare_schedules(4, 8, COSTS, effort=0.02)
     zbv = check_schedule(torch_schedule("zbv", 4, 8), COSTS)
     whole = check_schedule(torch_schedule("1f1b", 4, 8), PipelineCosts(40, 60, 30, 1, 4, -2, -2))
     records = {record["schedule"]: record for record in compared.records()}
@@ -45,7 +45,7 @@ def test_all_six_schedules_are_compared() -> None:
 def test_a_schedule_that_there_is_not_says_why() -> None:
     """Torch's orders have least numbers of microbatches, the published method needs memory."""
     costs = PipelineCosts(20, 30, 15, 1, max_mem=4)
-    compared = compare_schedules(4, 3, costs, seconds=0.1)
+    compared = compare_schedules(4, 3, costs, effort=0.02)
     assert "at least 4 microbatches" in compared["1F1B"].note
     assert compared["V (published)"].report is None
     assert compared["V (published)"].note == "it finds no schedule in this memory"
@@ -55,13 +55,13 @@ def test_a_schedule_that_there_is_not_says_why() -> None:
 def test_costs_by_rank_and_by_part_reach_all_schedules() -> None:
     """A part that does nothing in I, as stage 0 on torch's runtime, is a stage's half in 1F1B."""
     by_part = PipelineCosts((20,) * 4, (1e-9, 30, 30, 30), (45, 15, 15, 15), 1)
-    compared = compare_schedules(2, 4, by_part, seconds=0.1)
-    even = compare_schedules(2, 4, COSTS, seconds=0.1)
+    compared = compare_schedules(2, 4, by_part, effort=0.02)
+    even = compare_schedules(2, 4, COSTS, effort=0.02)
     first, second = (c["1F1B"].report for c in (compared, even))
     assert first is not None
     assert second is not None
     assert first.makespan == pytest.approx(second.makespan)
-    by_rank = compare_schedules(2, 4, PipelineCosts((20, 20), 30, (15, 15), 1), seconds=0.1)
+    by_rank = compare_schedules(2, 4, PipelineCosts((20, 20), 30, (15, 15), 1), effort=0.02)
     assert by_rank["1F1B"] == even["1F1B"]
 
 

@@ -97,6 +97,23 @@ def test_two_ranks_train_as_one_process_with_batches_twice_as_large(
     assert after.rows == 25
 
 
+def _evaluated_on_the_way(config: ClickConfig) -> list[bool]:
+    """Whether the model is attached afterwards, and the run goes on as without an evaluation."""
+    job = ShardedClickJob(config)
+    evaluated = JobRun("evaluated", job, PLANS["serial"](), 4, config.device)
+    with _run("serial", config, 4) as plain, evaluated as run:
+        run.advance(2)
+        job.evaluate()
+        attached = job.step_tasks.rewrite.attached
+        run.advance(2)
+        return [attached, compare(plain, run).equal]
+
+
+def test_training_goes_on_after_an_evaluation(two_ranks: Ranks, config: ClickConfig) -> None:
+    """The model, which was its own meanwhile, is attached again, and the numbers are the same."""
+    assert two_ranks.run(_evaluated_on_the_way, config) == [[True, True]] * 2
+
+
 def _with_bad_rows(config: ClickConfig) -> tuple[float, int, int, list[int]]:
     with _run("sparse_dist", config) as run:
         assert all(math.isfinite(loss) for loss in run.losses)

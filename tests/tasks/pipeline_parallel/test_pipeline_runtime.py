@@ -33,7 +33,7 @@ DEADLINE_S = 240.0
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
     """A schedule by its name."""
     if name == "ours":
-        return plan_v_schedule(n_ranks, n_micro, COSTS, seconds=0.2).schedule
+        return plan_v_schedule(n_ranks, n_micro, COSTS, effort=0.05).schedule
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -150,29 +152,27 @@ SHARDINGS: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "sharding",
-    ["table_wise", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SHARDINGS][1:])],
+    ("sharding", "ranks"),
+    [
+        *[("table_wise", 1), ("table_wise", 2)],
+        pytest.param("row_wise", 2, marks=pytest.mark.slow),
+        pytest.param("in_order", 2, marks=pytest.mark.slow),
+        pytest.param("two modules", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
     request: pytest.FixtureRequest, sharding: str, ranks: int
 ) -> None:
     """In every class, with all its arguments that save memory; numbers are unchanged.
 
-    Each class is tried with each sharding, every other one on two ranks. On one rank nothing is
-    sent, and ids that the module permutes go.
+    Each class is tried with two shardings or more. On one rank nothing is sent, and ids that the
+    module permutes go.
     """
     group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
     names = PIPELINES[([*SHARDINGS].index(sharding) + ranks) % 2 :: 2]
     for found in group.run(_compared, SHARDINGS[sharding], names, deadline_s=300):
         _judge(found, ranks)
-
-
-# ------------------------------------------------------------------------------------- numbers
-
-
-SOME = (SPARSE, "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
 
 
 # ------------------------------------------------------------------------ what reads them, after
@@ -214,6 +214,45 @@ def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
     assert stays == ["it trains"] * 2  # the module's context has them
 
 
+# ---------------------------------------------------------------------------- copied on a thread
+
+
+class _Noting(Batch):
+    """Notes on which thread it is copied."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def to(self, device: torch.device, non_blocking: bool = False, **_: Any) -> Batch:
+        self.threads.add(threading.get_ident())
+        return super().to(device, non_blocking)
+
+
+def _noting() -> Iterator[Batch]:
+    return (_Noting(batch.dense, batch.ids, batch.labels) for batch in batches(6))
+
+
+def _copied_on_a_thread(name: str) -> tuple[bool, list[str]]:
+    """Whether it is another than the caller's, and what differs from TorchRec's class."""
+    given = {"async_inplace_copy": True, "enable_inplace_copy_batch": True}
+    wanted = trained(theirs(SPARSE), 6, async_inplace_copy=True)
+    _Noting.threads.clear()
+    pipeline = made(getattr(ours, name), **given)
+    outputs = to_the_end(pipeline, _noting())
+    apart = bool(_Noting.threads) and threading.get_ident() not in _Noting.threads
+    return apart, Outcome(outputs, everything(pipeline._model)).differences(wanted)
+
+
+@pytest.mark.skipif(
+    "async_inplace_copy" not in arguments(theirs(SPARSE)), reason="TorchRec has it since 1.9"
+)
+@pytest.mark.parametrize(
+    "name", [SPARSE, "TrainPipelineSparseDistLite", "PrefetchTrainPipelineSparseDist"]
+)
+def test_batches_are_copied_on_a_thread(two_ranks: Ranks, name: str) -> None:
+    """With `async_inplace_copy`, in each class that has it, to the bits of TorchRec's class."""
+    assert two_ranks.run(_copied_on_a_thread, name) == [(True, []), (True, [])]
+
+
 # ---------------------------------------------------------------------------- tools of ours
 
 
@@ -232,7 +271,8 @@ def _watched(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [SPARSE, *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])]
+    "name",
+    [SPARSE, pytest.param("PrefetchTrainPipelineSparseDist", marks=pytest.mark.slow)],
 )
 def test_profiles_replay_what_went(two_ranks: Ranks, name: str) -> None:
     """A replayed batch has its ids, whatever later tasks let go of."""

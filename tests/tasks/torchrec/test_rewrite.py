@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.device import CpuDevice
-from swpipe.tasks.torchrec import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import (
+    PipelineFactory,
+    RewriteError,
+    SparseDistTasks,
+    TrainPipelineSparseDist,
+    TrainStep,
+)
 from swpipe.tasks.torchrec.rewrite import Rewrite
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
@@ -54,6 +61,9 @@ class _Skipped(Model):
             torch.cat([self.bottom(batch.dense), *[self.tables[0](batch.ids).values()] * 2], 1)
         ).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
+
+
+_BRANCH = inspect.currentframe().f_lineno + 7  # type: ignore[union-attr]
 
 
 class _Branching(Model):
@@ -128,7 +138,8 @@ def _refused_names() -> str:
         (_Twice, 1, "tables.0: it is called 2 times in one forward"),
         (_Computed, 1, "tables.0: its input (permute) is computed in the forward"),
         (_Skipped, 2, "tables.1: the forward never calls it"),
-        (_Branching, 1, "torch.fx cannot trace the forward of _Branching"),
+        (_Branching, 1, "torch.fx cannot trace the forward of _Branching at "),
+        (_Branching, 1, f"{__file__}:{_BRANCH}, `if batch.labels.sum() < 0:` (symbolically traced"),
     ],
 )
 def test_a_module_that_cannot_be_pipelined_is_named(
@@ -138,6 +149,30 @@ def test_a_module_that_cannot_be_pipelined_is_named(
     for said in two_ranks.run(_refused, cls, Job(modules=modules)):
         assert said.startswith("RewriteError: ")
         assert says in said
+
+
+def _compiled(in_place: bool) -> list[str]:
+    job = Job()
+    model = sharded(job)
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(job, model), CPU)
+    try:
+        outputs = to_the_end(pipeline, batches(4))
+    except RewriteError as error:
+        return [str(error)]
+    return Outcome(outputs, everything(model)).differences(by_torchrec(job, batches(4)))
+
+
+def test_a_compiled_model_is_compiled_in_place(two_ranks: Ranks) -> None:
+    """What `torch.compile(model)` returns cannot be traced; the error says how to compile."""
+    for (said,) in two_ranks.run(_compiled, False):
+        assert said.startswith("the model was made by torch.compile(), which torch.fx cannot trace")
+        assert "call .compile() of the module instead" in said
+        assert "control flow" not in said
+    assert two_ranks.run(_compiled, True) == [[], []]
 
 
 def test_an_untraced_second_call_is_reported_when_it_happens(two_ranks: Ranks) -> None:

@@ -62,8 +62,8 @@ def test_leaving_out_the_embedding_backward_leaves_the_tables_alone(two_ranks: R
 
 
 ALONE = tuple((name,) for name in TASKS)
-PAIRS = tuple(zip(TASKS, TASKS[4:] + TASKS[:4], strict=True))
-"""Each task with another."""
+PAIRS = tuple(zip(TASKS[::4], TASKS[2::4], strict=True))
+"""Some with another one."""
 
 
 def _trained(shortcuts: list[tuple[str, ...] | None]) -> Iterator[dict[str, Tensor]]:
@@ -88,14 +88,9 @@ def _differing(shortcuts: tuple[tuple[str, ...], ...]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(
-    "shortcuts", [ALONE, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["alone", "pairs"]
-)
-def test_training_goes_on_unchanged(
-    two_ranks: Ranks, shortcuts: tuple[tuple[str, ...], ...]
-) -> None:
+def test_training_goes_on_unchanged(two_ranks: Ranks) -> None:
     """Nothing outside of the snapshot is trained meanwhile."""
-    assert two_ranks.run(_differing, shortcuts, deadline_s=300) == [[], []]
+    assert two_ranks.run(_differing, (*ALONE, *PAIRS), deadline_s=300) == [[], []]
 
 
 def _profiled(pipelined: bool) -> tuple[ProfileResult, bool]:

@@ -16,7 +16,7 @@ from swpipe.device import accelerator, resolve
 from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.planning import simulate
-from swpipe.profiler import TaskProfiler, measure_costs
+from swpipe.profiler import TaskProfiler, measure_costs, measure_memory
 from tests import backend
 from tests.support.notes import Notes
 from tests.support.plans_for_tests import NOBODY_ELSE
@@ -370,4 +370,5 @@ def test_nothing_compares_the_type_of_a_device(device: str) -> None:
             TaskProfiler(pipe).profile(batch, 1, 2, 2, pipelined=pipelined)
         costs = measure_costs(pipe, [batch])
     simulate(PLAN, costs).format()
-    verify(PLAN, TASKS, recording.effects, sizes=recording.sizes, pull_ahead=True)
+    memory = measure_memory(TASKS, [batch], device=where)
+    verify(PLAN, TASKS, recording.effects, memory=memory, pull_ahead=True)

@@ -12,7 +12,7 @@ from torch.profiler import profile
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.trace.span import Span
 from tests import backend
-from tests.accelerator.work import (
+from tests.device.accelerator.work import (
     DEVICE,
     SIMULATED,
     covered,

@@ -14,7 +14,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProf
 from swpipe._values.owners import Owner
 from swpipe._values.snapshot import Snapshot
 from swpipe.device import AcceleratorDevice, resolve
-from tests.accelerator.work import DEVICE, spin, warm_up
+from tests.device.accelerator.work import DEVICE, spin, warm_up
 
 DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_count())]
 LATE_MS = 20.0

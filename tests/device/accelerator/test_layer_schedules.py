@@ -18,7 +18,7 @@ from swpipe.tasks.transformer import (
     training_pipeline,
 )
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, spin
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 
 run = TransformerModelChunkSchedulePlan.run
 NUMBERS = range(4)

@@ -15,7 +15,7 @@ from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import measure_memory
-from tests.accelerator.work import DEVICE, SIMULATED, spin, warm_up
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin, warm_up
 from tests.support.held_batches import ARRANGEMENTS, HeldBatches, bound
 from tests.support.memory_work import KIB, MemoryWork
 from tests.support.strategies import TaskSpec, random_case

@@ -19,7 +19,7 @@ from swpipe._engine import run as executor
 from swpipe._engine.run import Run
 from swpipe.device import AcceleratorDevice
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, extremes, filled, wrong
+from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, filled, wrong
 from tests.support import unguarded
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs a device with gates")

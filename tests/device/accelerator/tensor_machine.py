@@ -1,46 +1,27 @@
-"""Every plan gives the serial run's bits on streams that are asynchronous for real.
+"""Random cases on the test backend, on either device, with late streams and few streams.
 
-Random tasks and plans, on either device, with late streams and few streams. Freed memory is
-poisoned: whoever reads it afterwards reads NaN.
-
-More of them, as ``python -m tests.accelerator.test_random_plans FIRST COUNT``.
+Freed memory is poisoned: whoever reads it afterwards reads NaN.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("hypothesis")  # a GPU machine's own packages may lack it
-
 from swpipe import SWPipeline
-from swpipe._engine import bind, run
-from swpipe.device import AcceleratorDevice
 from tests import backend
-from tests.accelerator.work import SIMULATED
-from tests.support import unguarded
+from tests.support import device_work
 from tests.support.machines import outputs, tasks_of
-from tests.support.strategies import (
-    Case,
-    TaskSpec,
-    Workload,
-    keeping_case,
-    random_case,
-    with_run_ahead,
-)
+from tests.support.strategies import Case, TaskSpec, Workload, with_run_ahead
 
-pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs the test backend")
+device_work.device()  # loads the backend
 
 SEED = 11
-CHUNK, CHUNKS = 50, 10
 BAD = (
     {},
     {"late_streams": 150.0},
@@ -113,9 +94,10 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
     return [on_host(values) for values in found], slots
 
 
-def differs(seed: int, case_of: Callable[[int], Case] = random_case) -> bool:
-    """Whether a random plan gives other bits than the serial run of its tasks."""
-    case, device = with_run_ahead(case_of(seed)), f"sim:{seed % 2}"
+def differs(case: Case) -> bool:
+    """Whether a plan gives other bits than the serial run of its tasks."""
+    seed = case.seed
+    case, device = with_run_ahead(case), f"sim:{seed % 2}"
     torch.accelerator.set_device_index(seed // 2 % 2)
     with backend.misbehaving(poison=True):
         serial = results(case, device, serially=True)
@@ -123,58 +105,3 @@ def differs(seed: int, case_of: Callable[[int], Case] = random_case) -> bool:
         piped = results(case, device, serially=False)
     torch.accelerator.set_device_index(0)
     return repr(piped) != repr(serial)  # NaN is not itself
-
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_plans_give_the_serial_runs_bits(chunk: int) -> None:
-    """Outputs and states, draws included."""
-    assert [seed for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)) if differs(seed)] == []
-
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_plans_with_keep_give_the_serial_runs_bits(chunk: int) -> None:
-    """What stays, and states."""
-    seeds = range(CHUNK * chunk, CHUNK * (chunk + 1))
-    assert [seed for seed in seeds if differs(seed, keeping_case)] == []
-
-
-def _no_hold(device: AcceleratorDevice, values: object, streams: object) -> None:
-    return None
-
-
-def _no_wait(*args: object) -> Callable[[int], None]:
-    return lambda i: None
-
-
-@pytest.mark.parametrize("guard", ["event waits", "sink waits", "holds", "hold on dropped"])
-def test_without_a_guard_some_plan_differs(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plans above stand on: each guard is needed by some of them."""
-    if guard == "event waits":
-        monkeypatch.setattr(bind, "wait_for_events", _no_wait)
-    elif guard == "sink waits":
-        monkeypatch.setattr(run, "wait_for_events", _no_wait)
-    elif guard == "holds":
-        monkeypatch.setattr(AcceleratorDevice, "hold", _no_hold)
-    else:
-        unguarded.hold_on_dropped(monkeypatch)
-    assert any(differs(seed) for seed in range(CHUNK * CHUNKS))
-
-
-def test_without_a_guard_some_plan_with_keep_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan lets go waits for the device."""
-    unguarded.waiting(monkeypatch)
-    assert any(differs(seed, keeping_case) for seed in range(CHUNK * CHUNKS))
-
-
-def main() -> None:
-    """Try the seeds that the command line names."""
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    begin = time.perf_counter()
-    iterations = sum(len(random_case(seed).batches) for seed in range(first, first + count))
-    wrong = [seed for seed in range(first, first + count) if differs(seed)]
-    seconds = time.perf_counter() - begin
-    print(f"{count} plans, {iterations} iterations, {seconds:.0f} s; differing: {wrong}")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, PLANS
 from swpipe.tasks.torchrec.hstu import RankingConfig
 from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, spin
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 
 SMALL = RankingConfig(items=40, width=8, heads=2, layers=1, longest=6)
 CONFIG = HSTUConfig(sequences=4, device=f"{DEVICE.type}:0", model=SMALL)

@@ -31,7 +31,7 @@ from swpipe.inference import record
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import TaskProfiler
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, extremes, spin, wrong
+from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, spin, wrong
 from tests.support import unguarded
 
 pytestmark = pytest.mark.skipif(

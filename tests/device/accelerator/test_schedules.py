@@ -17,7 +17,7 @@ from swpipe.schedulable import (
     TaskContext,
     ThreadedExecutor,
 )
-from tests.accelerator.work import extremes, filled, own_stream, spin, wrong
+from tests.device.accelerator.work import extremes, filled, own_stream, spin, wrong
 from tests.schedulable.test_delegation import VerboseExecutor
 from tests.schedulable.work import one_stage, results
 

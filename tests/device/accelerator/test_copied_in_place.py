@@ -22,7 +22,7 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED
+from tests.device.accelerator.work import DEVICE, SIMULATED
 
 STEPS, ROWS = 12, 256
 

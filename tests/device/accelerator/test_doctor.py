@@ -17,7 +17,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSche
 from swpipe.device import resolve
 from swpipe.doctor import Diagnosis, diagnose
 from swpipe.doctor.waits import sync_debug
-from tests.accelerator.work import DEVICE
+from tests.device.accelerator.work import DEVICE
 
 NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL", "TORCH_NCCL")
 
@@ -66,7 +66,7 @@ def rules(found: Diagnosis) -> list[tuple[str, str]]:
 def last_line(fn: Any) -> str:
     """The place of a function's last line, as findings name it."""
     lines, first = inspect.getsourcelines(fn)
-    return f"tests/accelerator/test_doctor.py:{first + len(lines) - 1}, task {fn.__name__!r}"
+    return f"tests/device/accelerator/test_doctor.py:{first + len(lines) - 1}, task {fn.__name__!r}"
 
 
 def plan_of(tasks: list[PipelineTask], priority: int) -> PipelinePlan:

@@ -14,8 +14,8 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSche
 from swpipe.device.cpu import NoEvent
 from swpipe.shortcut.cache import Cache
 from tests import backend
-from tests.accelerator.test_equality import PLANS, Training, batches
-from tests.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
+from tests.device.accelerator.test_equality import PLANS, Training, batches
+from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
 
 LATE_MS = 20.0
 NUMBERS = count()

@@ -1,11 +1,10 @@
-"""Streams really overlap; threads stand on the device and the stream that the plan names."""
+"""Streams really overlap; threads stand on the device, with the caller's modes."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
-from tests.accelerator.work import (
+from tests.device.accelerator.work import (
     DEVICE,
     SIMULATED,
     Mark,
@@ -123,91 +122,6 @@ def test_overlap_shows_in_wall_time() -> None:
     assert piped < 0.6 * serial
 
 
-def test_work_on_the_callers_stream_stays_there() -> None:
-    """Stream None is the stream on which the caller fills, for worker groups as well."""
-    seen: dict[str, Any] = {}
-
-    def look(name: str) -> PipelineTask:
-        return PipelineTask(
-            name, lambda ctx: seen.update({name: torch.accelerator.current_stream()})
-        )
-
-    plan = PipelinePlan(
-        {look("inline"): TaskSchedule(0), look("worker"): TaskSchedule(0, None, "io")}
-    )
-    mine = torch.Stream(device=DEVICE)
-    with mine:
-        run(plan, range(2))
-    assert seen == {"inline": mine, "worker": mine}
-
-
-def test_tasks_run_on_the_stream_that_the_plan_names() -> None:
-    """One name is one stream, in every iteration and from every thread; two names are two."""
-    seen: dict[str, set[int]] = defaultdict(set)
-
-    def look(name: str) -> PipelineTask:
-        def fn(ctx: IterContext) -> None:
-            seen[name].add(torch.accelerator.current_stream().stream_id)
-
-        return PipelineTask(name, fn)
-
-    plan = PipelinePlan(
-        {
-            look("a"): TaskSchedule(0, "one", "io"),
-            look("b"): TaskSchedule(0, "one"),
-            look("c"): TaskSchedule(0, "two", "io"),
-            look("d"): TaskSchedule(0),
-        }
-    )
-    before = torch.accelerator.current_stream()
-    run(plan, range(5))
-    assert torch.accelerator.current_stream() == before
-    assert all(len(streams) == 1 for streams in seen.values())
-    assert seen["a"] == seen["b"]
-    assert len(seen["a"] | seen["c"] | seen["d"]) == 3
-    assert seen["d"] == {before.stream_id}
-
-
-@pytest.mark.parametrize("group", ["default", "io"])
-def test_a_task_that_leaves_another_stream_current_misleads_nobody(group: str) -> None:
-    """Neither the tasks after it, nor the user's iterator, nor the caller."""
-    mine, astray = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
-    seen: dict[str, set[int]] = defaultdict(set)
-
-    def note(name: str) -> None:
-        seen[name].add(torch.accelerator.current_stream().stream_id)
-
-    def leave(name: str) -> PipelineTask:
-        def fn(ctx: IterContext) -> None:
-            note(name)
-            torch.accelerator.set_stream(astray)
-
-        return PipelineTask(name, fn)
-
-    def batches() -> Iterator[int]:
-        for batch in range(6):
-            note("iterator")
-            yield batch
-
-    plan = PipelinePlan(
-        {
-            leave("a"): TaskSchedule(0, "side", group),
-            leave("b"): TaskSchedule(0, None, group),
-            leave("c"): TaskSchedule(1, "side", group),
-            leave("d"): TaskSchedule(1),
-        },
-        order=("d", "a", "b", "c"),
-    )
-    with SWPipeline(plan, device=DEVICE) as pipe:
-        for _ in pipe.iterate(batches()):
-            assert torch.accelerator.current_stream() == mine
-    (side,) = seen["a"]
-    assert side not in (mine.stream_id, astray.stream_id)
-    expected = {"a": side, "b": mine.stream_id, "c": side, "d": mine.stream_id}
-    expected["iterator"] = mine.stream_id
-    assert seen == {name: {stream} for name, stream in expected.items()}
-
-
 def test_a_streams_priority_is_the_plans() -> None:
     """``StreamSpec.priority`` reaches the device."""
     found: dict[str, int] = {}
@@ -233,20 +147,6 @@ def test_a_stream_object_is_taken_as_it_is() -> None:
 
         run(PipelinePlan({PipelineTask("look", look): TaskSchedule(0, mine)}), range(2))
         assert seen == [mine.stream_id] * 2
-
-
-def test_another_current_stream_in_mid_flight_is_refused() -> None:
-    """The stream on which the pipeline was filled is the one that retirement joins."""
-    plan = PipelinePlan({PipelineTask("a", lambda ctx: None): TaskSchedule(0, "side")})
-    data = iter(range(4))
-    with SWPipeline(plan, device=DEVICE) as pipe:
-        pipe.progress(data)
-        with (
-            torch.Stream(device=DEVICE),
-            pytest.raises(RuntimeError, match="the current stream is not the one"),
-        ):
-            pipe.progress(data)
-        pipe.drain()
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")

@@ -19,7 +19,7 @@ from swpipe.profiler import TaskProfiler
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
 from swpipe.tasks.job_run import JobRun, compare
 from tests import backend
-from tests.accelerator.work import DEVICE, SIMULATED, spin
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 from tests.tasks.clicks.rows import write_log
 
 SMALL = ModelConfig(buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,))

@@ -22,7 +22,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._engine import bind as steps
 from swpipe._engine import run as executor
 from swpipe._engine.run import Run
-from tests.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
+from tests.device.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
 from tests.support import unguarded
 
 ITERATIONS = 12

@@ -1,0 +1,51 @@
+"""A misspelt keyword is answered with the one that was meant, as by Python itself from 3.13 on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'$")
+
+
+def suggests_keywords(call: Call) -> Call:
+    """Decorate a function; or a class, for its constructor and methods with keyword-only arguments.
+
+    A right call costs one more frame, and nothing else. Type checkers see what is decorated.
+    """
+    if isinstance(call, type):
+        for name, member in [*vars(call).items()]:
+            if isinstance(member, FunctionType) and _is_asked(name, member):
+                setattr(call, name, suggests_keywords(member))
+        return cast(Call, call)
+
+    @wraps(call)
+    def checked(*args: Any, **given: Any) -> Any:
+        try:
+            return call(*args, **given)
+        except TypeError as error:
+            # Of this very call, and not of what it runs.
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                _suggest(error, call)
+            raise
+
+    return cast(Call, checked)
+
+
+def _is_asked(name: str, method: FunctionType) -> bool:
+    return name == "__init__" or (not name.startswith("_") and bool(method.__kwdefaults__))
+
+
+def _suggest(error: TypeError, call: Callable[..., Any]) -> None:
+    """Add the nearest keyword to a message that has none."""
+    if unknown := _UNKNOWN.search(str(error)):
+        near = get_close_matches(unknown[1], inspect.signature(call).parameters, 1)
+        if near:
+            error.args = (f"{error}. Did you mean {near[0]!r}?",)

@@ -1,0 +1,28 @@
+"""Random cases without streams: host waits alone have to do, whatever the threads' order."""
+
+from __future__ import annotations
+
+from swpipe import SWPipeline
+from tests.support.exploring import ExploringHost
+from tests.support.machines import PlainMachine, outputs, serial_outputs, tasks_of
+from tests.support.strategies import Case
+
+
+def wrong_on_cpu(case: Case) -> object:
+    """Whether numbers or states are not the serial ones; or what the run raised."""
+    host = ExploringHost(case.seed)
+    plain, machine = PlainMachine(case.workload), PlainMachine(case.workload)
+    machine.pause = host.pause  # type: ignore[method-assign]
+    try:
+        with SWPipeline(
+            case.plan,
+            tasks_of(machine, case.workload),
+            device="cpu",
+            host=host,
+            stall_timeout_s=None,
+        ) as pipe:
+            found = [outputs(ctx) for ctx in pipe.iterate(case.batches)]
+    except Exception as error:  # noqa: BLE001 - with a guard taken away, anything may come
+        return error
+    truth = serial_outputs(plain, case.workload, case.batches, case.plan.keep)
+    return found != truth or machine.states != plain.states

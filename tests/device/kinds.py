@@ -1,0 +1,77 @@
+"""The kinds of device that the suite runs on, and what each finds wrong with a random case.
+
+    cpu          no streams; threads interleave as badly as can be
+    virtual      streams are as late and in as odd an order as the events allow, and so are threads,
+                 every third time; it knows its rules
+    accelerator  CUDA, or else the test backend: streams are asynchronous for real, and memory that
+                 was freed is poisoned. In a process of its own, which sees it for ever
+
+A process has the first two, or with ``--accelerator`` the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swpipe import PipelinePlan, SWPipeline
+from swpipe.device import Device, resolve
+from tests.device.virtual import VirtualDevice
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind.
+
+    Attributes:
+        name: What it is.
+        new: A new device of it; None where it has no streams.
+        run: Runs a random case; what is wrong, or something false.
+        plans: How many random plans run in one go.
+    """
+
+    name: str
+    new: Callable[[], Device] | None
+    run: Callable[[Any], object]
+    plans: int = 240
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _on_cpu(case: Any) -> object:
+    from tests.device.interleaved import wrong_on_cpu
+
+    return wrong_on_cpu(case)
+
+
+def _on_virtual(case: Any) -> object:
+    from tests.device.virtual.harness import run_case
+    from tests.support.exploring import ExploringHost
+    from tests.support.strategies import with_run_ahead
+
+    host = None if case.seed % 3 else ExploringHost(case.seed)
+    return run_case(with_run_ahead(case), host=host, observed=bool(case.seed % 2))
+
+
+def _accelerator() -> Device:
+    from tests.device.accelerator.work import DEVICE
+
+    return resolve(DEVICE)
+
+
+def _on_accelerator(case: Any) -> object:
+    from tests.device.accelerator.tensor_machine import differs
+
+    return differs(case)
+
+
+HERE = (Kind("cpu", None, _on_cpu), Kind("virtual", VirtualDevice, _on_virtual))
+APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=100),)
+
+
+def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:
+    """A pipeline on a device; the virtual one has threads of its own."""
+    host = {"host": device.host} if isinstance(device, VirtualDevice) else {}
+    return SWPipeline(plan, device=device, **host)

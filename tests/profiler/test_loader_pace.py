@@ -1,0 +1,141 @@
+"""A loader that works ahead is measured by what it makes in the long run, not by what is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from swpipe import PipelinePlan, SWPipeline, TaskProfiler
+from swpipe.doctor import Diagnosis, diagnose
+from swpipe.profiler import ProfileResult
+from swpipe.profiler.measure import Pulls
+from swpipe.reporting import StepReport, report
+from tests.profiler.sleepers import sleepers
+from tests.support.virtual_clock import TimedHost
+
+
+class Ahead:
+    """Makes a batch in so many milliseconds, on threads of its own, and has eight ready at most.
+
+    ``starts_ms``: What each pass takes before its first batch. ``length``: Batches of a pass.
+    """
+
+    def __init__(
+        self, host: TimedHost, ms: float, starts_ms: float = 0.0, length: int = 100_000
+    ) -> None:
+        self.host, self.ms, self.starts_ms, self.length = host, ms, starts_ms, length
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        self.host.sleep(self.starts_ms / 1e3)
+        begun_s = self.host.perf_counter()  # of the batch that is being made
+        for number in range(self.length):
+            begun_s = max(begun_s, self.host.perf_counter() - 8 * self.ms / 1e3) + self.ms / 1e3
+            self.host.sleep(max(0.0, begun_s - self.host.perf_counter()))
+            yield number
+
+
+class InTurn(Ahead):
+    """The same, made in the call."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.length):
+            self.host.sleep(self.ms / 1e3)
+            yield number
+
+
+def profiled(host: TimedHost, loader: Ahead, **tasks_ms: float) -> ProfileResult:
+    tasks = sleepers(host, **tasks_ms)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        return TaskProfiler(pipe).profile(None, loader=loader)
+
+
+def rules(diagnosis: Diagnosis) -> list[str]:
+    """Of the loop, and not of the machine."""
+    return [one.rule for one in diagnosis.findings if one.place == "loader"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "step", "saved"),
+    [(60, 60, {"<pull>": 30, "read": 0, "train": 0}), (20, 30, {"<pull>": 0, "train": 10})],
+)
+def test_a_step_takes_as_long_as_a_batch_in_the_long_run(
+    host: TimedHost, rate: float, step: float, saved: dict[str, float]
+) -> None:
+    """However many are ready when a visit begins; without the rest, it takes as long as a batch."""
+    result = profiled(host, Ahead(host, rate), read=10, train=20)
+    assert result.baseline_s == pytest.approx(step / 1e3, rel=1e-3)
+    for name, ms in saved.items():
+        assert result.exposed_s[name] == pytest.approx(ms / 1e3, abs=1e-3), name
+    assert result.loader is not None
+    assert result.loader.rate_s == pytest.approx(rate / 1e3, rel=1e-3)
+    assert result.loader.works_ahead
+    assert result.limited_by_loader == (rate > 30)
+
+
+def test_a_loader_that_is_too_slow_is_named(host: TimedHost) -> None:
+    """By the report and the doctor; no plan is promised to help, and its speed is the advice."""
+    tasks = sleepers(host, read=10, train=20)
+    found: StepReport = report(tasks, range(4), loader=Ahead(host, 60), rounds=3)
+    assert found.verdict.bound == "input-bound"
+    assert found.verdict.why == (
+        "The loader makes a batch in 60.0 ms, with what it has of its own; the rest of a step "
+        "takes 30.0 ms."
+    )
+    assert found.next_step == "Make a batch in 30.0 ms instead of 60.0."
+    assert found.changes[0].advice.saved_s == pytest.approx(30e-3, rel=1e-2)
+    assert not found.ceiling.is_worth_it
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.profile.baseline_s)
+    diagnosis = diagnose(tasks, Ahead(host, 60))
+    assert rules(diagnosis) == ["slow-loader"]
+    assert diagnosis.headroom is not None
+    assert diagnosis.headroom.step.value_s == pytest.approx(60e-3, rel=1e-3)
+    assert diagnosis.headroom.ceiling == pytest.approx(0.0, abs=1e-2)
+
+
+def test_the_start_of_a_pass_is_shared_by_its_steps(host: TimedHost) -> None:
+    """A second for 20 steps is 50 ms of each, wherever the passes of a profile end."""
+    tasks = sleepers(host, train=20)
+    loader = Ahead(host, 1, starts_ms=1000, length=20)
+    found = report(tasks, range(4), loader=loader, rounds=3)
+    assert found.profile.baseline_s == pytest.approx(70e-3, rel=1e-2)
+    assert found.verdict.bound == "input-bound"
+    assert found.parts[0].task == "start of a pass"
+    assert found.next_step == "Make the start of a pass of the loader take less time."
+    assert not found.ceiling.is_worth_it
+    diagnosis = diagnose(tasks, Ahead(host, 1, starts_ms=1000, length=20))
+    assert rules(diagnosis) == ["slow-pass-start"]
+    assert "50.000 ms of each step" in diagnosis.findings[-1].text
+
+
+def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost) -> None:
+    """After some looks at whether a batch is ready, it is called once per iteration."""
+    pulls = Pulls(InTurn(host, 5))
+    pulls.measure()
+    assert pulls.rate_s == pytest.approx(5e-3)
+    for _ in range(3):
+        with pulls.off():
+            pulls.settle(1, drain=True)
+        pulls.settle(1, drain=True)
+    begin_s = host.perf_counter()
+    pulls.settle(1, drain=True)
+    assert host.perf_counter() == begin_s
+    assert not pulls.works_ahead
+
+
+def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
+    """Where a pass is as long as a visit, another one is begun before."""
+    loader = Ahead(host, 1, length=10)
+    pulls = Pulls(loader)
+    for _ in range(7):
+        pulls()
+    pulls.settle(5, drain=False)
+    assert loader.passes == 2
+    for _ in range(5):
+        pulls()
+    assert loader.passes == 2

@@ -1,0 +1,124 @@
+"""An installed swpipe, as a script beside a clone called swpipe finds it; systems it is not for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_layout import LINKED, ROOT
+
+needs_repository = pytest.mark.skipif(not (ROOT / ".src").exists(), reason="needs the repository")
+
+SCRIPT = """
+import swpipe
+import swpipe.plans.prefetch
+from swpipe import ahead
+from swpipe.profiler import TaskProfiler
+
+assert list(ahead([1, 2])) == [1, 2]
+assert swpipe.TaskProfiler is TaskProfiler
+print(swpipe.__file__, swpipe.plans.prefetch.__file__)
+"""
+
+TYPED = """
+import swpipe
+import swpipe.plans.prefetch
+
+reveal_type(swpipe.TaskProfiler.profile)
+reveal_type(swpipe.plans.prefetch.prefetch_plan)
+swpipe.overlap()
+"""
+
+NOT_FOLLOWED = "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\nignore_missing_imports = true\n"
+
+
+def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder; what it printed."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(params=["editable", "wheel"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The site-packages of an environment, into which the clone ``swpipe`` beside it is installed.
+
+    As ``pip install --editable .`` and ``pip install .`` do it, by the same build backend.
+    """
+    left_out = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "__pycache__", "_build")
+    shutil.copytree(ROOT, tmp_path / "swpipe", symlinks=True, ignore=left_out)
+    build = f"from setuptools import build_meta; build_meta.build_{request.param}('dist')"
+    built = run([sys.executable, "-c", build], tmp_path / "swpipe")
+    assert built.returncode == 0, built.stderr
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (wheel,) = (tmp_path / "swpipe" / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    # A path entry does not read the .pth files that it leads to: another swpipe stays unseen.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return site
+
+
+@needs_repository
+def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path, tmp_path: Path) -> None:
+    """Python finds the package, not the folder beside the script, and nothing else of the clone."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    python = tmp_path / "venv" / "bin" / "python"
+    done = run([python, "-W", "error", "script.py"], tmp_path)
+    assert done.stderr == ""
+    for file in map(Path, done.stdout.split()):
+        assert file.is_relative_to(tmp_path / "swpipe" / ".src") or file.is_relative_to(site)
+    for name in (*LINKED, "tests", "docs", "bench"):
+        done = run([python, "-c", f"import {name}"], tmp_path)
+        assert f"No module named '{name}'" in done.stderr
+
+
+@needs_repository
+@pytest.mark.slow
+def test_a_type_checker_finds_the_package_beside_such_a_clone(site: Path, tmp_path: Path) -> None:
+    """Types of functions and submodules are found, and a call that lacks its argument."""
+    (tmp_path / "script.py").write_text(TYPED)
+    (tmp_path / "mypy.ini").write_text(NOT_FOLLOWED)
+    python = tmp_path / "venv" / "bin" / "python"
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", python, "script.py"]
+    said = run(mypy, tmp_path).stdout
+    assert "-> swpipe.profiler.result.ProfileResult" in said
+    assert "-> swpipe.core.plan.PipelinePlan" in said
+    assert "error: " in said
+    assert "[call-overload]" in said or "[call-arg]" in said
+    assert "Found 1 error in 1 file" in said
+
+
+@needs_repository
+@pytest.mark.parametrize("site", ["editable"], indirect=True)
+def test_an_editable_install_is_a_path_that_every_tool_reads(site: Path, tmp_path: Path) -> None:
+    """An IDE runs no finder: it follows the lines of .pth files to folders, as type checkers do."""
+    lines = "".join(file.read_text() for file in site.glob("__editable__*")).split()
+    (folder,) = map(Path, lines)
+    assert folder == tmp_path / "swpipe" / ".src"
+    assert [path.name for path in folder.iterdir() if path.suffix != ".egg-info"] == ["swpipe"]
+
+
+def test_a_system_without_fork_is_refused_in_one_sentence() -> None:
+    """As Windows, whose ``os`` lacks what swpipe asks for when it is loaded."""
+    code = "import os; del os.register_at_fork; import swpipe"
+    done = run([sys.executable, "-c", code], ROOT)
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback"))]
+    assert len(told) == 1
+    assert told[0].startswith("ImportError: swpipe needs a system whose processes can fork")
