@@ -121,15 +121,10 @@ class Pass(Iterator[Any]):
         return self.stopped and not (in_flight or self._kept)
 
     @property
-    def kept(self) -> int:
-        """Batches that were read and not handed out."""
-        return len(self._kept)
-
-    @property
     def waiting(self) -> int:
-        """The same, and batches that were pulled for later steps of all ranks."""
+        """Batches that were read and not handed out, or pulled for later steps of all ranks."""
         even = self.source if self.pulled_from is self else self.pulled_from
-        return self.kept + (even.waiting if isinstance(even, EvenIterator) else 0)
+        return len(self._kept) + (even.waiting if isinstance(even, EvenIterator) else 0)
 
     @property
     def uneven(self) -> UnevenDataError | None:
@@ -159,6 +154,8 @@ class SparseDistPipeline:
         tasks: As given.
         pipe: The underlying pipeline: for traces, shortcuts and the profiler.
     """
+
+    _keep_back = 0
 
     def __init__(
         self,
@@ -254,7 +251,7 @@ class SparseDistPipeline:
         return True
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, self._even)
+        return Pass(source, self._even, keep_back=self._keep_back)
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
