@@ -47,27 +47,23 @@ class Place(NamedTuple):
 def uses_of(
     tasks: Iterable[PipelineTask], effects: EffectTable | None = None
 ) -> dict[str, frozenset[str] | None]:
-    """What tasks use, as they say it or were recorded to."""
-    recorded = recorded_uses(effects or {})
+    """What tasks use, as they say it or were recorded to.
+
+    A table without any attribute, such as that of declared states, says nothing of attributes.
+    """
+    recorded = {
+        name: frozenset(p.name for p in touched.reads | touched.writes if not p.persistent)
+        for name, touched in (effects or {}).items()
+        if name != PULL
+    }
+    if not any(recorded.values()):
+        recorded = {}
     found: dict[str, frozenset[str] | None] = {}
     for task in tasks:
         known = recorded.get(task.name)
         said = None if task.reads is None else frozenset(task.reads)
         found[task.name] = said if known is None else known | (said or frozenset())
     return found
-
-
-def recorded_uses(effects: EffectTable) -> dict[str, frozenset[str]]:
-    """What tasks were recorded to use.
-
-    A table without any attribute, such as that of declared states, says nothing of attributes.
-    """
-    seen = {
-        name: frozenset(p.name for p in touched.reads | touched.writes if not p.persistent)
-        for name, touched in effects.items()
-        if name != PULL
-    }
-    return seen if any(seen.values()) else {}
 
 
 def users_of(uses: Uses) -> dict[str, tuple[str, ...]]:

@@ -76,10 +76,11 @@ class Footprint:
 def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
     """An upper bound on what the iterations in flight hold."""
     plan = before.plan
-    places, waits = Places(before), before.streams and plan.names_streams
+    blocks, places = memory.under(plan.keep), Places(before)
+    waits = before.streams and plan.names_streams
 
     def copies(block: Block) -> int:
-        end, goes, later = block.end, block.users and plan.keep is not None, block.later
+        end, goes, later = block.end, bool(block.users), block.later
         if goes:
             end = places.after(block.users).task
         elif waits and block.attribute and not later and (block.removed or end == KEPT):
@@ -88,9 +89,9 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
         # What holds n iterations apart holds further apart: search by halves.
         apart = range(1 - later, plan.depth)
         free = bisect_left(apart, True, key=lambda n: before.host(end, block.begin, n))
-        return 1 + free + bool(goes and waits)
+        return 1 + free + (goes and waits)
 
-    held = [Held(one.attribute, one.begin, copies(one), one.bytes) for one in memory.blocks]
+    held = [Held(one.attribute, one.begin, copies(one), one.bytes) for one in blocks]
     working: dict[str, Held] = {}  # of each thread, one task runs at a time
     for task, size in memory.working.items():
         group = plan.schedule[task].thread_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +231,7 @@ def doctor(
         str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
     ] = "",
     rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
     **given: Any,
 ) -> None:
     """Find what keeps work from overlapping, and the most to gain."""
@@ -238,7 +240,8 @@ def doctor(
     if not workload:
         if plan:
             raise UserError("--plan: name the workload, too")
-        echo(str(diagnose(device=given["device"])))
+        found = diagnose(device=given["device"])
+        echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
         return
     with Opened(context, workload, given, [plan] if plan else []) as opened:
         loader = opened.loader
@@ -250,7 +253,7 @@ def doctor(
             context=opened.job.context,
             rounds=rounds,
         )
-    echo(str(found))
+    echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
 @app.command("report", cls=options.Command)
@@ -279,6 +282,7 @@ def report(
     rounds: Annotated[
         int, options.count("Visits to each task, and trials of each plan.", 1000, least=2)
     ] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
     **given: Any,
 ) -> None:
     """Say what bounds a loop, the most to gain, and what to do next."""
@@ -298,8 +302,8 @@ def report(
             ready_made={name: make() for name, make in known.items() if name != SERIAL},
             rounds=rounds,
         )
-    echo(found.format())
-    save(context, Output("written to", output, found.save))
+    echo(json.dumps(found.to_dict(), indent=2) if as_json else found.format())
+    save(context, Output("written to", output, found.save), quiet=as_json)
 
 
 @app.command("diff", cls=options.Command)

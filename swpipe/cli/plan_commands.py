@@ -121,14 +121,10 @@ def check(
     """Check that a plan gives the same numbers in every interleaving."""
     with Opened(context, workload, given, [plan]) as opened, about_plan(plan):
         loop = opened.loop()
-        recording = loop.record()
-        verified = verify(
-            opened.plan(),
-            loop.tasks,
-            recording.effects,
-            memory=loop.measure_memory(),
-            budget_bytes=budget,
-        )
+        recording, loaded = loop.record(), opened.plan()
+        loop = replace(loop, state=recording.owners)
+        memory = loop.measure_memory(loaded.keep, recording.effects)
+        verified = verify(loaded, loop.tasks, recording.effects, memory=memory, budget_bytes=budget)
     echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
     if verified.footprint is not None:
         echo(verified.footprint.format())

@@ -394,7 +394,7 @@ class Output(NamedTuple):
     write: Callable[[Path], object]
 
 
-def save(context: typer.Context, *outputs: Output) -> None:
+def save(context: typer.Context, *outputs: Output, quiet: bool = False) -> None:
     """Write files and say where they are; where one cannot be written, the others still are."""
     failed = []
     for what, path, write in outputs:
@@ -404,7 +404,8 @@ def save(context: typer.Context, *outputs: Output) -> None:
             except (OSError, ValueError) as error:  # a picture may be too large
                 failed.append(f"{plain(str(path))}: {reason(error)}")
             else:
-                echo(f"{what} {plain(str(path))}")
+                if not quiet:
+                    echo(f"{what} {plain(str(path))}")
     if failed:
         raise UserError("; ".join(failed))
 

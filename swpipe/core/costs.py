@@ -54,7 +54,7 @@ class CostModel:
     Attributes:
         tasks: Task name to its cost; ``PULL`` to that of calling the loader, 0 if it is left out.
         handover_us: Microseconds from the moment a thread wakes another until that one runs.
-        memory: What the tasks hold, if it is known: ``Recording.memory``.
+        memory: What the tasks hold, if it is known, from ``swpipe.profiler.measure_memory``.
 
     Raises:
         PlanError: A cost is negative, above ``MOST_US`` or not a number, a ``gil_us`` is above its

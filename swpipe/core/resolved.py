@@ -30,11 +30,6 @@ class ResolvedPlan:
         """The dependences of distance 0."""
         return tuple(dep for dep in self.dependences if dep.distance == 0)
 
-    @property
-    def within_period(self) -> tuple[Dependence, ...]:
-        """The dependences of lag 0."""
-        return tuple(dep for dep in self.dependences if dep.lag == 0)
-
 
 def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
     """Derive what follows from a plan. ``swpipe.analysis.validation.validate`` checks it as well.

@@ -92,6 +92,13 @@ class TaskMemory:
         ends = {name for one in self.blocks for name in (one.begin, one.end, *one.users)}
         return frozenset((ends | {*self.working}) - {PULL, KEPT})
 
+    def under(self, keep: Sequence[str] | None) -> tuple[Block, ...]:
+        """The blocks under a plan with this ``keep``, whatever they were measured under."""
+        return tuple(
+            replace(one, users=()) if keep is None or one.attribute in keep else one
+            for one in self.blocks
+        )
+
     def held(self, order: Sequence[str]) -> list[int]:
         """Bytes of blocks while each task runs, and last after the pull, of a serial loop."""
         place = {PULL: -1, **{name: k for k, name in enumerate(order)}, KEPT: len(order)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from swpipe.core.messages import counted, listed
 from swpipe.profiler.figures import LoaderPace
@@ -113,6 +114,28 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     headroom: Headroom | None
     examined: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for tools; times in milliseconds.
+
+        Keys: ``version`` (1), ``examined``, ``findings`` (each with ``rule``, ``place``, ``text``,
+        ``mend``), and ``headroom``: None, or ``step_ms``, ``spread_ms``, ``ceiling`` (0 to 1),
+        ``overlappable``, ``stays``.
+        """
+        room = self.headroom
+        return {
+            "version": 1,
+            "examined": self.examined,
+            "findings": [asdict(one) for one in self.findings],
+            "headroom": room
+            and {
+                "step_ms": round(1e3 * room.step.value_s, 3),
+                "spread_ms": round(1e3 * room.step.spread_s, 3),
+                "ceiling": round(room.ceiling, 4),
+                "overlappable": [*room.overlappable],
+                "stays": [*room.stays],
+            },
+        }
 
     def __str__(self) -> str:
         found = [f"{number}. {one}" for number, one in enumerate(self.findings, start=1)]

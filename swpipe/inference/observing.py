@@ -206,23 +206,27 @@ class IterationObserver:
             if not any(one.owner is optimizer for one in self.owners):
                 self.owners.append(Owner(type(optimizer).__name__, optimizer))
 
-        try:
-            with eager(), before_steps(step), operators, log:
-                run_alone(task, ctx, self._device, self._seeds)
-        except BaseException as error:
-            add_note(
-                error,
-                f"swpipe: raised by task {task.name!r}, iteration {ctx.iter_idx}, while its "
-                "effects were being recorded; the state of models and optimizers was restored",
-            )
-            raise
+        with eager(), before_steps(step), operators, log:
+            run_alone(task, ctx, self._device, self._seeds)
 
 
 def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: TaskSeeds) -> None:
-    """Run a task on the current stream, seeded if it is random."""
+    """Run a task on the current stream, seeded if it is random.
+
+    Raises:
+        BaseException: What it raised, with a note of where.
+    """
     seeded = seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
-    with device.on(device.current_stream()), seeded:
-        task.fn(ctx)
+    try:
+        with device.on(device.current_stream()), seeded:
+            task.fn(ctx)
+    except BaseException as error:
+        add_note(
+            error,
+            f"swpipe: raised by task {task.name!r}, iteration {ctx.iter_idx}, while its effects "
+            "were being recorded; the state of models and optimizers was restored",
+        )
+        raise
 
 
 class _Item(NamedTuple):

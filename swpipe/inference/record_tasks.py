@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
 from swpipe._values.owners import Owners
+from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import Effects, declared_effects, unknown_beside
+from swpipe.core.effects import Declared, Effects
 from swpipe.core.loaders import is_apart
-from swpipe.core.plan import BODY, PULL
+from swpipe.core.plan import BODY, PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, checked_tasks
 from swpipe.device import resolve as resolve_device
-from swpipe.errors import PlanError, Problem, add_note
 from swpipe.inference.accesses import add_transfers, find_accesses, find_transfers
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.notes import notes_on
@@ -76,7 +76,9 @@ def record(
         BaseException: Whatever a task raised, with a note of where.
     """
     tasks = checked_tasks(tasks)
-    _check(tasks, iterations)
+    if iterations is not None and (type(iterations) is not int or iterations < 1):
+        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more, or None")
+    validate(PipelinePlan.serial(tasks), tasks)
     where = resolve_device(device)
     seeds, kind = TaskSeeds(seed, where), context_class(context)
     if state is None:
@@ -84,11 +86,7 @@ def record(
         def run(batch: Any) -> None:
             ctx = kind(batch, 0)
             for task in tasks:
-                try:
-                    run_alone(task, ctx, where, seeds)
-                except BaseException as error:
-                    add_note(error, f"swpipe: raised by task {task.name!r}, {_BEFORE}")
-                    raise
+                run_alone(task, ctx, where, seeds)
 
         state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
@@ -104,13 +102,13 @@ def record(
     seen = effects_of(accesses, states)
     transfers = find_transfers(observed, seen, observer.storages)
     runs = [one for iteration in observed for one in iteration.tasks]
-    declared = declared_effects(tasks)
+    said = Declared.by(tasks)
+    declared = said.effects
     effects = {task: e | declared[task] for task, e in add_transfers(seen, transfers).items()}
-    unknown = unknown_beside(tasks)
-    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else unknown}
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else said.unknown}
     return Recording(
         tasks=tasks,
-        effects=pull | effects | {BODY: unknown},
+        effects=pull | effects | {BODY: said.unknown},
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         collectives=frozenset(one.task for one in runs if one.operators.collectives),
         owners=Owners(saved.owners),
@@ -135,21 +133,3 @@ def _observe(
         if iterations is None and quiet >= 2 and all(known.values()):
             break
     return observed
-
-
-def _check(tasks: Sequence[PipelineTask], iterations: int | None) -> None:
-    if iterations is not None and (type(iterations) is not int or iterations < 1):
-        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more, or None")
-    names = [task.name for task in tasks]
-    problems = [
-        Problem(f"task {name!r} is given {names.count(name)} times: names are unique", (name,))
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    if not tasks:
-        problems.append(Problem("there are no tasks to record: give at least one"))
-    if problems:
-        raise PlanError(problems)
-
-
-_BEFORE = "before its effects were recorded; the state of models and optimizers was restored"

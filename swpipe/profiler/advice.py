@@ -104,7 +104,8 @@ def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
         half_s, spread_s = result.own_s[task] / 2, result.spread_s[task] / 2
         is_known = half_s > max(spread_s, LEAST * result.baseline_s)
         if is_known and task not in planned.moved and task not in named:
-            words, why_not = f"make {task} take half as long", planned.why_not.get(task, "")
+            what, why_not = "the loader" if task == PULL else task, planned.why_not.get(task, "")
+            words = f"make {what} take half as long"
             found.append(Advice(words, task, half_s, spread_s, not_moved=why_not))
     return tuple(found[:MOST])
 
@@ -162,12 +163,27 @@ def _planned(result: Figures, loop: LoopFacts) -> _Planned:
         why_not = {}
     elif not plan.cross_iter_deps:
         why_not = dict.fromkeys(plan.schedule, _NO_DEPENDENCES)
-    silent = {
-        name: f"nothing is declared of what {name!r} touches: say pure=True, or name states in io"
-        for name, touched in declared.items()
-        if touched.undeclared
-    }
-    return best._replace(why_not={**why_not, **silent})
+    return best._replace(why_not={**why_not, **_with_the_body(loop, declared)})
+
+
+def _with_the_body(loop: LoopFacts, declared: EffectTable) -> dict[str, str]:
+    """Why tasks stay with the loop's body."""
+    from swpipe.planning.modulo.auto import shared_with_body
+
+    why_not = {}
+    for name, places in shared_with_body(_with_the_others(loop, declared)).items():
+        states = listed(sorted(map(str, places)))
+        why_not[name] = f'the loop\'s body may touch {states}: say others="" if it does not'
+        if declared[name].undeclared:
+            why_not[name] = (
+                f"nothing is declared of what {name!r} touches: say pure=True, or name states in io"
+            )
+    return why_not
+
+
+def _with_the_others(loop: LoopFacts, declared: EffectTable) -> EffectTable:
+    """A loader of which nothing is known is advised on with that condition."""
+    return with_the_others(declared, unknown_beside(loop.tasks), apart=True, body=True)
 
 
 def _others(
@@ -181,8 +197,7 @@ def _others(
         group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
         yield replace(plan, pull_group=group, pipeline_depth=depth)
     if plan.cross_iter_deps:
-        # A loader of which nothing is known is advised on with that condition.
-        effects = with_the_others(declared, unknown_beside(loop.tasks), apart=True, body=True)
+        effects = _with_the_others(loop, declared)
         said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
         limits = Limits(threads=max(2, min(4, cores())))
         try:

@@ -54,7 +54,10 @@ _TURNS = 8
 """With more workers, a visit is not as long as all of them take for one batch each."""
 
 _LOOKS = 3
-"""So often nothing was ready after a rest: the loader does not work ahead."""
+"""So often a call after some rest took as long as others: the loader does not work ahead."""
+
+_REST = 0.1
+"""A shorter rest, as a part of the time of a batch, does not show in a call."""
 
 _START = 1e-4
 """Seconds of a step that the start of a pass takes, below which it is not measured again."""
@@ -91,13 +94,14 @@ class Pulls:
         self.workers: int = inner.num_workers if is_torchs else 0
         self.starts_workers = self.workers > 0 and not inner.persistent_workers
         self._ahead: bool | None = self.workers > 0 if is_torchs else None
-        self._looked = 0  # times that no batch was ready after it had not been called
+        self._looked = 0  # times that a call took as long as others after some rest
         self._batches: Iterator[Any] | None = None
         self._taken = 0  # of this pass
         self._length = _length_of(loader)
         self._starts_s: list[float] = []
         self._on = True
-        self.drains = self._rested = False
+        self.drains = False
+        self._called_s = 0.0  # when the last call ended
 
     @classmethod
     def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
@@ -163,19 +167,27 @@ class Pulls:
     def settle(self, count: int, *, drain: bool) -> None:
         """Be ready for so many calls in a row: no pass ends within them, and no batch is ready."""
         if not self._on:
-            self._rested = True
             return
         if self._length and count <= self._length < self._taken + count:
             self._begin_again()
-        rested, self._rested = self._rested, False
         if not drain or not self.drains:
             return
+        rested_s = time.perf_counter() - self._called_s
         for taken in range(_MOST_READY):
-            if self.agreed(self._timed()[1].wall_s >= self.rate_s / 2):
-                self._looked += rested and not taken
+            took_s = self._timed()[1].wall_s
+            if not taken and self._ahead is None:
+                self._look(rested_s, took_s)
+            if self.agreed(took_s >= self.rate_s / 2):
                 break
+
+    def _look(self, rested_s: float, took_s: float) -> None:
+        """Whether a call takes less where the loader had time to make a batch before."""
+        has_time = rested_s >= _REST * self.rate_s
+        shows = took_s <= self.rate_s - min(rested_s, self.rate_s) / 2
+        self._looked += self.agreed(has_time and not shows)
+        if not self.agreed(not (has_time and shows)):
             self._ahead = True
-        if self._ahead is None and self._looked >= _LOOKS:
+        elif self._looked >= _LOOKS:
             self._ahead = self.drains = False
 
     def _measure_start(self) -> None:
@@ -191,6 +203,7 @@ class Pulls:
     def _timed(self) -> tuple[Any, TaskRun]:
         begin = thread_times()
         batch = self._next()
+        self._called_s = time.perf_counter()
         return batch, TaskRun(len(self.runs), *map(sub, thread_times(), begin))
 
     def _next(self) -> Any:

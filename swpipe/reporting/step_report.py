@@ -200,9 +200,12 @@ class StepReport:
             yield self.memory.format()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for tools; all times are milliseconds, rounded to 1 us.
+        """The report as plain data, for tools; times in milliseconds, to the microsecond.
 
-        ``bound`` is None where the machine was too busy to tell. The guide lists the keys.
+        Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None where the machine was too busy to
+        tell), ``why``, ``step``, ``parts``, ``ceiling``, ``next_step``, ``changes``, ``findings``,
+        ``rank``, ``waits`` (of ranks), ``machine``. A time with an interval is ``ms`` and
+        ``spread_ms``. Keys may be added; one that changes its meaning changes ``version``.
         """
         ceiling, told = self.ceiling, not self.cannot_tell
         return {

@@ -24,7 +24,7 @@ from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
-from swpipe.core.effects import with_the_others
+from swpipe.core.effects import EffectTable, with_the_others
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
@@ -187,12 +187,17 @@ class Loop:
         mean = CostModel.mean(self.gather(CostModel.mean(own)))
         return replace(mean, memory=self.memory)
 
-    def measure_memory(self) -> TaskMemory:
-        """Measure what the tasks hold on the first batch; that of the rank that holds most."""
+    def measure_memory(
+        self, keep: Sequence[str] | None = None, effects: EffectTable | None = None
+    ) -> TaskMemory:
+        """Measure what the tasks hold on the first batch; that of the rank that holds most.
+
+        ``keep`` is that of the plan, and ``effects`` say what tasks use, as far as they do not.
+        """
         self.budget.show(self.progress, "measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
             said: Any = {"device": self.device, "context": self.context, "state": self.state}
-            own = measure_memory(self.tasks, self.batches[:1], **said)
+            own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **said)
         names = [task.name for task in self.tasks]
         everyone: list[TaskMemory] = self.gather(own)
         return max(everyone, key=lambda memory: memory.serial_peak(names))

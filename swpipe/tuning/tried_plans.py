@@ -9,6 +9,7 @@ from statistics import median
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
+from swpipe.profiler.spread import mean_of
 
 _TRUSTED = 0.1  # relative error of a prediction that is still trusted
 _LOCKED = 0.9  # part of the interval for which the interpreter lock is held, where it limits
@@ -44,13 +45,20 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The first candidate, the simplest first, that none beats by more than the two's spread."""
+    """The first candidate, the simplest first, that the fastest one does not beat for sure.
+
+    They are compared round by round, since a round is as slow for one as for the other; and by
+    their spreads, since of few rounds the differences may agree by chance.
+    """
     best = min(candidates, key=lambda each: each.interval_us)
-    return next(
-        each
-        for each in candidates
-        if each.interval_us - best.interval_us <= max(each.spread_us, best.spread_us)
-    )
+    return next(each for each in candidates if each is best or not _beats(best, each))
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    """Whether one is faster than the other by more than the trial's spread."""
+    gain_us = other.interval_us - one.interval_us
+    by_round = mean_of([b - a for a, b in zip(one.rounds_us, other.rounds_us, strict=True)])
+    return gain_us > max(one.spread_us, other.spread_us) and by_round.is_clear
 
 
 def explain(

@@ -8,7 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import recorded_uses, releases_of, users_of, uses_of
+from swpipe.analysis.last_readers import releases_of, users_of, uses_of
 from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.effects import Effects, Location
 from swpipe.core.resolved import resolve_plan
@@ -139,7 +139,8 @@ def test_tasks_use_what_they_say_and_what_was_recorded() -> None:
 def test_a_table_of_states_alone_says_nothing_of_attributes() -> None:
     """As that of what tasks declare."""
     states = Effects(frozenset({Location("model", True)}), frozenset())
-    assert recorded_uses({"forward": states}) == {}
+    forward = PipelineTask("forward", print)
+    assert uses_of([forward], {"forward": states}) == {"forward": None}
 
 
 # ------------------------------------------------------------------ bytes in flight

@@ -95,6 +95,15 @@ def test_what_the_next_iteration_frees_lives_longer(stage: int, most: int) -> No
     assert copies(chain((0, stage, 2)), Block("a", "b", 8, later=1)) == most
 
 
+@pytest.mark.parametrize(("keep", "most"), [([], 1), (["x"], 3), (None, 3)])
+def test_what_a_plan_keeps_stays_whatever_it_was_measured_under(
+    keep: list[str] | None, most: int
+) -> None:
+    """Where another plan let it go after its last user, this one may hold it to the end."""
+    plan = replace(chain((0, 0, 2)), keep=keep)
+    assert copies(plan, Block("a", KEPT, 8, "x", users=("b",))) == most
+
+
 @pytest.mark.parametrize(("group", "most"), [(None, 3), ("loader", 4)])
 def test_the_batch_lives_from_its_pull(group: str | None, most: int) -> None:
     """Also where a thread of its own pulls it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -69,23 +70,28 @@ def test_what_cannot_be_compared_is_refused(
         assert name in refused(capsys, "diff", tmp_path / "before.json", tmp_path / name)
 
 
-def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Verdict, ceiling and next step are printed; the page is where the user wants it."""
-    page = here / "out" / "my.html"
-    said = out(capsys, "report", "my_loop:slowly_loaded", "-o", page, "--rounds", 2)
-    assert "-bound" in said or "balanced" in said
-    assert "ceiling: any overlap can save" in said
-    assert "next step: " in said
-    assert f"written to {page}" in said
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the machine's own is found."""
-    monkeypatch.setattr("swpipe.doctor.examination.load_so_far", lambda **given: None)
+    for module in ("doctor.examination", "profiler.rounds"):
+        monkeypatch.setattr(f"swpipe.{module}.load_so_far", lambda **given: None)
     for name in [name for name in os.environ if name.startswith(NAMES)]:
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verdict, ceiling and next step are printed, or JSON; the page is where the user wants it."""
+    page = here / "out" / "my.html"
+    said = out(capsys, "report", "my_loop:slowly_loaded", "-o", page, "--rounds", 2)
+    assert "-bound" in said or "balanced" in said
+    assert "ceiling: " in said
+    assert "next step: " in said
+    assert f"written to {page}" in said
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    data = json.loads(out(capsys, "report", "my_loop:loop", "-o", page, "--rounds", 2, "--json"))
+    assert data["version"] == 1
+    assert sum(one["ms"] for one in data["parts"]) == pytest.approx(data["step"]["ms"], rel=1e-2)
 
 
 @pytest.mark.usefixtures("idle", "here")
@@ -94,4 +100,6 @@ def test_a_loop_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
     said = out(capsys, "doctor", "my_loop:loop", "--plan", "serial", "--rounds", 2)
     assert "load, learn, on device cpu" in said
     assert "headroom: a step takes" in said
+    data = json.loads(out(capsys, "doctor", "my_loop:loop", "--rounds", 2, "--json"))
+    assert data["headroom"]["step_ms"] > 0
     assert out(capsys, "doctor") == "no findings: machine and settings, for device cpu\n"

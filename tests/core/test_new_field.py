@@ -121,6 +121,6 @@ def test_the_planner_keeps_it() -> None:
 def test_new_plans_have_it() -> None:
     """The serial plan and the inferred one, at its default."""
     tasks = tuple(PipelineTask(name, print) for name in "ab")
-    inferred = Recording(tasks, {}, {}, {}, frozenset(), ()).plan()
+    inferred = Recording(tasks, {}, {}, frozenset(), ()).plan()
     for plan in (PipelinePlan.serial(tasks), inferred):
         assert added(plan) == dict.fromkeys("ab", (1, (), None))

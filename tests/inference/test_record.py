@@ -36,7 +36,7 @@ def nothing(ctx: Any) -> None:
 
 def test_tasks_are_required_and_have_unique_names() -> None:
     """Both raise PlanError."""
-    with pytest.raises(PlanError, match="no tasks to record"):
+    with pytest.raises(PlanError, match="the plan is empty"):
         record([], None)
     with pytest.raises(PlanError, match="'a' is given 2 times"):
         record([PipelineTask("a", nothing), PipelineTask("a", nothing)], None)

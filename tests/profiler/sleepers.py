@@ -1,8 +1,8 @@
-"""Tasks of known cost: they stand on a virtual clock, so that what they take is exact."""
+"""Tasks and loaders of known cost, on a virtual clock: what they take is exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from tests.support.virtual_clock import TimedHost
@@ -31,3 +31,37 @@ def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:
     ]
     names = [name for name, _ in placed]
     return PipelinePlan(dict(placed), deps=list(zip(names[1:], names, strict=False)))
+
+
+class Ahead:
+    """Makes a batch in so many milliseconds, on threads of its own, and has eight ready at most.
+
+    ``starts_ms``: What each pass takes before its first batch. ``length``: Batches of a pass.
+    """
+
+    def __init__(
+        self, host: TimedHost, ms: float, starts_ms: float = 0.0, length: int = 100_000
+    ) -> None:
+        self.host, self.ms, self.starts_ms, self.length = host, ms, starts_ms, length
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        self.host.sleep(self.starts_ms / 1e3)
+        begun_s = self.host.perf_counter()  # of the batch that is being made
+        for number in range(self.length):
+            begun_s = max(begun_s, self.host.perf_counter() - 8 * self.ms / 1e3) + self.ms / 1e3
+            self.host.sleep(max(0.0, begun_s - self.host.perf_counter()))
+            yield number
+
+
+class InTurn(Ahead):
+    """The same, made in the call."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.length):
+            self.host.sleep(self.ms / 1e3)
+            yield number

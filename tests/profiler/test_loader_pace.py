@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from swpipe import PipelinePlan, SWPipeline, TaskProfiler
@@ -11,42 +9,8 @@ from swpipe.doctor import Diagnosis, diagnose
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.measure import Pulls
 from swpipe.reporting import StepReport, report
-from tests.profiler.sleepers import sleepers
+from tests.profiler.sleepers import Ahead, InTurn, sleepers
 from tests.support.virtual_clock import TimedHost
-
-
-class Ahead:
-    """Makes a batch in so many milliseconds, on threads of its own, and has eight ready at most.
-
-    ``starts_ms``: What each pass takes before its first batch. ``length``: Batches of a pass.
-    """
-
-    def __init__(
-        self, host: TimedHost, ms: float, starts_ms: float = 0.0, length: int = 100_000
-    ) -> None:
-        self.host, self.ms, self.starts_ms, self.length = host, ms, starts_ms, length
-        self.passes = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        self.host.sleep(self.starts_ms / 1e3)
-        begun_s = self.host.perf_counter()  # of the batch that is being made
-        for number in range(self.length):
-            begun_s = max(begun_s, self.host.perf_counter() - 8 * self.ms / 1e3) + self.ms / 1e3
-            self.host.sleep(max(0.0, begun_s - self.host.perf_counter()))
-            yield number
-
-
-class InTurn(Ahead):
-    """The same, made in the call."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(self.length):
-            self.host.sleep(self.ms / 1e3)
-            yield number
 
 
 def profiled(host: TimedHost, loader: Ahead, **tasks_ms: float) -> ProfileResult:
@@ -119,8 +83,7 @@ def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost
     pulls.measure()
     assert pulls.rate_s == pytest.approx(5e-3)
     for _ in range(3):
-        with pulls.off():
-            pulls.settle(1, drain=True)
+        host.sleep(4e-3)
         pulls.settle(1, drain=True)
     begin_s = host.perf_counter()
     pulls.settle(1, drain=True)

@@ -156,6 +156,15 @@ def _best(
     return best
 
 
+def shared_with_body(effects: EffectTable) -> dict[str, set[Location]]:
+    """Task to the places that the loop's body may touch, too: it stays with the body."""
+    shared: dict[str, set[Location]] = {}
+    for each in conflicts(effects):
+        if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
+            shared.setdefault(each.producer, set()).add(each.place)
+    return shared
+
+
 def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
     """The limits, with what the loop's body may touch kept beside it, and a sentence on each.
 
@@ -163,12 +172,8 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
         limits: The limits.
         effects: Of the tasks, of the loader and, if there is one, of the body.
     """
-    shared: dict[str, set[Location]] = {}
-    pulls_in_turn = False
-    for each in conflicts(effects):
-        pulls_in_turn |= PULL in each[:2] and each.consumer != each.producer
-        if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
-            shared.setdefault(each.producer, set()).add(each.place)
+    shared, found = shared_with_body(effects), conflicts(effects)
+    pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in found)
     silent = [name for name in shared if effects[name].undeclared]
     why, named = [], [name for name in shared if name not in silent]
     if silent:

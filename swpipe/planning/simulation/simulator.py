@@ -205,12 +205,8 @@ def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
-    blocks, places = costs.memory.blocks, {}
-    if plan.keep is None:  # whatever it was measured under
-        blocks = tuple(replace(block, users=()) for block in blocks)
-    else:
-        going = Places(HappensBefore(program))
-        places = {block.users: going.after(block.users) for block in blocks}
+    blocks, going = costs.memory.under(plan.keep), Places(HappensBefore(program))
+    places = {users: going.after(users) for users in {block.users for block in blocks}}
     memory = replace(costs.memory, blocks=blocks)
     used = made_on if program.streams and plan.names_streams else None
     return peak_memory(_spans(run, events=True), memory, streams=used, places=places)
