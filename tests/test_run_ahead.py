@@ -103,7 +103,7 @@ def torchrecs(name: str) -> Callable[..., PipelinePlan]:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         made = getattr(pipelines, name)(model, optimizer, torch.device("cpu"), **options)
-        found: PipelinePlan = made.drop_in.pipe.plan
+        found: PipelinePlan = made.pipe.plan
         made.close()
         return found
 
@@ -116,7 +116,7 @@ def hstu(**options: Any) -> PipelinePlan:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with module.HSTUPipeline(model, optimizer, torch.device("cpu"), **options) as pipe:
-        found: PipelinePlan = pipe.drop_in.pipe.plan
+        found: PipelinePlan = pipe.pipe.plan
     return found
 
 

@@ -290,12 +290,12 @@ def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) ->
     As the function of that name in recsys-examples.
 
     Args:
-        pipeline: One with a ``drop_in``, or with a ``pipe``; no batch may be in flight. On several
+        pipeline: One with a ``pipe``; no batch may be in flight. On several
             ranks, call it on all.
         batches: On the host, as the data loader gives them; at least one.
         options: Of ``TaskProfiler.profile_many``.
     """
-    pipe = getattr(pipeline, "drop_in", pipeline).pipe
+    pipe = pipeline.pipe
     results = TaskProfiler(pipe).profile_many(batches, **options)
     if is_alone() or dist.get_rank() == 0:
         results.print_report()

@@ -12,8 +12,10 @@
 As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
 batch, raises StopIteration at the end, and treats None as the end of the data. Unlike TorchRec:
 
-- A batch keeps its mode. Another iterator, ``model.eval()`` or ``torch.no_grad()`` is refused while
-  batches are in flight: call ``drain()`` first, or go on to the end of the data.
+- A batch keeps its mode. ``model.eval()`` or ``torch.no_grad()`` is refused while batches are in
+  flight: call ``drain()`` first, or go on to the end of the data.
+- With another iterator while batches are in flight, each call finishes one of these; the new
+  iterator begins after them, the old one keeps its other batches.
 - After StopIteration the same iterator may be given again: persistent workers of a DataLoader start
   it anew for the next epoch.
 - All ranks learn at each pull whether one rank's data has ended. If that of others has not, the
@@ -26,7 +28,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -119,15 +121,10 @@ class Pass(Iterator[Any]):
         return self.stopped and not (in_flight or self._kept)
 
     @property
-    def kept(self) -> int:
-        """Batches that were read and not handed out."""
-        return len(self._kept)
-
-    @property
     def waiting(self) -> int:
-        """The same, and batches that were pulled for later steps of all ranks."""
+        """Batches that were read and not handed out, or pulled for later steps of all ranks."""
         even = self.source if self.pulled_from is self else self.pulled_from
-        return self.kept + (even.waiting if isinstance(even, EvenIterator) else 0)
+        return len(self._kept) + (even.waiting if isinstance(even, EvenIterator) else 0)
 
     @property
     def uneven(self) -> UnevenDataError | None:
@@ -157,6 +154,8 @@ class SparseDistPipeline:
         tasks: As given.
         pipe: The underlying pipeline: for traces, shortcuts and the profiler.
     """
+
+    _keep_back = 0
 
     def __init__(
         self,
@@ -206,21 +205,24 @@ class SparseDistPipeline:
         Raises:
             StopIteration: All batches are done.
             UnevenDataError: The same, and other ranks have more batches, or this rank has.
-            RuntimeError: Batches of another iterator, or of another mode, are in flight.
+            RuntimeError: Batches in flight are of another mode: call ``drain`` first. Or they are
+                of another pipeline of the model, and stand in the way.
             BaseException: As ``SWPipeline.progress``.
+
+        Warns:
+            RuntimeWarning: Another iterator was replaced by yet another before it began.
         """
-        current = self._pass_over(dataloader_iter)
-        try:
-            output = self._next(current)
-        except StopIteration:
-            self._pass = None  # the next call begins a new pass, whatever its iterator
-            if self.tasks.trains():
-                self.flush()
-            if current.uneven is not None:
-                raise current.uneven from None
-            raise
-        self._pass = current
-        return output
+        with nullcontext() if self._has_grad() else torch.no_grad():
+            current = self._pass_over(dataloader_iter)
+            try:
+                return self._next(current)
+            except StopIteration:
+                self._pass = None  # the next call begins a new pass, whatever its iterator
+                if self.tasks.trains():
+                    self.flush()
+                if current.uneven is not None:
+                    raise current.uneven from None
+                raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
         """Pull the first batches and start on them; otherwise the first ``progress`` does.
@@ -231,21 +233,25 @@ class SparseDistPipeline:
         current = self._pass_over(dataloader_iter)
         self.attach()
         self.pipe.fill_pipeline(current.pulled_from)
-        self._pass = current
 
     def _pass_over(self, source: Iterator[Any]) -> Pass:
-        """The pass over the user's iterator: the one under way, or a new one."""
+        """The pass to go on with; that over ``source`` once the one before has finished."""
         current = self._pass
         if current is not None:
-            if current.source is source:
+            if not current.ends_before(source, self.pipe.in_flight):
                 return current
-            if current.uneven is not None and not self.pipe.in_flight:
+            if current.uneven is not None:
                 self._pass = None
                 raise current.uneven
-        return self._new_pass(source)
+        self._pass = self._new_pass(source)
+        return self._pass
+
+    def _has_grad(self) -> bool:
+        """Whether batches may have gradients."""
+        return True
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, self._even)
+        return Pass(source, self._even, keep_back=self._keep_back)
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -258,15 +264,16 @@ class SparseDistPipeline:
             BaseException: As ``SWPipeline.progress``.
         """
         current = self._pass
-        if current is not None and self.pipe.in_flight:
-            current.pulled_from.paused = True
-            try:
-                with suppress(StopIteration):
-                    while True:
-                        self._drained.append(self._next(current))
-            finally:
-                current.pulled_from.paused = False
-        self._drained += (ctx.output for ctx in self.pipe.drain())
+        with nullcontext() if self._has_grad() else torch.no_grad():
+            if current is not None and self.pipe.in_flight:
+                current.pulled_from.paused = True
+                try:
+                    with suppress(StopIteration):
+                        while True:
+                            self._drained.append(self._next(current))
+                finally:
+                    current.pulled_from.paused = False
+            self._drained += (ctx.output for ctx in self.pipe.drain())
         outputs, self._drained = self._drained, []
         return outputs
 

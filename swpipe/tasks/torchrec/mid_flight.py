@@ -62,22 +62,19 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
 def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable[[bool], str]:
     """Says why no other pipeline of the model may run, or train, while batches are in flight."""
     plan, weak = pipe.plan, weakref.ref(pipe)
+    looks_up = tasks.task_of(tasks.embedding_forward)
     parts = (tasks.start_input_dist, tasks.wait_input_dist, tasks.prefetch)
-    names = [tasks.task_of(part) for part in (*parts, tasks.embedding_forward)]
-    threads = {plan.schedule[name].thread_group for name in names} - {"default"}
-    works = bool(threads) and not plan.within_calls
-    pins = tasks.prefetched is not None and runs_early(plan, names[-2])
-    reads = runs_early(plan, names[-1])
+    used = {plan.schedule[name].thread_group for name in (*map(tasks.task_of, parts), looks_up)}
+    threads = [] if plan.within_calls else sorted(used - {"default"})
+    early = runs_early(plan, looks_up)
 
     def refusal(trains: bool) -> str:
         owner = weak()
-        if owner is None or not owner.in_flight:
+        if owner is None or not owner.in_flight or not (threads or (early and trains)):
             return ""
-        if works:
-            return f"threads ({listed(sorted(threads))}) work on them"
-        if pins:
-            return "their rows are pinned in the tables' cache"
-        return "they have read rows that this one would change" if reads and trains else ""
+        if threads:
+            return f"threads ({listed(threads)}) work on them"
+        return "they have read rows that this one would change"
 
     return refusal
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 from swpipe.tasks.torchrec.drop_in import (
-    Pass,
     PlanFor,
     SparseDistPipeline,
     lean,
@@ -63,6 +61,7 @@ class Form:
         zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
         without_grad: When batches are run without gradients: "always", under "eval" mode, "never".
         copies_later: Whether there is ``enqueue_batch_after_forward``.
+        copies_apart: Whether batches are copied on a thread of their own.
     """
 
     plan: PipelinePlan | PlanFor = field(default_factory=plans.serial)
@@ -72,6 +71,7 @@ class Form:
     zero_grad: str | None = plans.EMBED
     without_grad: Literal["always", "eval", "never"] = "never"
     copies_later: bool = False
+    copies_apart: bool = False
 
 
 class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
@@ -80,7 +80,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
     of that class. Subclasses of the user's may override ``progress`` and ``copy_batch_to_gpu``;
     other methods of TorchRec's are refused. One argument more is for keywords: ``run_ahead``, as
-    for ``PipelinePlan``. ``drop_in`` is the pipeline itself.
+    for ``PipelinePlan``.
 
     Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
     argument for it, which never do so there. Modules that hold parameters are not run ahead by
@@ -120,30 +120,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _take(self, given: Mapping[str, Any]) -> None:
         """Take the arguments that only this class has, before the model is rewritten."""
 
-    @property
-    def drop_in(self) -> SparseDistPipeline:
-        """The pipeline itself."""
-        return self
-
     # ----------------------------------------------------------------------- TorchRec's methods
 
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train on one more batch, and return the oldest batch's output.
+    if TYPE_CHECKING:
 
-        With another iterator while batches are in flight, each call finishes one of these; the
-        new iterator begins after them, the old one keeps its other batches.
-
-        Warns:
-            RuntimeWarning: That new iterator was replaced by yet another before it began.
-
-        Raises:
-            StopIteration: All batches are done.
-            RuntimeError: Batches in flight were admitted in another mode: call ``drain`` first.
-            BaseException: As ``SparseDistPipeline.progress``.
-        """
-        with nullcontext() if self._has_grad() else torch.no_grad():
-            output: Out = super().progress(dataloader_iter)
-        return output
+        def progress(self, dataloader_iter: Iterator[In]) -> Out: ...
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
         """The next batch on the device, without a context; None at the end of the data.
@@ -183,11 +164,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         )
 
     # ------------------------------------------------------------------------------------- more
-
-    def drain(self) -> list[Out]:
-        """Finish the batches in flight and return their outputs, oldest first."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_grad()):
-            return super().drain()
 
     def state_dict(self) -> dict[str, Any]:
         """As ``SparseDistPipeline.state_dict``.
@@ -246,21 +222,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         when = self.form.without_grad
         return when == "never" or (when == "eval" and self._model.training)
 
-    def _pass_over(self, source: Iterator[Any]) -> Pass:
-        """The pass to go on with; that over ``source`` once the one before has finished."""
-        current = self._pass
-        if current is not None:
-            if not current.ends_before(source, self.pipe.in_flight):
-                return current
-            if current.uneven is not None:
-                self._pass = None
-                raise current.uneven
-        self._pass = self._new_pass(source)
-        return self._pass
-
-    def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, self._even, keep_back=self._keep_back)
-
     def _optimizers(self) -> Sequence[Any]:
         return [self._optimizer_given]
 
@@ -306,8 +267,9 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
-        if self._given.get("async_inplace_copy"):
-            plan = _copied_on_a_thread(plan)
+        if self.form.copies_apart or self._given.get("async_inplace_copy"):
+            copied = replace(plan.schedule[plans.COPY], thread_group="copy")
+            plan = replace(plan, schedule={**plan.schedule, plans.COPY: copied})
         SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -346,18 +308,6 @@ def _batches_per_step(optimizer: Any) -> int:
 # --------------------------------------------------------------------------------------- the table
 
 
-def _copied_on_a_thread(plan: PipelinePlan) -> PipelinePlan:
-    copied = replace(plan.schedule[plans.COPY], thread_group="copy")
-    return replace(plan, schedule={**plan.schedule, plans.COPY: copied})
-
-
-def _sparse_dist_t(tasks: SparseDistTasks) -> PipelinePlan:
-    return _copied_on_a_thread(plans.sparse_dist(lean=bool(tasks.memory)))
-
-
-_SPARSE_DIST, _COPY_AHEAD = lean(plans.sparse_dist), lean(plans.copy_ahead)
-
-
 class TrainPipelineBase(NamedPipeline[In, Out]):
     """As TorchRec's: the next batch is copied during this one's step. Any model, sharded or not.
 
@@ -365,19 +315,19 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
     ``reset``.
     """
 
-    form = Form(plan=_COPY_AHEAD, kind="own")
+    form = Form(plan=lean(plans.copy_ahead), kind="own")
 
 
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
     """As TorchRec's, under the plan ``sparse_dist``."""
 
-    form = Form(plan=_SPARSE_DIST, copies_later=True)
+    form = Form(plan=lean(plans.sparse_dist), copies_later=True)
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: only the copy of the next batch overlaps."""
 
-    form = Form(plan=_COPY_AHEAD)
+    form = Form(plan=lean(plans.copy_ahead))
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -415,13 +365,13 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: batches are copied on a thread of their own."""
 
-    form = Form(plan=_sparse_dist_t)
+    form = Form(plan=lean(plans.sparse_dist), copies_apart=True)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: forwards only, whatever mode the model is in, and without gradients."""
 
-    form = Form(plan=_SPARSE_DIST, without_grad="always", copies_later=True)
+    form = replace(TrainPipelineSparseDist.form, without_grad="always")
 
 
 class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
@@ -431,13 +381,7 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
     no optimizer of the pipeline has the tables.
     """
 
-    form = Form(
-        plan=split,
-        kind="split",
-        alone="ahead",
-        without_grad="always",
-        copies_later=True,
-    )
+    form = replace(TrainPipelineFusedSparseDist.form, without_grad="always")
 
     def _late(self) -> bool:
         return not self._given.get("enable_embedding_lookup_prefetch")
@@ -450,4 +394,4 @@ class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
     the iterator, or call ``drain``.
     """
 
-    form = Form(plan=_SPARSE_DIST, without_grad="eval", copies_later=True)
+    form = replace(TrainPipelineSparseDist.form, without_grad="eval")

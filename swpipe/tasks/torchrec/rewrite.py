@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from torch import nn
 
 from swpipe.device import Device
@@ -203,9 +204,11 @@ class Rewrite:
 
     def attach(self) -> None:
         """Install the replacements."""
-        if self.attached or self.report is None:
+        if self.attached:
             return
-        self._detach_others()
+        self._detach_others()  # before the first batch is pulled: it may be refused
+        if self.report is None:
+            return
         for forward in self.forwards:
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
@@ -245,9 +248,10 @@ class Rewrite:
         others = {rewrite for rewrites in sets for rewrite in rewrites if rewrite is not self}
         for rewrites in sets:
             rewrites.add(self)
+        self.others = tuple(map(ref, others))
+        self.check_others(self._inner.training and torch.is_grad_enabled())
         for rewrite in others:
             rewrite.detach()
-        self.others = tuple(map(ref, others))
 
     def compute(self, batch: Any, iteration: int) -> PostprocResults:
         """Run the modules that compute inputs; the first batch calls ``prepare``."""

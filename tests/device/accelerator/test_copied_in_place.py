@@ -91,7 +91,7 @@ def trained(kind: type[PlainBatch], **given: Any) -> list[Tensor]:
     data = batches(kind)
     outputs = [pipeline.progress(data) for _ in range(STEPS)]
     left = [tensor.detach().cpu() for tensor in (*outputs, *model.parameters())]
-    pipeline.drop_in.close()
+    pipeline.close()
     return left
 
 

@@ -135,7 +135,7 @@ def _by_doors() -> list[str]:
     def filled(pipeline: Any) -> list[Tensor]:
         data = batches(5)
         pipeline.fill_pipeline(data)
-        assert pipeline.drop_in.pipe.in_flight == 2
+        assert pipeline.pipe.in_flight == 2
         return to_the_end(pipeline, data)
 
     def doubled(count: int) -> Any:

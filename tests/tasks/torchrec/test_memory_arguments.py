@@ -262,7 +262,7 @@ def _watched(name: str) -> list[str]:
     wanted = trained(kind, 6, **_given(name))
 
     def loop(pipeline: Any) -> list[Tensor]:
-        pipe = pipeline.drop_in.pipe
+        pipe = pipeline.pipe
         for pipelined in (False, True):
             TaskProfiler(pipe).profile(next(batches(1, seed=5)), 1, 1, 2, pipelined)
         return to_the_end(pipeline, batches(6))

@@ -260,7 +260,7 @@ def _numbers() -> list[Any]:
     found += [pipeline.state_dict()["next_iteration"] - done, pipeline.is_semi_sync()]
     pipeline.load_state_dict({**early, "next_iteration": 2})
     pipeline.progress(batches(STEPS))
-    found += [pipeline.is_semi_sync(), "semi_sync" if pipeline.drop_in.pipe.plan.stale else "exact"]
+    found += [pipeline.is_semi_sync(), "semi_sync" if pipeline.pipe.plan.stale else "exact"]
     pipeline.drain()
     number = pipeline.state_dict()["next_iteration"]
     pipeline.attach(sharded(JOB))

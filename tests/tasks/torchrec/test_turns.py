@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks import torchrec as ours
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import made, theirs
 from tests.tasks.torchrec.models import CPU, Job, batches, combined, everything, sharded
+from tests.tasks.torchrec.test_numbers import popped
 from tests.tasks.torchrec.trial import Outcome, refusal
 
 TURNS = (
@@ -82,20 +85,41 @@ def test_turns_are_torchrecs(two_ranks: Ranks) -> None:
 def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
     """What another pipeline is told while rows of this one's next batch have been read."""
     one = made(getattr(ours, name), **options)
-    other = ours.TrainPipelineSparseDist(one._model, one._optimizer, CPU)
-    data, others = batches(9), batches(9, seed=1)
+    new, other = (ours.TrainPipelineSparseDist(one._model, one._optimizer, CPU) for _ in range(2))
+    data, others = batches(9), list(batches(9, seed=1))
     outputs = [one.progress(data) for _ in range(4)]
+    left = popped(others)
+    found = [refusal(lambda: new.progress(left))]
     one._model.eval()
     with torch.no_grad():
-        other.progress(others)
+        other.progress(left)
         other.drain()
     one._model.train()
-    found = [refusal(lambda: other.progress(others))]
+    count = len(others)
+    found += [refusal(lambda: other.progress(left)), f"{count - len(others)} lost"]
     outputs += one.drain()
-    other.progress(others)
+    other.progress(left)
     other.drain()
     outputs += [one.progress(data) for _ in range(9 - len(outputs))]
-    return [*found, refusal(lambda: other.progress(others))]
+    return [*found, refusal(lambda: other.progress(left))]
+
+
+def _on_a_thread() -> str:
+    model = sharded(Job())
+    plan = plans.sparse_dist()
+    apart = {name: replace(plan.schedule[name], thread_group="io") for name in plans.STREAMS}
+    plan = replace(plan, schedule={**plan.schedule, **apart})
+    tasks = ours.SparseDistTasks(model, ours.TrainStep([combined(model)]), device=CPU)
+    other = ours.TrainPipelineSparseDist(model, combined(model), CPU)
+    with ours.SparseDistPipeline(tasks, plan) as pipeline:
+        pipeline.progress(batches(5))
+        return refusal(lambda: other.progress(batches(5)))
+
+
+def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
+    """Threads of a plan's own may work on batches in flight between two calls."""
+    (said,) = one_rank.run(_on_a_thread)
+    assert "has batches in flight, and threads (io) work on them" in said
 
 
 @pytest.mark.parametrize(
@@ -106,7 +130,8 @@ def test_rows_that_were_read_are_not_changed_by_another(
     two_ranks: Ranks, name: str, options: dict[str, Any]
 ) -> None:
     """It may evaluate; before it trains, the batches that have read them are drained."""
-    for said, at_the_end in two_ranks.run(_looked_up, name, options):
-        assert "another pipeline of this model has batches in flight, and they have read" in said
-        assert "drain() of that pipeline" in said
-        assert at_the_end == "nothing raised"
+    for *refused, lost, at_the_end in two_ranks.run(_looked_up, name, options):
+        for said in refused:
+            assert "another pipeline of this model has batches in flight, and they have" in said
+            assert "drain() of that pipeline" in said
+        assert (lost, at_the_end) == ("0 lost", "nothing raised")

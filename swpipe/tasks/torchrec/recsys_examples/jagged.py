@@ -166,11 +166,26 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         return batch if self._shuffler is None else self._shuffler.finish(batch, ticket)
 
 
+class TrainPipelineFactory(PipelineFactory):
+    """The factory of recsys-examples, with its names: those of the classes here."""
+
+
+def register_train_pipeline(name: str) -> Callable[[Maker], Maker]:
+    """Decorator: ``TrainPipelineFactory.register`` with the decorated class."""
+
+    def register(pipeline_class: Maker) -> Maker:
+        TrainPipelineFactory.register(name, pipeline_class)
+        return pipeline_class
+
+    return register
+
+
 def _form(name: str, kind: Kind, left: int) -> Form:
     """The plan of one name of ``PipelineFactory``, and as many batches left as there."""
     return Form(plan=PLANS[name], kind=kind, left=left)
 
 
+@register_train_pipeline("jagged_none")
 class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
     """``jagged_none``: no overlap; the model is not rewritten and may be called at any time."""
 
@@ -187,6 +202,7 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
         super().__init__(model, optimizer, device, batch_shuffler=batch_shuffler, **options)
 
 
+@register_train_pipeline("jagged_sw_serial")
 class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
     """``jagged_sw_serial``: the eleven tasks one after another.
 
@@ -201,50 +217,29 @@ class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
         return self.pipe
 
 
+@register_train_pipeline("jagged_sparse_dist")
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_sparse_dist``: copy and exchange of ids overlap."""
 
     form = _form("jagged_sparse_dist", "pipelined", 1)
 
 
+@register_train_pipeline("jagged_prefetch_sparse_dist")
 class JaggedMegatronPrefetchTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_prefetch_sparse_dist``: the prefetch of caches overlaps too."""
 
     form = _form("jagged_prefetch_sparse_dist", "prefetch", 2)
 
 
+@register_train_pipeline("jagged_split_sparse_dist")
 class JaggedMegatronSplitTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_split_sparse_dist``, which is not in recsys-examples: the plan ``split``."""
 
     form = _form("jagged_split_sparse_dist", "split", 2)
 
 
+@register_train_pipeline("jagged_semi_sync_sparse_dist")
 class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_semi_sync_sparse_dist``, which is not there either: reads are one batch stale."""
 
     form = _form("jagged_semi_sync_sparse_dist", "split", 2)
-
-
-class TrainPipelineFactory(PipelineFactory):
-    """The factory of recsys-examples, with its names: those of the classes here."""
-
-
-def register_train_pipeline(name: str) -> Callable[[Maker], Maker]:
-    """Decorator: ``TrainPipelineFactory.register`` with the decorated class."""
-
-    def register(pipeline_class: Maker) -> Maker:
-        TrainPipelineFactory.register(name, pipeline_class)
-        return pipeline_class
-
-    return register
-
-
-for _name, _pipeline in {
-    "jagged_none": JaggedMegatronTrainNonePipeline,
-    "jagged_sw_serial": SWSerialTrainPipeline,
-    "jagged_sparse_dist": JaggedMegatronTrainPipelineSparseDist,
-    "jagged_prefetch_sparse_dist": JaggedMegatronPrefetchTrainPipelineSparseDist,
-    "jagged_split_sparse_dist": JaggedMegatronSplitTrainPipelineSparseDist,
-    "jagged_semi_sync_sparse_dist": JaggedMegatronSemiSyncTrainPipelineSparseDist,
-}.items():
-    TrainPipelineFactory.register(_name, _pipeline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -56,24 +55,6 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
         assert isinstance(pipe, JaggedPipeline)
         assert len(pipe.schedule.all_tasks()) == (14 if "prefetch" in name else 13)
         assert len(results(pipe, batches(3))) == 3
-
-
-@pytest.fixture
-def registry() -> Iterator[type[HSTUPipelineFactory]]:
-    """The factory; what a test registers is removed after it."""
-    before = dict(HSTUPipelineFactory._builders)
-    yield HSTUPipelineFactory
-    HSTUPipelineFactory._builders = before
-
-
-def test_pipelines_of_the_users_are_registered(registry: type[HSTUPipelineFactory]) -> None:
-    """Once under each name; unknown names are refused with those that there are."""
-    registry.register("mine", dict)
-    assert registry.create("mine", depth=2) == {"depth": 2}
-    with pytest.raises(ValueError, match="'mine' is registered already"):
-        registry.register("mine", dict)
-    with pytest.raises(KeyError, match="no pipeline is named 'hstu'; there are 'hstu_sparse"):
-        registry.create("hstu")
 
 
 def test_after_shutdown_nothing_runs() -> None:

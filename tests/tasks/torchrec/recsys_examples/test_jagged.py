@@ -45,7 +45,7 @@ PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dis
 
 def _broken_down() -> list[Any]:
     pipeline = created("jagged_sw_serial")
-    assert pipeline._sw_pipeline is pipeline.drop_in.pipe
+    assert pipeline._sw_pipeline is pipeline.pipe
     data = list(sequences(3))
     pipeline.progress(iter(data[:1]))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
