@@ -78,11 +78,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "no observer": (lambda: pipeline().observe(None), "None is no Observer"),  # type: ignore[arg-type]
     "periods": (lambda: pipeline().format_schedule(-1), "periods is -1: give how many"),
     "no iterator": (lambda: pipeline().progress(any_given([1, 2])), r"not list: pass iter\(loader"),
-    "None as iterator": (lambda: pipeline().progress(any_given(None)), "None.*iter"),
+    "None as iterator": (lambda: pipeline().progress(any_given(None)), "no iterator.*iter"),
     "an unknown task": (
         lambda: pipeline().enable_shortcut("fwd"),
         "no task 'fwd'; it has h2d, dist, forward",
     ),
+    "a number of no device": (lambda: pipeline(device=3), "'cuda:3' is not on this machine"),
     "a device elsewhere": (lambda: pipeline(device="xpu"), "'xpu' is not on this machine"),
     "a plan after its tasks": (
         lambda: SWPipeline(any_given(tasks()), any_given(piped())),
@@ -93,7 +94,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
             partial(pipeline, device=device),
             f"device.*{device!r}.*give a name such as 'cpu'",
         )
-        for device in ("gpu", "", "cuda:x", 3)
+        for device in ("gpu", "", "cuda:x")
     },
     **{
         f"time {time_s!r}": (

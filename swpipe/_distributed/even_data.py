@@ -38,6 +38,7 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import host_group
 from swpipe._engine.waiting import Cancelled
+from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import LoaderAround
 
 Ends: TypeAlias = Literal["stop", "pad", "error"]
@@ -66,11 +67,13 @@ class UnevenDataError(RankDataError):
     """Some ranks' data ended, and that of others did not."""
 
 
+@suggests_keywords
 def pad_with(batch: Any) -> Pad:
     """Pad with the same given batch each time."""
     return lambda _: batch
 
 
+@suggests_keywords
 def pad_with_last(weight: str) -> Pad:
     """Pad with the rank's last batch and zero row weights.
 
@@ -93,6 +96,7 @@ def pad_with_last(weight: str) -> Pad:
     return pad
 
 
+@suggests_keywords
 class EvenData:
     """Gives all ranks the same number of batches. Creating one is a collective of the group.
 
@@ -195,6 +199,7 @@ class _Pull(NamedTuple):
     work: dist.Work | None
 
 
+@suggests_keywords
 class EvenLoader(LoaderAround):
     """A loader whose passes have as many batches on all ranks; made by ``EvenData.loader``."""
 
@@ -216,6 +221,7 @@ class EvenLoader(LoaderAround):
             begun.left = True
 
 
+@suggests_keywords
 class EvenIterator:
     """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
 

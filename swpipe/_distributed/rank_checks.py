@@ -78,7 +78,7 @@ class _Line:
         self._lock = threading.Lock()
         self._leads_to: Callable[[], Any] = lambda: None
         self._store: Any = None
-        self.left_word = False  # of a failure of this rank
+        self.left_word: _Word | None = None  # of a failure of this rank
 
     def store(self) -> Any:
         """The connection; opened where the default group is another than last time."""
@@ -178,8 +178,8 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
     number = 1 + _pipelines.take()
     store = _line.store()  # it is there now
     if _line.left_word:  # all ranks come here: the failure was caught, and causes none that follows
-        _line.left_word = False
-        _withdraw_word(store, dist.get_rank())
+        _withdraw(store, _line.left_word)
+        _line.left_word = None
     digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
     if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
@@ -376,7 +376,7 @@ def _cause(own: _Word, error: BaseException) -> str:
     """Leave word; what is to be said of the cause, or nothing if it is this rank itself."""
     store = _line.store()
     store.set(_WORD.format(own.rank), json.dumps(own))
-    _line.left_word = True
+    _line.left_word = own
     if not _let_down(error):
         first = _first_failure(store, own)
         return str(first) if first.before(own) else ""
@@ -405,10 +405,13 @@ def _cause(own: _Word, error: BaseException) -> str:
     return str(min(stalled, key=lambda word: word.time_s)) if stalled else ""
 
 
-def _withdraw_word(store: Any, rank: int) -> None:
-    store.delete_key(_WORD.format(rank))
-    if store.check([FIRST_FAILURE]) and json.loads(store.get(FIRST_FAILURE))[0] == rank:
-        store.delete_key(FIRST_FAILURE)
+def _withdraw(store: Any, word: _Word) -> None:
+    """Make it old, so that nobody takes it for a cause; who reads a deleted key would wait."""
+    old = json.dumps(word._replace(time_s=0.0))
+    store.set(_WORD.format(word.rank), old)
+    held = store.compare_set(FIRST_FAILURE, old, old).decode()  # reads it, if it is there
+    if json.loads(held)[0] == word.rank:
+        store.compare_set(FIRST_FAILURE, held, old)
 
 
 def _without_word(store: Any, ranks: range) -> list[int]:

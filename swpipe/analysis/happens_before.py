@@ -32,7 +32,6 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -62,15 +61,7 @@ class _Known(NamedTuple):
 
     host: int
     done: int
-    ahead: Mapping[StreamRef, int]
-
-    def __or__(self, other: _Known) -> _Known:
-        streams = self.ahead.keys() | other.ahead.keys()
-        return _Known(
-            self.host | other.host,
-            self.done | other.done,
-            {s: self.ahead.get(s, 0) | other.ahead.get(s, 0) for s in streams},
-        )
+    ahead: dict[StreamRef, int]
 
 
 class _Walk:
@@ -97,7 +88,15 @@ class _Walk:
                 known = lanes[ins.lane]
                 for wait in ins.host_waits:
                     if period >= wait.lag:
-                        known |= passed[wait.producer, period - wait.lag]
+                        told, streams = passed[wait.producer, period - wait.lag], known.ahead
+                        known = _Known(
+                            known.host | told.host,
+                            known.done | told.done,
+                            {
+                                s: streams.get(s, 0) | told.ahead.get(s, 0)
+                                for s in streams | told.ahead
+                            },
+                        )
                 if 0 <= period - ins.stage < iterations:
                     known = self._run(ins, period - ins.stage, known)
                 lanes[ins.lane] = passed[ins.task, period] = known

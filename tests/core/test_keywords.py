@@ -48,7 +48,8 @@ def _keyword_of(
         for parameter in inspect.signature(call).parameters.values()
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    yield name, call, keywords[-1]
+    if keywords:
+        yield name, call, keywords[-1]
 
 
 @pytest.mark.parametrize(("name", "call", "keyword"), list(public_calls()))
