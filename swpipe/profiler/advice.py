@@ -23,6 +23,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     Effects,
     EffectTable,
+    conflicts,
     declared_effects,
     unknown_beside,
     with_the_others,
@@ -171,7 +172,7 @@ def _with_the_body(loop: LoopFacts, declared: EffectTable) -> dict[str, str]:
     from swpipe.planning.modulo.auto import shared_with_body
 
     why_not = {}
-    for name, places in shared_with_body(_with_the_others(loop, declared)).items():
+    for name, places in shared_with_body(conflicts(_with_the_others(loop, declared))).items():
         states = listed(sorted(map(str, places)))
         why_not[name] = f'the loop\'s body may touch {states}: say others="" if it does not'
         if declared[name].undeclared:

@@ -104,13 +104,9 @@ class HostTimes:
             self._kept[name] += runs
             self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
-    def put_first(self, name: str, runs: Sequence[HostRun], more_s: float = 0.0) -> None:
-        """Take what no observer sees, the calls of the loader, as the first task.
-
-        ``more_s``: what each takes longer, off the CPU, in the mean of many passes.
-        """
-        longer = [run._replace(wall_s=run.wall_s + more_s) for run in runs]
-        self._kept = {name: longer, **self._kept}
+    def put_first(self, name: str, runs: Sequence[HostRun]) -> None:
+        """Take what no observer sees, the calls of the loader, as the first task."""
+        self._kept = {name: [*runs], **self._kept}
 
     @property
     def host_s(self) -> dict[str, float]:

@@ -227,7 +227,7 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
     }
     pulls = timer.pulls
     if pulls is not None:
-        times.put_first(PULL, rounds.pulls, more_s=pulls.start_s)
+        times.put_first(PULL, rounds.pulls)
     exposed, failed = _alone(saved), _alone(rounds.failed)
     host_s, blocked_s, usual_s = times.host_s, times.blocked_s, times.median_s
     core_s = times.core_s

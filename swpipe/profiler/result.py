@@ -125,7 +125,7 @@ class ProfileResult(Figures, Report):
             one. See ``rank_waits``.
         collectives: The tasks in which ranks meet: the globally ordered ones.
         loader: What the loader does in the long run; None where it was not called. What the start
-            of a pass takes is in the times of an iteration and of ``"<pull>"``.
+            of a pass takes is in the time of an iteration, and in what ``"<pull>"`` exposes.
     """
 
     __repr__ = Rows.__repr__  # not that of ``Figures``

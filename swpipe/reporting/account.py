@@ -332,7 +332,8 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     off_cpu_s = {n: profile.blocked_s.get(n, 0.0) + profile.core_s.get(n, 0.0) for n in costs.tasks}
     on_threads_s = sum(s - off_cpu_s[name] for name, s in profile.host_s.items())
     on_cpu_s = max(cpu_s, on_threads_s) / own_cores
-    needs = f"To reach it, {listed(others, _NAMED)} must run beside that, on other threads."
+    named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
+    needs = f"To reach it, {named} must run beside that, on other threads."
     if on_cpu_s > floor_s:
         floor_s, limit, others = on_cpu_s, f"{counted(own_cores, 'core')} for all tasks", []
         needs = "To reach it, all cores have to be busy all the time."

@@ -39,7 +39,7 @@ from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial_state import trial_state
-from swpipe.reporting.account import WORTH, Ceiling, account_of
+from swpipe.reporting.account import Ceiling, account_of
 from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
@@ -255,8 +255,6 @@ def _tried(
     changes = []
     for each in profile.advice:
         most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
-        if each.plan and ceiling.share < WORTH:
-            continue  # no plan saves anything
         if each.change not in not_kept:
             one = replace(each, saved_s=most_s)
             changes.append(PromisedChange(one, tried.get(each.change)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.utils.data import DataLoader
 
 from swpipe import PipelinePlan, SWPipeline, TaskProfiler
 from swpipe.doctor import Diagnosis, diagnose
@@ -89,6 +90,14 @@ def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost
     pulls.settle(1, drain=True)
     assert host.perf_counter() == begin_s
     assert not pulls.works_ahead
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores
+def test_a_visit_is_as_long_as_the_turns_of_workers() -> None:
+    """They end their batches together: part of a turn would have too many of these, or none."""
+    pulls = Pulls(DataLoader(range(8), num_workers=4))
+    assert [pulls.in_turns(count) for count in (1, 4, 5)] == [4, 4, 8]
+    assert Pulls([1, 2]).in_turns(5) == 5
 
 
 def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from swpipe.analysis import verify
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import DRAWS, EffectTable, Location, anything, conflicts, with_the_others
+from swpipe.core.effects import (
+    DRAWS,
+    Conflict,
+    EffectTable,
+    Location,
+    anything,
+    conflicts,
+    with_the_others,
+)
 from swpipe.core.messages import counted, in_bytes, in_ms, listed, shown
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
@@ -156,10 +164,10 @@ def _best(
     return best
 
 
-def shared_with_body(effects: EffectTable) -> dict[str, set[Location]]:
+def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:
     """Task to the places that the loop's body may touch, too: it stays with the body."""
     shared: dict[str, set[Location]] = {}
-    for each in conflicts(effects):
+    for each in found:
         if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
             shared.setdefault(each.producer, set()).add(each.place)
     return shared
@@ -172,7 +180,8 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
         limits: The limits.
         effects: Of the tasks, of the loader and, if there is one, of the body.
     """
-    shared, found = shared_with_body(effects), conflicts(effects)
+    found = conflicts(effects)
+    shared = shared_with_body(found)
     pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in found)
     silent = [name for name in shared if effects[name].undeclared]
     why, named = [], [name for name in shared if name not in silent]
