@@ -336,7 +336,7 @@ def test_help_fits_a_terminal(
 
 def test_help_shows_the_options_of_the_named_workload(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the usual one where a command has one, and of no other."""
-    sizes = {"clicks": "--batch-size", "transformer": "--layers", "hstu": "--sequences"}
+    sizes = {"clicks": "--batch-size", "transformer": "--layers"}
 
     def shown(*args: str) -> set[str]:
         said = out(capsys, *args, "--help")
