@@ -12,8 +12,8 @@ pytest.importorskip("torchrec")
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
-from swpipe.tasks.torchrec import TrainStep
-from swpipe.tasks.torchrec.hstu import HSTUTasks
+from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
+from swpipe.tasks.torchrec.hstu import hstu_groups
 from tests import backend
 from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
@@ -36,10 +36,10 @@ def lagging(task: PipelineTask) -> PipelineTask:
 def trained(preset: str | None) -> list[Tensor]:
     """Losses, and the parameters after them, on the host; None is the serial plan."""
     model = hstu_model.HSTURanking(SMALL).to(HOME)
-    step = TrainStep([torch.optim.Adagrad(model.parameters(), lr=0.05)])
-    made = HSTUTasks(
-        model, step, prefetch=True, returns="tokens", group=None, device=HOME, forward="own"
-    ).tasks()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    step = TrainStep([optimizer], per_token=PerToken())
+    options = TaskOptions(forward="own", grouped=hstu_groups(True))
+    made = SparseDistTasks(model, step, options, device=HOME).tasks()
     schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
     plan = PipelinePlan.serial(made) if preset is None else hstu_plan(schedule, preset)
     histories = hstu_model.generate_ratings(4 * STEPS, SMALL.items, SMALL.longest, seed=0)

@@ -9,15 +9,14 @@ from swpipe.plans.torchrec.hstu_schedule import (
     hstu_plan,
     hstu_schedule,
 )
-from swpipe.tasks.torchrec.hstu.hstu_pipeline import HSTUPipeline, HSTUPipelineFactory
-from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
+from swpipe.tasks.torchrec.hstu.hstu_pipeline import HSTUPipeline, HSTUPipelineFactory, hstu_groups
 
 __all__ = [  # noqa: RUF022
     "HSTUPipeline",
     "HSTUPipelineFactory",
-    "HSTUTasks",
     "HSTU_DEFAULT_THREAD_MAP",
     "HSTU_THREAD_MAPS",
+    "hstu_groups",
     "hstu_plan",
     "hstu_schedule",
 ]

@@ -20,8 +20,9 @@ from swpipe.plans.torchrec.hstu_schedule import (
     hstu_schedule,
 )
 from swpipe.schedulable import Schedule, ScheduleValidationError, Stage, Task
-from swpipe.tasks.torchrec import TrainStep
-from swpipe.tasks.torchrec.hstu import HSTUTasks
+from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
+from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.hstu import hstu_groups
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.hstu.training import made
@@ -126,13 +127,13 @@ def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
     ]
 
 
-def _step_tasks(prefetch: bool, model: Any = None, optimizer: Any = None) -> HSTUTasks:
+def _step_tasks(prefetch: bool, model: Any = None, optimizer: Any = None) -> SparseDistTasks:
     if model is None:
         model, optimizer = made()
-    return HSTUTasks(
-        model, TrainStep([optimizer]), prefetch=prefetch, returns="tokens", group=None, device=CPU,
-        forward="prefetch" if prefetch else "pipelined", find="direct",
-    )  # fmt: skip
+    kind: Kind = "prefetch" if prefetch else "pipelined"
+    options = TaskOptions(forward=kind, find="direct", grouped=hstu_groups(prefetch))
+    step = TrainStep([optimizer], per_token=PerToken())
+    return SparseDistTasks(model, step, options, device=CPU)
 
 
 def _all_plans() -> list[str]:

@@ -18,8 +18,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
 from swpipe import PipelineTask
 from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
-from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
-from swpipe.tasks.torchrec.hstu import HSTUPipeline, HSTUTasks
+from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler, SparseDistTasks
+from swpipe.tasks.torchrec.hstu import HSTUPipeline
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
 from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
 from tests.tasks.torchrec.models import CPU, everything
@@ -156,7 +156,7 @@ Late: TypeAlias = Callable[[str], float]
 @contextmanager
 def late_tasks(late: Late) -> Iterator[None]:
     """Within the block tasks begin late."""
-    own = HSTUTasks.tasks
+    own = SparseDistTasks.tasks
 
     def delayed(task: PipelineTask) -> PipelineTask:
         def fn(ctx: Any) -> None:
@@ -165,8 +165,8 @@ def late_tasks(late: Late) -> Iterator[None]:
 
         return replace(task, fn=fn)
 
-    def tasks(self: HSTUTasks) -> tuple[PipelineTask, ...]:
+    def tasks(self: SparseDistTasks) -> tuple[PipelineTask, ...]:
         return tuple(delayed(task) for task in own(self))
 
-    with mock.patch.object(HSTUTasks, "tasks", tasks):
+    with mock.patch.object(SparseDistTasks, "tasks", tasks):
         yield
