@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ from swpipe.plans.transformer import (
 
 ALL = LayerKind(True, True, True)
 MOE = LayerKind(moe=True, delayed=True)
-KINDS = st.lists(st.builds(LayerKind, st.booleans(), st.booleans(), st.booleans()), max_size=6)
+KINDS = st.lists(st.builds(LayerKind, *[st.booleans()] * 4), max_size=6)
 
 
 def test_a_pair_has_the_order_of_the_seed() -> None:
@@ -31,9 +33,9 @@ def test_a_pair_has_the_order_of_the_seed() -> None:
     ]
     assert [step.name for step in order if not step.exchanges] == [
         "b1.mtp_post_process",
-        "f0.attn", "f0.post_attn",
+        "f0.attn.route",
         "b1.mlp", "b1.mlp.dw", "f0.mlp",
-        "b1.post_attn", "b1.attn", "b1.attn.dw",
+        "b1.attn", "b1.attn.dw",
         "f0.mtp_post_process",
     ]  # fmt: skip
     names = [step.name for step in order]
@@ -41,6 +43,34 @@ def test_a_pair_has_the_order_of_the_seed() -> None:
     for exchange in ("b1.moe_combine", "f0.moe_dispatch", "b1.moe_dispatch"):
         between = names[names.index(f"{exchange}.start") + 1 : names.index(f"{exchange}.wait")]
         assert [name for name in between if "moe" not in name]
+
+
+def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> None:
+    """Of the other microbatch, whatever that layer is; its weight gradients stay late."""
+    for kind in (MOE, LayerKind()):
+        backward = layer_steps("b", 1, MOE)
+        for early in (False, True):
+            names = [s.name for s in pair_order(layer_steps("f", 0, kind), backward, early)]
+            assert (names.index("b1.attn") < names.index("f0.mlp")) == early
+            assert names.index("f0.mlp") < names.index("b1.attn.dw")
+    order = [step.name for step in chunk_order([MOE], [replace(MOE, early=True)])]
+    assert order.index("b0.attn") < order.index("f0.moe_dispatch.wait")
+
+
+def meetings(forward: str, backward: str) -> list[str]:
+    """Which layers meet, of "d"ense and "m"oe ones: from the order of their attention."""
+    kinds = [[LayerKind(moe=one == "m") for one in layers] for layers in (forward, backward)]
+    steps = [s for s in chunk_order(*kinds) if s.node in ("attn", "mlp")]
+    return [
+        "".join(f"{s.side}{s.layer}" for s in steps if s.node == node) for node in ("attn", "mlp")
+    ]
+
+
+def test_layers_with_experts_meet_each_other() -> None:
+    """Wherever they are; in a pair the forward's attention is first, the backward's MLP."""
+    assert meetings("dm", "dm") == ["f0f1b1b0", "f0b1f1b0"]
+    assert meetings("dmdm", "dmdm") == ["f0f1b3f2b2f3b1b0", "f0b3f1b2f2b1f3b0"]
+    assert meetings("mm", "dmd") == ["b2f0b1f1b0", "b2b1f0b0f1"]
 
 
 def test_the_common_layers_are_paired_and_the_rest_follows() -> None:
