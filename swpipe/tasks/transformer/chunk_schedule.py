@@ -31,6 +31,7 @@ from swpipe.tasks.transformer.layer_schedule import (
 from swpipe.tasks.transformer.model_interface import ChunkModel
 from swpipe.tasks.transformer.schedule_node import (
     NoopScheduleNode,
+    as_leaf,
     device_of,
     get_comm_stream,
     get_comp_stream,
@@ -217,6 +218,38 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     def begin(self, direction: str) -> None:
         """Note that it is run in this direction."""
         self._done = direction
+
+    def run_backward_input(self, grad: Tensor) -> Tensor | None:
+        """Run backward alone, and leave delayed weight gradients to ``run_backward_dw``.
+
+        Args:
+            grad: The gradient of what forward returned.
+
+        Returns:
+            The gradient of the first layer's input.
+
+        Raises:
+            RuntimeError: The plan was not run forward, or was run backward.
+        """
+        self.check_turn("backward")
+        self.begin("backward")
+        self.record_current_stream()
+        value: Any = self.post_process.backward(grad)
+        for node in reversed([node for layer in self.layers for node in layer.nodes]):
+            value = node.backward(value)
+        self.pre_process.backward(value)
+        self.wait_current_stream()
+        found: Tensor | None = as_leaf(value)
+        return found
+
+    def run_backward_dw(self) -> None:
+        """Compute the weight gradients that ``run_backward_input`` has left, and release all."""
+        self.record_current_stream()
+        for layer in reversed(self.layers):
+            layer.mlp.backward_dw()
+            layer.attn.backward_dw()
+        self.wait_current_stream()
+        self.release_state()
 
     @staticmethod
     def run(
