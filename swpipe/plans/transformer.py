@@ -14,7 +14,7 @@ overlap with what stands below them. Steps ".dw" compute delayed weight gradient
     comp   attn f            mlp b  mlp.dw b    mlp f              attn b  attn.dw b
 
 Layers meet by kind: the forward's first "moe" layer the backward's last one, and so on, so that
-exchanges overlap with exchanges; others meet in between. Source: seed "model_chunk_schedule_plan",
+exchanges overlap with exchanges; others fill the time of these. Source: seed "model_chunk_schedule_plan",
 ``TransformerLayerSchedulePlan.run`` and ``TransformerModelChunkSchedulePlan.run``.
 """
 
@@ -191,11 +191,7 @@ def chunk_order(
     steps += _around("b", backward, "begin", "post_process")
     ahead, back = [*enumerate(forward or ())], [*enumerate(backward or ())][::-1]
     last = LayerStep("b", 0, "attn", "dw")
-    ordered: list[LayerStep] = []
-    for one, other in _meetings(ahead, back):
-        steps_f = () if one is None else layer_steps("f", *one)
-        steps_b = () if other is None else layer_steps("b", *other)
-        ordered += pair_order(steps_f, steps_b, other is not None and other[1].early)
+    ordered = _met(ahead, back)
     steps += [step for step in ordered if step != last]
     if hooks:
         steps += [*_around("f", forward, "post_layers"), *_around("b", backward, "post_layers")]
@@ -205,17 +201,42 @@ def chunk_order(
     return tuple(steps)
 
 
-def _meetings(
-    ahead: list[_Numbered], back: list[_Numbered]
-) -> Iterator[tuple[_Numbered | None, _Numbered | None]]:
-    """Which layers meet, in order: up to each "moe" layer of both the others, then these two."""
-    moes = [[at for at, (_, kind) in enumerate(layers) if kind.moe] for layers in (ahead, back)]
-    begin = 0, 0
-    for ends in zip(*moes, strict=False):
-        yield from zip_longest(ahead[begin[0] : ends[0]], back[begin[1] : ends[1]])
-        yield ahead[ends[0]], back[ends[1]]
-        begin = ends[0] + 1, ends[1] + 1
-    yield from zip_longest(ahead[begin[0] :], back[begin[1] :])
+def _met(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
+    """The order of all layers: those with experts meet, others fill the time of their exchanges.
+
+    The forward's others run while gradients are combined, the backward's while rows are::
+
+        b.combine.start  (f dense)  f.attn  ...  b.attn  (next b dense)  f.combine.wait
+    """
+    found: list[LayerStep] = []
+    pair: list[LayerStep] = []
+    while True:
+        (dense_f, ahead), (dense_b, back) = _until_moe(ahead), _until_moe(back)
+        meets = bool(ahead and back)
+        if meets or (pair and not back):
+            waits = [k for k, step in enumerate(pair) if step.side == "f" and step.part == "wait"]
+            at = waits[-1] if waits else 0
+            pair[at:at] = [step for layer in dense_b for step in _pair(None, layer)]
+            dense_b = []
+        found += pair
+        if not meets:
+            rest = zip_longest([*dense_f, *ahead], [*dense_b, *back])
+            return found + [step for layers in rest for step in _pair(*layers)]
+        pair = [*_pair(ahead[0], back[0])]
+        at = next(k for k, step in enumerate(pair) if step.side == "f")
+        pair[at:at] = [step for layer in dense_f for step in _pair(layer, None)]
+        ahead, back = ahead[1:], back[1:]
+
+
+def _until_moe(layers: list[_Numbered]) -> tuple[list[_Numbered], list[_Numbered]]:
+    at = next((k for k, (_, kind) in enumerate(layers) if kind.moe), len(layers))
+    return layers[:at], layers[at:]
+
+
+def _pair(one: _Numbered | None, other: _Numbered | None) -> Steps:
+    ahead = () if one is None else layer_steps("f", *one)
+    back = () if other is None else layer_steps("b", *other)
+    return pair_order(ahead, back, other is not None and other[1].early)
 
 
 def _around(side: Side, kinds: Sequence[LayerKind] | None, *nodes: str) -> list[LayerStep]:

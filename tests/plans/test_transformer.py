@@ -57,20 +57,23 @@ def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> Non
     assert order.index("b0.attn") < order.index("f0.moe_dispatch.wait")
 
 
-def meetings(forward: str, backward: str) -> list[str]:
-    """Which layers meet, of "d"ense and "m"oe ones: from the order of their attention."""
+def order_of(forward: str, backward: str) -> str:
+    """Attention of all layers, and the experts' exchanges, of "d"ense and "m"oe layers."""
     kinds = [[LayerKind(moe=one == "m") for one in layers] for layers in (forward, backward)]
-    steps = [s for s in chunk_order(*kinds) if s.node in ("attn", "mlp")]
-    return [
-        "".join(f"{s.side}{s.layer}" for s in steps if s.node == node) for node in ("attn", "mlp")
-    ]
+    names = {("attn", ""): "", ("attn", "route"): "", ("moe_combine", "start"): "(",
+             ("moe_combine", "wait"): ")"}  # fmt: skip
+    shown = [s for s in chunk_order(*kinds) if (s.node, s.part) in names]
+    return " ".join(f"{s.side}{s.layer}{names[s.node, s.part]}" for s in shown)
 
 
-def test_layers_with_experts_meet_each_other() -> None:
-    """Wherever they are; in a pair the forward's attention is first, the backward's MLP."""
-    assert meetings("dm", "dm") == ["f0f1b1b0", "f0b1f1b0"]
-    assert meetings("dmdm", "dmdm") == ["f0f1b3f2b2f3b1b0", "f0b3f1b2f2b1f3b0"]
-    assert meetings("mm", "dmd") == ["b2f0b1f1b0", "b2b1f0b0f1"]
+def test_layers_with_experts_meet_each_other_and_the_others_fill_their_exchanges() -> None:
+    """Wherever they are; a forward while gradients are combined, a backward while rows are."""
+    assert order_of("dm", "dm") == "b1( f0 f1 b1) f1( b1 b0 f1)"
+    assert order_of("md", "md") == "b1 b0( f0 b0) f0( b0 f0) f1"
+    assert order_of("dmdm", "dmdm") == "b3( f0 f1 b3) f1( b3 b2 f1) b1( f2 f3 b1) f3( b1 b0 f3)"
+    assert order_of("mm", "dmd") == "b2 b1( f0 b1) f0( b1 b0 f0) f1 f1( f1)"
+    assert order_of("dm", "mmd") == "b2 b1( f0 f1 b1) f1( b1 f1) b0( b0) b0"
+    assert order_of("md", "dd") == "f0 f0( b1 f0) f1 b0"
 
 
 def test_the_common_layers_are_paired_and_the_rest_follows() -> None:
