@@ -14,8 +14,9 @@ overlap with what stands below them. Steps ".dw" compute delayed weight gradient
     comp   attn f            mlp b  mlp.dw b    mlp f              attn b  attn.dw b
 
 Layers meet by kind: the forward's first "moe" layer the backward's last one, and so on, so that
-exchanges overlap with exchanges; others fill the time of these. Source: seed "model_chunk_schedule_plan",
-``TransformerLayerSchedulePlan.run`` and ``TransformerModelChunkSchedulePlan.run``.
+exchanges overlap with exchanges; others fill the time of these. Source: seed
+"model_chunk_schedule_plan", ``TransformerLayerSchedulePlan.run`` and
+``TransformerModelChunkSchedulePlan.run``.
 """
 
 from __future__ import annotations
