@@ -18,7 +18,7 @@ from swpipe.schedulable.schedule import (
     writers_of,
 )
 from swpipe.schedulable.slot_context import BATCH, DataSlot
-from swpipe.schedulable.stream_pool import StreamPool
+from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 _SAID = {
     "none": "it has no tasks: give a Stage at least one",
@@ -99,6 +99,31 @@ def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] =
         raise SchedulingError([*problems, cycle])
     if problems:
         raise ScheduleValidationError(problems)
+
+
+def validate(schedule: Schedule, stream_pool: StreamPool | None = None) -> None:
+    """Refuse a schedule that cannot run, as ``SchedulablePipeline`` does.
+
+    Args:
+        schedule: The schedule.
+        stream_pool: Its streams; None for those that it names.
+
+    Raises:
+        ScheduleValidationError: Lists all that is wrong.
+        SchedulingError: The same; there is a cycle.
+    """
+    named = dict.fromkeys([DEFAULT, *schedule.stream_slots])
+    check_stages(schedule, stream_pool or StreamPool(named))
+
+
+def topological_sort(schedule: Schedule) -> tuple[Task, ...]:
+    """The order of the tasks within a period: topological, ties by declaration.
+
+    Raises:
+        ScheduleValidationError: As of ``validate``.
+    """
+    validate(schedule)
+    return period_order(schedule)
 
 
 def _problem(said: str, /, *tasks: str, of: str = "", **values: object) -> Problem:

@@ -19,6 +19,8 @@ from swpipe.schedulable import (
     StreamPool,
     Task,
     ThreadedExecutor,
+    topological_sort,
+    validate,
 )
 from tests.schedulable.work import one_stage, pool
 
@@ -106,6 +108,18 @@ def test_a_wrong_schedule_is_refused_in_its_own_words(case: str) -> None:
     assert str(refused.value).startswith("the schedule cannot run: one problem\n")
     assert isinstance(refused.value, SchedulingError) == ("cyclic" in text)
     assert "stage 0" not in str(refused.value)
+    with pytest.raises(ScheduleValidationError) as alone:
+        validate(schedule, pool("side"))
+    assert str(alone.value) == str(refused.value)
+
+
+def test_a_schedule_has_an_order_before_there_is_a_pipeline() -> None:
+    """That of a period, with streams as the schedule names them; or it is refused."""
+    tasks = task("late", reads=["x"]), task("early", writes=["x"], stream="side")
+    found = topological_sort(one_stage(*tasks, streams=("default", "side")))
+    assert [one.name for one in found] == ["early", "late"]
+    with pytest.raises(SchedulingError):
+        topological_sort(REFUSED["a cycle"][0])
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
