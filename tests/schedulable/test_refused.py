@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from swpipe.errors import PlanError
 from swpipe.schedulable import (
@@ -18,6 +20,7 @@ from swpipe.schedulable import (
     Stage,
     StreamPool,
     Task,
+    TaskContext,
     ThreadedExecutor,
     topological_sort,
     validate,
@@ -262,3 +265,42 @@ def test_a_task_does_not_change_once_it_is_made() -> None:
     with pytest.raises(AttributeError, match="task 'a': lookahead is read-only"):
         one.lookahead = 2
     one.note = "mine"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lookahead", "told"),
+    [
+        ({}, 0, "add depends_on=['fill'] to 'use'"),
+        (
+            {"same_progress_sync": ["fill"]},
+            1,
+            "to add cross_iter_depends_on=[('use', -1)] to 'fill'",
+        ),
+        ({}, 2, "from lookahead 2 to 1 or less"),
+    ],
+)
+def test_what_is_seen_while_it_runs_is_told_in_words_of_schedules(
+    fields: dict[str, Any], lookahead: int, told: str
+) -> None:
+    """Fields of tasks and lookaheads, and none of a plan's; by the calls that run it."""
+    total = torch.zeros(2)
+
+    def fill(ctx: TaskContext) -> None:
+        total.add_(ctx.slots["batch_cpu"])
+
+    def use(ctx: TaskContext) -> None:
+        ctx.slots.set("step_result", total.sum().item())
+
+    first = Task.from_fn("fill", fill, lookahead=lookahead, stream="side", reads=["batch_cpu"])
+    then = Task.from_fn("use", use, writes=["step_result"], **fields)
+    schedule = one_stage(first, then, streams=("default", "side"))
+    calls: list[Callable[[SchedulablePipeline], Any]] = [
+        lambda pipe: [pipe.progress(iter(range(1, 4)))],
+        lambda pipe: [pipe.push(n) for n in range(1, 4)],
+    ]
+    for call in calls:
+        with SchedulablePipeline(schedule, pool("side"), executor="threaded") as pipe:
+            with pytest.raises(ScheduleValidationError) as caught:
+                call(pipe)
+        assert told in str(caught.value)
+        assert not re.search(r"\bdeps=|_deps=|to stage|stage \d", caught.value.in_one_line)
