@@ -180,7 +180,9 @@ class Run:
             if observed:
                 step = observe(self.iterations, ins, step)
         else:
-            step = build_step(self.iterations, ins, self.engine.tasks[ins.task], observed=observed)
+            task = self.engine.tasks[ins.task]
+            in_turn = functools.partial(self._let_earlier_pass, lane)
+            step = build_step(self.iterations, ins, task, in_turn, observed=observed)
             step = with_releases(self.iterations, ins, step, lane.worker)
         if lane.torch_state is not None:
             step = with_torch_state(self.iterations, lane.torch_state, step)
@@ -357,7 +359,8 @@ class Run:
                 self._run_period(lane, period)
                 period += step
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
-            self._let_earlier_pass(lane)
+            with suppress(Cancelled):
+                self._let_earlier_pass(lane)
             self.fail(error, lane)
         else:
             lane.progress.advance(FOREVER)  # nobody waits for the periods after the last one
@@ -366,11 +369,14 @@ class Run:
                 lane.torch_state.reset()
 
     def _let_earlier_pass(self, lane: LaneRunner) -> None:
-        """Before a worker fails: wait until the iterations before are past the lane, or fail."""
-        with suppress(Cancelled):
-            for period in range(max(0, lane.period - lane.lane.workers + 1), lane.period):
-                worker = self.worker(lane.instruction.lane, period)
-                worker.progress.wait((period + 1) * lane.size)  # (3)
+        """Wait until all iterations before the worker's own are past its lane.
+
+        Raises:
+            Cancelled: One of them has failed, or something else.
+        """
+        for period in range(max(0, lane.period - lane.lane.workers + 1), lane.period):
+            worker = self.worker(lane.instruction.lane, period)
+            worker.progress.wait((period + 1) * lane.size)  # (3)
 
     def worker(self, lane: int, period: int) -> LaneRunner:
         """Whose turn a period is, in a lane of the program."""

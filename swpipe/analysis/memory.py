@@ -26,7 +26,7 @@ from functools import partial
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import Places
+from swpipe.analysis.last_readers import ReleasePlaces
 from swpipe.core.messages import in_bytes as in_words
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
@@ -77,7 +77,7 @@ class Footprint:
 def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
     """An upper bound on what the iterations in flight hold."""
     plan = before.plan
-    blocks, places = memory.under(plan.keep), Places(before)
+    blocks, places = memory.under(plan.keep), ReleasePlaces(before)
     waits, several = before.streams and plan.names_streams, plan.most_workers > 1
 
     def copies(block: Block) -> int:

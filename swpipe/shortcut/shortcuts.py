@@ -27,7 +27,8 @@ nesting, and what each ``DeclaredIO`` captured. Objects that were shared are sha
 Assumptions
     - Runs of different tasks may overlap, and tasks may be enabled and disabled meanwhile: runs
       only look up a set and a dict, which is atomic in Python, also without the interpreter lock.
-      Those of one task, which several workers may call at once, take turns.
+      Those of one task, which several workers may call at once, take turns, and the first
+      iteration is the one that is cached.
     - No code relies on one produced tensor being the same object as an upstream attribute: each
       tensor is cached separately.
     - What a task changes outside the context is declared as its io.
@@ -125,12 +126,13 @@ class Shortcuts:
         caches = self._caches.get(task_name, {}).values()
         return sum(cache.in_backward.seconds for cache in list(caches))
 
-    def run(self, task: PipelineTask, ctx: Any) -> None:
+    def run(self, task: PipelineTask, ctx: Any, in_turn: Callable[[], None] = lambda: None) -> None:
         """Run a task and cache what it produces, or replay its cache.
 
         Args:
             task: The task. If it was disabled in the meantime, it runs normally.
             ctx: The iteration's context: any object with a ``__dict__``.
+            in_turn: Called before it is cached: waits until all earlier iterations have run it.
 
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
@@ -143,6 +145,8 @@ class Shortcuts:
             task.fn(ctx)
             return
         grad_mode = torch.is_grad_enabled()
+        if grad_mode not in caches:
+            in_turn()
         with self._turns.setdefault(task.name, threading.Lock()):
             cache = caches.get(grad_mode)
             if cache is None:
