@@ -27,6 +27,7 @@ PARTS = (
     "gains",
     "loader",
     "ahead",
+    "workers",
     "first_batch",
     "predict",
     "profiler",

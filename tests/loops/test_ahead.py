@@ -27,8 +27,10 @@ from swpipe._engine import watchdog
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
+from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import Rows, batches
 from tests.support.scripts import Script, Scripts
+from tests.support.sequencer import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
@@ -821,3 +823,33 @@ def test_a_function_that_draws_is_refused() -> None:
 
     with pytest.raises(PlanError, match="'noise'.*pure"):
         list(swpipe.ahead(list(torch.split(Rows().rows, 2)), noise, device="cpu"))
+
+
+def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None:
+    """Each waits for the others; batches come in order, and a failure in its turn."""
+    together = threading.Barrier(3)
+
+    def read(number: int) -> int:
+        if number < 6:
+            together.wait(PATIENCE_S)
+        if number >= 7:
+            raise ValueError(f"number {number}")
+        return -number
+
+    found = list[int]()
+    loop = swpipe.ahead(range(12), read, workers=3)
+    assert loop.pipe.plan.depth == 5
+    with pytest.raises(ValueError, match="number 7"):
+        found.extend(loop)
+    assert found == [-number for number in range(7)]
+
+
+@pytest.mark.parametrize("workers", [0, 2.0, True])
+def test_workers_are_a_number_of_threads(workers: Any) -> None:
+    """In a sentence; and what the loader does itself has workers of its own."""
+    with pytest.raises(ValueError, match="how many threads the functions have, 1 or more"):
+        swpipe.ahead(range(3), abs, workers=workers)
+    with pytest.raises(ValueError, match=r"DataLoader\(num_workers=\)"):
+        swpipe.ahead(range(3), workers=2)
+    with pytest.raises(ValueError, match="give 1 thread or more"):
+        prefetch_plan(["read"], ["train"], workers=workers)
