@@ -42,8 +42,8 @@ class Measured:
 
 def on_rank(rounds: int) -> Measured:
     """Run both schedules in turn."""
+    from docs.examples.moe_gpt import GPTModel, TransformerConfig, mean_loss
     from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_costs
-    from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
 
     sharpen_timers()
     rank = dist.get_rank()
