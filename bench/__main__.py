@@ -44,6 +44,7 @@ PARTS = (
     "predict_ranks",
     "pipeline_parallel",
     "layer_overlap",
+    "paired_passes",
     "soak",
     "copy_ahead",
     "device",
