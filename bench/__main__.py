@@ -31,6 +31,8 @@ PARTS = (
     "predict",
     "profiler",
     "exposed",
+    "verdicts",
+    "promises",
     "purity",
     "schedules",
     "serial",

@@ -348,20 +348,11 @@ class SWPipeline(ShortcutControl[C]):
             del ctx  # this frame must not keep what the user drops
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``.
+        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
+        from swpipe.run_report import run_to_end
 
-        Warns:
-            RuntimeWarning: Most of the time went into pulling batches, under a plan of several
-                iterations in flight whose pulls run on the caller's thread.
-        """
-        from swpipe.run_report import TimedPulls, run_to_end
-
-        batches = iter(loader)
-        pulls = TimedPulls(batches)
-        # An iterator of the caller's stays what it is: some of its batches may be in flight.
-        contexts = self._contexts(batches if batches is loader else pulls)
-        report = run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
-        return pulls.warn_if_most(report, self.plan)
+        contexts = self._contexts(iter(loader))
+        return run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:
         """Run every task on one batch, one by one, on this thread and the caller's stream.

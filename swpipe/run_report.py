@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from swpipe.core.context import TypedContext
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.progress import progress_bar
 from swpipe.device import Device
 
@@ -67,42 +65,3 @@ def _with_bar(
             del ctx
             bar.update()
             yield
-
-
-class TimedPulls(Iterator[Any]):
-    """An iterator that counts the time in which another one is called.
-
-    Attributes:
-        seconds: Of all calls but the first, in which a loader starts its workers.
-    """
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._begun = False
-        self.seconds = 0.0
-
-    def __next__(self) -> Any:
-        begin = time.perf_counter()
-        batch = next(self._batches)
-        if self._begun:
-            self.seconds += time.perf_counter() - begin
-        self._begun = True
-        return batch
-
-    def warn_if_most(self, report: RunReport, plan: PipelinePlan) -> RunReport:
-        """Warn the caller of ``SWPipeline.run`` if the run spent most of its time in them.
-
-        Not if nothing overlaps under the plan, or the caller's thread does nothing else.
-        """
-        groups = {entry.thread_group for entry in plan.schedule.values()}
-        told = plan.depth > 1 and plan.pull_group is None and DEFAULT_GROUP in groups
-        # Without figures in it, Python shows the warning once for each place in the user's code.
-        if told and report.iterations >= 20 and self.seconds > max(0.1, report.seconds / 2):
-            warnings.warn(
-                "most of this run's time went into pulling batches on the caller's thread, where "
-                "no task runs meanwhile. Let another thread pull them: replace(plan, "
-                'pull_group="loader"), as prefetch_plan does, or use swpipe.overlap',
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return report

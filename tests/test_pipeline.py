@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import time
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -526,41 +524,3 @@ def test_tasks_keep_their_own_hash_in_plans_with_functions_swapped() -> None:
     doubled = [PipelineTask(name, lambda ctx: setattr(ctx, "x", ctx.batch * 2)) for name in NAMES]
     with SWPipeline(piped(), doubled) as pipe:
         assert [ctx.x for ctx in pipe.iterate([1, 2])] == [2, 4]
-
-
-class SlowLoader:
-    """Takes 8 ms for each of 25 batches."""
-
-    def __len__(self) -> int:
-        return 25
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in range(25):
-            time.sleep(0.008)
-            yield batch
-
-
-@pytest.mark.parametrize(
-    ("pull_group", "depth", "told"),
-    [(None, 2, True), (None, 1, False), ("loader", 2, False)],
-    ids=["unoverlapped", "serial", "overlapped"],
-)
-def test_a_loader_that_takes_most_of_a_run_is_told(
-    pull_group: str | None, depth: int, told: bool
-) -> None:
-    """Where the plan overlaps, and the loader is left out; not for an iterator of the caller's."""
-    plan = PipelinePlan(
-        {"a": TaskSchedule(0, thread_group="io"), "b": TaskSchedule(depth - 1)},
-        deps=[("b", "a")],
-        pull_group=pull_group,
-    )
-    both = [PipelineTask(name, lambda ctx: None) for name in ("a", "b")]
-    with SWPipeline(plan, both, device="cpu") as pipe:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert pipe.run(SlowLoader()).iterations == 25
-            pipe.run(iter(SlowLoader()))
-            pipe.run_serial(SlowLoader())
-            pipe.run(range(25))
-    assert [one.filename for one in caught] == [__file__] * told
-    assert all("pull_group=" in str(one.message) for one in caught)

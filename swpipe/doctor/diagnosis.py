@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swpipe.core.messages import counted, listed
+from swpipe.core.tables import wrapped
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.spread import Estimate, ms
 
@@ -74,7 +75,7 @@ class Headroom:
         return 0.0 if self.loader is None else self.loader.rate_s + self.loader.start_s
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(map(wrapped, self._lines()))
 
     def _lines(self) -> Iterator[str]:
         step = self.step
@@ -138,6 +139,6 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        found = [f"{number}. {one}" for number, one in enumerate(self.findings, start=1)]
+        found = [wrapped(f"{number}. {one}") for number, one in enumerate(self.findings, start=1)]
         head = f"{counted(len(found), 'finding') if found else 'no findings'}: {self.examined}"
-        return "\n".join([head, *found, *([str(self.headroom)] if self.headroom else [])])
+        return "\n".join([wrapped(head), *found, *([str(self.headroom)] if self.headroom else [])])

@@ -32,7 +32,7 @@ class Report(Rows):
 
     @abstractmethod
     def format_report(self) -> str:
-        """The table that ``print_report`` prints."""
+        """The table that ``print_report`` prints, above a legend."""
 
     @abstractmethod
     def to_json(self) -> str:
@@ -64,7 +64,8 @@ class Report(Rows):
 
     def print_report(self, file: TextIO | None = None) -> None:
         """Print one row per task; to standard output by default."""
-        (sys.stdout if file is None else file).write(self.format_report() + "\n")
+        text = f"{self.format_report()}\n{result_text.LEGEND}\n"
+        (sys.stdout if file is None else file).write(text)
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
