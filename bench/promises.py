@@ -146,7 +146,7 @@ def measured(name: str, cache: Path) -> Row:
         from tests.support.ranks import Ranks
 
         with Ranks(2, deadline_s=400.0) as ranks:
-            found = ranks.run(kept, name, cache)[0]
+            found: Kept = ranks.run(kept, name, cache)[0]
     else:
         found = kept(name, cache)
     row = found.row(name)
