@@ -24,7 +24,6 @@ from swpipe.tasks.workload import workloads
 
 MODELS = {
     "images": "image model: decode and augment ahead",
-    "transformer": "small transformer: load ahead",
     "clicks": "click model: read, decode, hash ahead",
 }
 NEEDS = {"clicks": ("polars", "torchmetrics", "torchrec", "fbgemm_gpu")}

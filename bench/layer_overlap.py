@@ -67,7 +67,8 @@ def _exchange_ms(side: str) -> float:
 
 def on_rank(rounds: int, size: int, rows: int | None) -> Measured:
     """Train on microbatches in both ways, in turn."""
-    from swpipe.tasks.transformer import GPTModel, TransformerConfig, training_pipeline
+    from docs.examples.moe_gpt import GPTModel, TransformerConfig
+    from swpipe.tasks.transformer import training_pipeline
 
     sharpen_timers()
     config = TransformerConfig(

@@ -60,7 +60,7 @@ def _with_bar(
     contexts: Iterator[TypedContext], loader: Iterable[Any], label: str
 ) -> Iterator[None]:
     total = len(loader) if isinstance(loader, Sized) else None
-    with progress_bar(label, "step", total) as bar:
+    with progress_bar(label, " steps", total) as bar:
         for ctx in contexts:
             del ctx
             bar.update()

@@ -1,14 +1,9 @@
 """A small HSTU ranking model under several maps of threads, beside a loop that overlaps nothing."""
 
 import torch
+from hstu_model import HSTURanking, RankingConfig, SequenceBatch, generate_ratings
 
-from swpipe.tasks.torchrec.hstu import (
-    HSTUPipelineFactory,
-    HSTURanking,
-    RankingConfig,
-    SequenceBatch,
-    generate_ratings,
-)
+from swpipe.tasks.torchrec.hstu import HSTUPipelineFactory
 
 config = RankingConfig(items=200)
 histories = generate_ratings(users=192, items=200, longest=config.longest, seed=0)

@@ -41,7 +41,7 @@ from swpipe._values.containers import (
     kind_of,
 )
 from swpipe._values.stateful import WHOLE, has_state, is_foreign
-from swpipe._values.walk import Node, grad_or_none, parts_in, parts_of
+from swpipe._values.walk import ValueNode, grad_or_none, parts_in, parts_of
 
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, type),
@@ -69,7 +69,7 @@ class Fingerprint:
 
     def __init__(self, value: Any, *, objects: bool = True) -> None:
         self.value = value
-        self.nodes: list[Node] = []
+        self.nodes: list[ValueNode] = []
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
         self._states: list[TensorState] = []
@@ -83,7 +83,7 @@ class Fingerprint:
                 self._states.append(TensorState.of(one))
                 self._copies.append(_inference_copy(one))
             elif kind is not _CLOSED and kind is not _OBJECTS:
-                self.nodes.append(Node(one, tuple(kind.keys(one)), children))
+                self.nodes.append(ValueNode(one, tuple(kind.keys(one)), children))
             elif (digest := _digest(one)) is not None:
                 self._buffers.append((one, digest))
             else:
@@ -93,7 +93,7 @@ class Fingerprint:
         """Whether anything in the value was modified in place since."""
         tensors = zip(self.tensors, self._states, self._copies, strict=True)
         return (
-            any(not same_node(node, Node.of(node.value)) for node in self.nodes)
+            any(not same_node(node, ValueNode.of(node.value)) for node in self.nodes)
             or any(
                 not state.same(TensorState.of(tensor))
                 or (copy is not None and not same_bits(tensor, copy))
@@ -190,7 +190,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def same_node(before: Node, now: Node) -> bool:
+def same_node(before: ValueNode, now: ValueNode) -> bool:
     """Whether a container holds the same objects, apart from lazily computed attributes."""
     lazy = _lazy_keys(before, now) if has_record_stream(type(now.value)) else set()
     return _ids(before, lazy) == _ids(now, lazy)
@@ -217,13 +217,13 @@ def _digest(value: Any) -> bytes | None:
     return blake2b(content, digest_size=16).digest()
 
 
-def _ids(node: Node, ignored: set[Any]) -> list[tuple[int, int]]:
+def _ids(node: ValueNode, ignored: set[Any]) -> list[tuple[int, int]]:
     """The ids of keys and children, in order; sequences have no keys."""
     items = zip_longest(node.keys, node.children)
     return [(id(key), id(child)) for key, child in items if key not in ignored]
 
 
-def _lazy_keys(before: Node, now: Node) -> set[Any]:
+def _lazy_keys(before: ValueNode, now: ValueNode) -> set[Any]:
     """Private attributes that did not exist before, or were None."""
     known = dict(zip(before.keys, before.children, strict=False))
     return {key for key in now.keys if key.startswith("_") and known.get(key) is None}

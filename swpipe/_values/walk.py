@@ -47,7 +47,7 @@ Part: TypeAlias = tuple[Any, Kind, tuple[Any, ...]]
 """A tensor or a container, its kind, and what is in it now, one level deep."""
 
 
-class Node(NamedTuple):
+class ValueNode(NamedTuple):
     """A container and its contents, one level deep, at one moment; sequences have no keys."""
 
     value: Any
@@ -55,7 +55,7 @@ class Node(NamedTuple):
     children: tuple[Any, ...]
 
     @classmethod
-    def of(cls, container: Any) -> Node:
+    def of(cls, container: Any) -> ValueNode:
         """The contents now; those of an object that is no container are its attributes."""
         of: Any = type(container)
         kind = by_attributes(of) if kind_of(of) is LEAF else kind_of(of)
@@ -106,11 +106,11 @@ def _with_to(value: Any) -> Kind | None:
     return by_attributes(cls) if has_to(cls) else None
 
 
-def nodes_in(value: Any) -> Iterator[Node]:
+def nodes_in(value: Any) -> Iterator[ValueNode]:
     """Every container in ``value``, itself included, each once, outer before inner."""
     for container, kind, children in parts_in(value):
         if kind is not TENSOR:
-            yield Node(container, tuple(kind.keys(container)), children)
+            yield ValueNode(container, tuple(kind.keys(container)), children)
 
 
 def leaves_in(value: Any) -> Iterator[Any]:

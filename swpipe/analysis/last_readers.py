@@ -37,7 +37,7 @@ Uses: TypeAlias = Mapping[str, frozenset[str] | None]
 BATCH = "batch"
 
 
-class Place(NamedTuple):
+class ReleasePlace(NamedTuple):
     """Where attributes go: before a task's turn, or after it."""
 
     task: str
@@ -84,9 +84,9 @@ def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Relea
         keep: What stays.
     """
     kept = frozenset(keep) | {"iter_idx"}
-    places = Places(before)
+    places = ReleasePlaces(before)
     users = {name: tasks for name, tasks in users_of(uses).items() if name not in kept}
-    at: dict[Place, list[str]] = {}
+    at: dict[ReleasePlace, list[str]] = {}
     for name, tasks in users.items():
         at.setdefault(places.after(tasks), []).append(name)
     found: dict[str, tuple[Release, ...]] = {}
@@ -133,7 +133,7 @@ def _recording(program: Program, releases: Releases) -> Program:
     return replace(program, lanes=lanes, ring=program.ring + 1)
 
 
-class Places:
+class ReleasePlaces:
     """Places of a program, and what comes before them."""
 
     def __init__(self, before: HappensBefore) -> None:
@@ -146,13 +146,13 @@ class Places:
         streams = any(ins.stream is not None for ins in instructions.values())
         self._waits = before.streams and streams
 
-    def after(self, users: Sequence[str]) -> Place:
+    def after(self, users: Sequence[str]) -> ReleasePlace:
         """The first place after all of these; ``<retire>`` if there are none."""
         if users:
             for task in self._by_turn:
                 if all(task == user or self._before.host(user, task, 0) for user in users):
-                    return Place(task, task in users)
-        return Place(RETIRE, False)
+                    return ReleasePlace(task, task in users)
+        return ReleasePlace(RETIRE, False)
 
     def last(self, users: Sequence[str]) -> list[str]:
         """Those that do not come before another one, whatever the interleaving."""
@@ -162,7 +162,7 @@ class Places:
             if not any(one != other and self._before.host(one, other, 0) for other in users)
         ]
 
-    def behind(self, place: Place) -> tuple[str, ...]:
+    def behind(self, place: ReleasePlace) -> tuple[str, ...]:
         """The tasks before a place whose device work does not come before another one's of them.
 
         None, where all work is on one stream, or there is none.

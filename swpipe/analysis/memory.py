@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import Places
+from swpipe.analysis.last_readers import ReleasePlaces
 from swpipe.core.messages import in_bytes as in_words
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
@@ -76,7 +76,7 @@ class Footprint:
 def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
     """An upper bound on what the iterations in flight hold."""
     plan = before.plan
-    blocks, places = memory.under(plan.keep), Places(before)
+    blocks, places = memory.under(plan.keep), ReleasePlaces(before)
     waits = before.streams and plan.names_streams
 
     def copies(block: Block) -> int:

@@ -431,7 +431,7 @@ def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
     """
     steps, turn, warm_up = runs[0].steps, _TURN, _UNTIMED
     traced = min(steps, _TRACED)
-    with progress_bar("training", "step", None if seconds else steps * len(runs)) as bar:
+    with progress_bar("training", " steps", None if seconds else steps * len(runs)) as bar:
         if seconds:
             for _ in range(2):  # the first time much is loaded and allocated
                 begin_s, warm_up = time.monotonic(), 0

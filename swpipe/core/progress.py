@@ -22,7 +22,7 @@ def progress_bar(
 
     Args:
         desc: What is going on.
-        unit: What is counted.
+        unit: What is counted, behind a number: " steps".
         total: How many there will be; None where it is not known.
         shown: False for nothing at all.
         leave: Whether the last state stays.

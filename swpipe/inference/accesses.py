@@ -207,7 +207,7 @@ def _named(iteration: IterationObservation) -> set[StorageId]:
     return items | (held - iteration.before)
 
 
-class Transfer(NamedTuple):
+class MemoryTransfer(NamedTuple):
     """The consumer uses memory from the producer of the same iteration.
 
     Attributes:
@@ -221,7 +221,7 @@ class Transfer(NamedTuple):
 
 def find_transfers(
     iterations: Iterable[IterationObservation], effects: EffectTable, storages: Storages
-) -> tuple[Transfer, ...]:
+) -> tuple[MemoryTransfer, ...]:
     """The fewest transfers that order what the effects do not order yet."""
     descriptions: dict[Edge, str] = {}
     for iteration in iterations:
@@ -229,10 +229,12 @@ def find_transfers(
             descriptions.setdefault(edge, storages.description(number))
     known = Orders(tuple(effects), map(edge_of, conflicts(effects)))
     missing = known.missing(descriptions)
-    return tuple(Transfer(edge.consumer, edge.producer, descriptions[edge]) for edge in missing)
+    return tuple(
+        MemoryTransfer(edge.consumer, edge.producer, descriptions[edge]) for edge in missing
+    )
 
 
-def add_transfers(effects: EffectTable, transfers: Iterable[Transfer]) -> dict[str, Effects]:
+def add_transfers(effects: EffectTable, transfers: Iterable[MemoryTransfer]) -> dict[str, Effects]:
     """The effects, with transfers as additional reads and writes."""
     table = dict(effects)
     for one in transfers:

@@ -86,7 +86,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
+def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """Compare a validated plan with the effects of its tasks, on both kinds of device.
 
     A conflict on a state that the plan allows to be stale needs no dependence.

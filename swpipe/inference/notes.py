@@ -9,7 +9,7 @@ from swpipe._values.generators import TORCH
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
-from swpipe.inference.accesses import TaskAccesses, Transfer
+from swpipe.inference.accesses import MemoryTransfer, TaskAccesses
 from swpipe.inference.observing import TaskObservation
 from swpipe.inference.states import StateItem
 
@@ -32,7 +32,7 @@ def notes_on(
     trained: Set[StateItem],
     observed: Sequence[TaskObservation],
     accesses: Mapping[str, TaskAccesses],
-    transfers: Iterable[Transfer],
+    transfers: Iterable[MemoryTransfer],
 ) -> tuple[str, ...]:
     """All notes on a recording, each once; the last one applies to every recording.
 

@@ -15,7 +15,7 @@ from swpipe.core.effects import DRAWS, UNDECLARED, Effects, Location
 from swpipe.core.messages import listed
 from swpipe.core.plan import BODY, OTHERS, DistantPair, Pair, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
-from swpipe.inference.comparison import Comparison, Needed, compare, needed
+from swpipe.inference.comparison import Comparison, Needed, compare_with_plan, needed
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Recording:
         Raises:
             PlanError: The plan cannot run with these tasks at all.
         """
-        return compare(validate(plan, self.tasks), self._of_tasks)
+        return compare_with_plan(validate(plan, self.tasks), self._of_tasks)
 
     @property
     def _of_tasks(self) -> Mapping[str, Effects]:

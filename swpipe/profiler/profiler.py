@@ -155,7 +155,7 @@ class TaskProfiler:
         results = []
         alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
         visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
-        with progress_bar("profiling", "visit", visits, shown=verbose) as bar:
+        with progress_bar("profiling", " visits", visits, shown=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(
                     *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),

@@ -25,7 +25,7 @@ from typing import Any
 
 from swpipe._values.fingerprint import Fingerprint, is_fixed, is_object, replays_itself
 from swpipe._values.stateful import WHOLE, has_state
-from swpipe._values.walk import Node
+from swpipe._values.walk import ValueNode
 
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
 """What ``copy.deepcopy`` raises for objects that cannot be copied."""
@@ -124,7 +124,7 @@ class KeptObjects:
 
 
 def _is_alone(value: Any) -> bool:
-    return is_object(value) and not Node.of(value).children
+    return is_object(value) and not ValueNode.of(value).children
 
 
 def _may_be_shared(value: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 import swpipe.tasks
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.core.task import DeclaredIO, Others, PipelineTask
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class Job:
         """Release resources."""
 
 
-def gradients_of(modules: Sequence[nn.Module], state: str) -> DeclaredIO:
+def gradients_of(modules: Sequence[nn.Module], state: str, others: Others = "rw") -> DeclaredIO:
     """The gradients of modules as a declared state of this name."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
 
@@ -128,7 +128,10 @@ def gradients_of(modules: Sequence[nn.Module], state: str) -> DeclaredIO:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    return DeclaredIO(lambda: [parameter.grad for parameter in parameters], restore, state)
+    def capture() -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in parameters]
+
+    return DeclaredIO(capture, restore, state, others=others)
 
 
 @dataclass(frozen=True, slots=True)

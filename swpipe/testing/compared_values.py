@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swpipe._values.containers import LEAF, TENSOR, kind_of
-from swpipe._values.walk import Node, parts_of
+from swpipe._values.walk import ValueNode, parts_of
 
 
 class _Marker:
@@ -94,7 +94,7 @@ def _collect(name: str, value: Any, found: dict[str, Any], outer: set[int]) -> N
     elif kind is LEAF or kind is TENSOR:
         found[name] = value
     elif id(value) not in outer:  # a container may contain itself
-        node = Node.of(value)
+        node = ValueNode.of(value)
         for key, child in zip(node.keys or range(len(node.children)), node.children, strict=True):
             _collect(f"{name}[{key!r}]", child, found, outer | {id(value)})
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from swpipe._engine.program import ADMIT, RETIRE
-from swpipe.analysis.last_readers import Place
+from swpipe.analysis.last_readers import ReleasePlace
 from swpipe.core.drawing import CALLERS_STREAM
 from swpipe.core.messages import counted, in_bytes
 from swpipe.core.plan import PULL
@@ -30,7 +30,7 @@ from swpipe.trace.span import Span
 _NAMED = 3  # of the largest holdings, in a line
 
 _Runs: TypeAlias = Mapping[str, Span]
-_Places: TypeAlias = Mapping[tuple[str, ...], Place]
+_Places: TypeAlias = Mapping[tuple[str, ...], ReleasePlace]
 
 
 class Holding(NamedTuple):

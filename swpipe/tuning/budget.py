@@ -60,7 +60,7 @@ class Budget:
         self._begin_s = time.monotonic()
         self._ran = 0
         self._ran_s = 0.0
-        self.bar = progress_bar("tuning", "iteration", shown=verbose, leave=False)
+        self.bar = progress_bar("tuning", " iterations", shown=verbose, leave=False)
 
     @property
     def took_s(self) -> float:

@@ -50,7 +50,7 @@ LINES = [
     (("plan", "auto", "--costs", "costs.json"), "--costs: name the plan too"),
     (("plan", "auto", "plan.toml"), "--costs: say what the plan's tasks cost"),
     # workloads
-    (("train", "--workload", "gone"), "name one of clicks, hstu, images, transformer, or module:"),
+    (("train", "--workload", "gone"), "name one of clicks, images, or module:"),
     (("plan", "infer", "--workload", "\x1b:f"), "workload '\\x1b:f': "),
     (("plan", "infer", "--workload", ":"), "name it as module:function"),
     (("profile", "--workload", "my_loop.py:loop"), "name it as module:function"),

@@ -22,7 +22,7 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_to(total: int | None, **given: object) -> None:
     """A bar that counts to three."""
-    with progress_bar("training", "step", total, **given) as bar:
+    with progress_bar("training", " steps", total, **given) as bar:
         for _ in range(3):
             bar.update()
 
@@ -37,7 +37,7 @@ def test_in_a_file_it_is_lines(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\r" not in said
     assert "█" not in said
     count_to(None)
-    assert capfd.readouterr().err.splitlines()[-1].startswith("training: 3step [")
+    assert capfd.readouterr().err.splitlines()[-1].startswith("training: 3 steps [")
 
 
 def test_what_is_quick_or_not_asked_for_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_the_last_state_is_a_line_whenever_it_came(
 
 def test_a_new_description_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     """Each step of long work is named when it begins."""
-    with progress_bar("tuning", "iteration") as bar:
+    with progress_bar("tuning", " iterations") as bar:
         bar.set_description("measuring")
         bar.total = 2
         bar.refresh()

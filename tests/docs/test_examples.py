@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,9 @@ def test_the_python_on_a_page_runs(scripts: Scripts, page: Path, tmp_path: Path)
     script = tmp_path / "page.py"
     pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
     script.write_text("\n".join([QUICKLY, *pieces]), encoding="utf-8")
+    for name in re.findall(r"^from (\w+) import", "\n".join(pieces), re.MULTILINE):
+        if (beside := DOCS / "examples" / f"{name}.py").exists():
+            shutil.copy(beside, tmp_path)
     whole = run(scripts, script, tmp_path)
     assert missing(page.name, whole) == []
     printed = whole.split(f"{END}\n")

@@ -21,7 +21,7 @@ pytest.importorskip("torchrec")
 
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
-from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
 from tests.tasks.torchrec.models import CPU, Job, batches, combined, plain_model, sharded
 
@@ -62,7 +62,7 @@ def _made(kind: Kind) -> SparseDistTasks:
     model = sharded(Job(), model)
     optimizer = combined(model)
     step = TrainStep([optimizer], clip=1.0, schedules=[LambdaLR(optimizer, lambda step: 0.7**step)])
-    return SparseDistTasks(model, step, device=CPU, forward=kind)
+    return SparseDistTasks(model, step, TaskOptions(forward=kind), device=CPU)
 
 
 def state_of(member: str) -> str:

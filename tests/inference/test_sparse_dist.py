@@ -17,7 +17,7 @@ from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
 from swpipe.plans.torchrec import sparse_dist as plans
-from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
 
 
@@ -32,7 +32,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
             job = Job()
             model = sharded(job)
             step = TrainStep([dense_optimizer(job, model)])
-            tasks = SparseDistTasks(model, step, device=CPU, forward="split")
+            tasks = SparseDistTasks(model, step, TaskOptions(forward="split"), device=CPU)
             before = [parameter.detach().clone() for parameter in model.parameters()]
             yield record(tasks.tasks(), next(iter(batches(1))), device=CPU)
             after = [parameter.detach() for parameter in model.parameters()]

@@ -200,6 +200,7 @@ def become(job: dict[str, Any]) -> None:
     code = job["code"]
     if job["path"]:
         main.__file__ = job["path"]
+        sys.path.insert(0, str(Path(job["path"]).parent))  # as Python does
         code = Path(job["path"]).read_text("utf-8")
     exec(compile(code, job["path"] or "<string>", "exec"), vars(main))
 

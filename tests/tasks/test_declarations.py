@@ -23,6 +23,7 @@ from swpipe.tasks.torchrec import (
     PipelineStage,
     SparseDistTasks,
     StagedTrainPipeline,
+    TaskOptions,
     TrainStep,
 )
 from tests.support.ranks import Ranks
@@ -68,9 +69,9 @@ def _sparse_dist(plan_names: tuple[str, ...], **options: object) -> list[str]:
     job = Job()
     model = sharded(job)
     step = TrainStep([dense_optimizer(job, model)])
-    tasks = SparseDistTasks(model, step, device=CPU, **options)  # type: ignore[arg-type]
+    tasks = SparseDistTasks(model, step, TaskOptions(**options), device=CPU)  # type: ignore[arg-type]
     plans = {name: sparse_dist.PLANS[name] for name in plan_names}
-    if tasks.pipeline_postproc:
+    if tasks.options.pipeline_postproc:
         plans = {n: lambda m=make: sparse_dist.with_postproc(m()) for n, make in plans.items()}
     return _unproved(tasks.tasks(), plans)
 

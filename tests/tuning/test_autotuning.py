@@ -379,7 +379,7 @@ def test_a_bar_shows_how_much_is_left(
     assert "\ntrying serial, planned" in shown
     # 2 were recorded, 3 for the memory; 5 rounds of 3 plans, 13 iterations each
     assert "/200 [" in shown
-    assert "iteration/s]" in shown or "s/iteration]" in shown
+    assert "iterations/s]" in shown or "s/ iterations]" in shown
 
 
 def test_tuning_has_a_limit_that_nobody_has_to_give() -> None:

@@ -46,7 +46,7 @@ from typing import Literal
 
 from swpipe._engine.program import ADMIT, BEGIN, Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import Places
+from swpipe.analysis.last_readers import ReleasePlaces
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.drawing import stream_name
@@ -205,7 +205,7 @@ def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
     least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
-    blocks, going = costs.memory.under(plan.keep), Places(HappensBefore(program))
+    blocks, going = costs.memory.under(plan.keep), ReleasePlaces(HappensBefore(program))
     places = {users: going.after(users) for users in {block.users for block in blocks}}
     memory = replace(costs.memory, blocks=blocks)
     used = made_on if program.streams and plan.names_streams else None

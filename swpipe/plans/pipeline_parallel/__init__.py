@@ -4,7 +4,7 @@ A schedule orders the passes of a model's stages over ranks. It is no ``Pipeline
 orders the tasks of one process.
 """
 
-from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.action import Action, Pair, ScheduleError
 from swpipe.plans.pipeline_parallel.order_check import TimedAction
 from swpipe.plans.pipeline_parallel.pipeline_costs import (
     ActivationMemory,
@@ -26,6 +26,7 @@ __all__ = [
     "Action",
     "ActivationMemory",
     "ComparedSchedule",
+    "Pair",
     "PipelineCosts",
     "PipelineGraph",
     "PipelineSchedule",

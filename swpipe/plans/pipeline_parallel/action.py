@@ -1,8 +1,9 @@
-"""Actions: what a rank does to one microbatch at one stage, and the error that names one."""
+"""Actions: what a rank does to one microbatch at one stage, pairs of them, and their error."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from swpipe.core.messages import shown
@@ -11,6 +12,7 @@ Op: TypeAlias = Literal["F", "I", "W", "B"]
 OPS: tuple[Op, ...] = get_args(Op)
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
+_PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
@@ -44,6 +46,47 @@ class Action(NamedTuple):
             )
         stage, op, micro = match.groups()
         return cls(int(stage), op, int(micro))  # type: ignore[arg-type]
+
+
+class Pair(NamedTuple):
+    """A forward pass that a rank runs over the backward pass of another microbatch.
+
+    It prints as torch writes it, ``(0F1;3B0)OVERLAP_F_B``.
+
+    Attributes:
+        f: An F.
+        b: A B.
+    """
+
+    f: Action
+    b: Action
+
+    def __str__(self) -> str:
+        return f"({self.f};{self.b})OVERLAP_F_B"
+
+
+Entry: TypeAlias = Action | Pair
+"""What a row of a schedule consists of."""
+
+
+def parse_entry(text: str) -> Entry:
+    """The action or pair that prints as ``text``; the parts of a pair in any order.
+
+    Raises:
+        ScheduleError: The text is something else.
+    """
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return Action.parse(text)
+    parts = {one.op: one for one in (Action.parse(part.strip()) for part in match.groups())}
+    if set(parts) != {"F", "B"}:
+        raise ScheduleError(f"{shown(text)} is no pair: an F and a B overlap, as (0F1;3B0)")
+    return Pair(parts["F"], parts["B"])
+
+
+def actions_of(row: Iterable[Entry]) -> tuple[Action, ...]:
+    """The actions of a row; a pair is its F, and then its B."""
+    return tuple(a for entry in row for a in (entry if isinstance(entry, Pair) else (entry,)))
 
 
 class ScheduleError(ValueError):

@@ -7,7 +7,8 @@ The rules, for the actions of each stage and microbatch:
 3. F comes before I or B, and I before W.
 4. The gradients of a stage's weights (W or B) are added up in the order of the microbatches, as a
    single process does: sums of floating-point numbers depend on their order.
-5. The waits of the ranks for each other form no cycle.
+5. The waits of the ranks for each other form no cycle; a pair waits for what both its parts need.
+6. A pair is an F and a B, of different microbatches.
 
 The checker shares no code with what makes schedules.
 """
@@ -18,15 +19,22 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from swpipe.plans.pipeline_parallel.action import OPS, Action, ScheduleError
+from swpipe.plans.pipeline_parallel.action import (
+    OPS,
+    Action,
+    Entry,
+    Pair,
+    ScheduleError,
+    actions_of,
+)
 
-Rows = Sequence[Sequence[Action]]
+Rows = Sequence[Sequence[Entry]]
 
 
 class TimedAction(NamedTuple):
-    """An action with its start and end, in the unit of the costs; 0 is the start of the step."""
+    """An action or a pair with its start and end, in the costs' unit; 0 is the step's start."""
 
-    action: Action
+    action: Entry
     start: float
     end: float
 
@@ -35,7 +43,7 @@ def placement_of(rows: Rows) -> tuple[int, ...]:
     """The rank of each stage; rule 1."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for action in row:
+        for action in actions_of(row):
             other = rank_of.setdefault(action.stage, rank)
             if other != rank:
                 raise ScheduleError(
@@ -59,16 +67,19 @@ def check_order(rows: Rows, n_micro: int) -> None:
 
 
 def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
-    """Rules 1 to 4; gives the placement."""
+    """Rules 1 to 4, and 6; gives the placement."""
     if not any(rows):
         raise ScheduleError("there is no action: a schedule has a row of actions per rank")
     for rank, row in enumerate(rows):
         if not row:
             raise ScheduleError(f"rank {rank} has no action: each rank has at least one stage")
-        for action in row:
+        for action in actions_of(row):
             _check_action(action, rank, n_micro)
+        for entry in row:
+            if isinstance(entry, Pair):
+                _check_pair(entry, rank)
     placement = placement_of(rows)
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(map(actions_of, rows)):
         _check_counts(row, rank, n_micro)
         _check_row(row, rank)
     return placement
@@ -90,6 +101,15 @@ def _check_action(action: Action, rank: int, n_micro: int) -> None:
             f"{action} on rank {rank} is microbatch {micro}, counted from 0, but n_micro is "
             f"{n_micro}",
             action,
+        )
+
+
+def _check_pair(pair: Pair, rank: int) -> None:
+    """Rule 6."""
+    f, b = pair
+    if (f.op, b.op) != ("F", "B") or f.micro == b.micro:
+        raise ScheduleError(
+            f"{pair} on rank {rank}: a pair is an F and a B, of different microbatches", b
         )
 
 
@@ -142,14 +162,14 @@ def _check_row(row: Sequence[Action], rank: int) -> None:
 
 
 def earliest_times(
-    rows: Rows, placement: Sequence[int], cost: Callable[[Action], float], hop: float
+    rows: Rows, placement: Sequence[int], cost: Callable[[Entry], float], hop: float
 ) -> tuple[tuple[TimedAction, ...], ...]:
     """Each action's times, as early as the order of its rank and its input allow; rule 5.
 
     Args:
         rows: Rows that keep the other rules.
         placement: The rank of each stage.
-        cost: How long an action takes.
+        cost: How long an action, or a pair, takes.
         hop: How much later a result is on another rank.
 
     Raises:
@@ -163,20 +183,21 @@ def earliest_times(
         rank = ready.pop()
         row, times = rows[rank], timed[rank]
         clock = times[-1].end if times else 0
-        for action in row[len(times) :]:
-            start = clock
-            if (needed := _needed(action, ends, len(placement))) is not None:
-                if needed not in ends:
-                    waiting[needed] = rank
-                    break
-                away = hop if placement[needed.stage] != rank else 0
-                start = max(clock, ends[needed] + away)
-            clock = start + cost(action)
-            times.append(TimedAction(action, start, clock))
-            ends[action] = clock
-            # Whoever waits for a gradient waits for I or for B, whichever this is.
-            names = (action, action._replace(op="I")) if action.op == "B" else (action,)
-            ready += [waiting.pop(name) for name in names if name in waiting]
+        for entry in row[len(times) :]:
+            parts = entry if isinstance(entry, Pair) else (entry,)
+            needs = [n for one in parts if (n := _needed(one, ends, len(placement))) is not None]
+            if missing := [needed for needed in needs if needed not in ends]:
+                waiting[missing[0]] = rank
+                break
+            away = [hop if placement[needed.stage] != rank else 0 for needed in needs]
+            start = max([clock, *(ends[n] + late for n, late in zip(needs, away, strict=True))])
+            clock = start + cost(entry)
+            times.append(TimedAction(entry, start, clock))
+            for action in parts:
+                ends[action] = clock
+                # Whoever waits for a gradient waits for I or for B, whichever this is.
+                names = (action, action._replace(op="I")) if action.op == "B" else (action,)
+                ready += [waiting.pop(name) for name in names if name in waiting]
     if waiting:
         raise _deadlock(rows, placement, {rank: needed for needed, rank in waiting.items()})
     return tuple(map(tuple, timed))
@@ -205,9 +226,11 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Action]) ->
     told, first = [], None
     for rank in cycle:
         needed = waits[rank]
-        if needed not in rows[placement[needed.stage]]:
+        if needed not in actions_of(rows[placement[needed.stage]]):
             needed = needed._replace(op="B")
-        action = next(a for a in rows[rank] if _needed(a, {needed: 0}, len(placement)) == needed)
+        action = next(
+            a for a in actions_of(rows[rank]) if _needed(a, {needed: 0}, len(placement)) == needed
+        )
         first = first or action
         told.append(f"rank {rank} waits at {action} for {needed} of rank {placement[needed.stage]}")
     return ScheduleError("the schedule deadlocks: " + ", ".join(told), first)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.action import Action, Entry, Pair, ScheduleError
+
+_TIMES = ("forward", "backward", "weight", "pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class PipelineCosts:
         w_mem: What W adds, 0 or below; the op B adds ``b_mem`` + ``w_mem``.
         max_mem: The memory of each rank. None or 0: ``f_mem`` for each stage, 2·n·f on a V of n
             ranks; ``math.inf``: no limit.
+        pair: The time of an F over a B, by the rank or the stage of the F; at least that of the
+            longer one is counted. None: F and B in sequence.
 
     Raises:
         ScheduleError: A pass takes no time, or memory grows from microbatch to microbatch.
@@ -42,10 +46,11 @@ class PipelineCosts:
     b_mem: float = -1
     w_mem: float = -1
     max_mem: float | None = None
+    pair: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         wrong = []
-        for name in ("forward", "backward", "weight"):
+        for name in _TIMES[: 3 if self.pair is None else 4]:
             value = getattr(self, name)
             if not isinstance(value, str) and isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value))
@@ -89,22 +94,23 @@ class PipelineCosts:
                 f"{shown(2 * self.f_mem)}, for both chunks of one microbatch"
             )
 
-    def time(self, action: Action, placement: Sequence[int]) -> float:
-        """How long an action takes.
+    def time(self, action: Entry, placement: Sequence[int]) -> float:
+        """How long an action, or a pair, takes.
 
         Args:
-            action: The action.
+            action: Which one.
             placement: The rank of each stage.
         """
+        if isinstance(action, Pair):
+            parts = [self.time(part, placement) for part in action]
+            if self.pair is None:
+                return sum(parts)
+            return max(*parts, _of_stage(self.pair, action.f.stage, placement))
         if action.op == "B":
             both = (action._replace(op="I"), action._replace(op="W"))
             return self.time(both[0], placement) + self.time(both[1], placement)
         value = {"F": self.forward, "I": self.backward, "W": self.weight}[action.op]
-        if not isinstance(value, Sequence):
-            return value
-        if len(value) == len(placement):
-            return value[action.stage]
-        return value[placement[action.stage]]
+        return _of_stage(value, action.stage, placement)
 
     def memory(self, action: Action) -> float:
         """What an action adds to the memory of its rank."""
@@ -113,13 +119,20 @@ class PipelineCosts:
 
     def require(self, n_ranks: int, n_stages: int) -> None:
         """Raise ScheduleError where a sequence of times has another length than the job."""
-        for field in fields(self)[:3]:
-            value = getattr(self, field.name)
+        for name in _TIMES:
+            value = getattr(self, name)
             if isinstance(value, Sequence) and len(value) not in (n_ranks, n_stages):
                 raise ScheduleError(
-                    f"{field.name} has {len(value)} numbers: give one, or one for each of "
+                    f"{name} has {len(value)} numbers: give one, or one for each of "
                     f"{n_ranks} ranks, or one for each of {n_stages} stages"
                 )
+
+
+def _of_stage(value: float | Sequence[float], stage: int, placement: Sequence[int]) -> float:
+    """Of times that are one number, or one per stage or rank."""
+    if not isinstance(value, Sequence):
+        return value
+    return value[stage if len(value) == len(placement) else placement[stage]]
 
 
 class ActivationMemory(NamedTuple):

@@ -12,30 +12,39 @@ from functools import cached_property
 from pathlib import Path
 
 from swpipe.core.files import read_text
-from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.action import (
+    Action,
+    Entry,
+    Pair,
+    ScheduleError,
+    actions_of,
+    parse_entry,
+)
 from swpipe.plans.pipeline_parallel.order_check import check_order, placement_of
 from swpipe.plans.pipeline_parallel.pipeline_graph import ScheduledNode
 
-_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COMMUNICATES = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which each rank runs its actions.
+    """The order in which each rank runs its actions, and pairs of them.
 
     Whether the order can run is said by ``check_schedule``; any rows can be held.
 
     Attributes:
-        rows: A row of actions per rank, from rank 0.
+        rows: A row of actions and pairs per rank, from rank 0.
         n_micro: The number of microbatches.
     """
 
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[Entry, ...], ...]
     n_micro: int
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(Action(*action) for action in row) for row in self.rows)
+        rows = tuple(
+            tuple(one if isinstance(one, Pair) else Action(*one) for one in row)
+            for row in self.rows
+        )
         object.__setattr__(self, "rows", rows)
         if isinstance(self.n_micro, bool) or not isinstance(self.n_micro, int) or self.n_micro < 1:
             raise ScheduleError(
@@ -53,6 +62,16 @@ class PipelineSchedule:
             ScheduleError: A stage is missing, or on two ranks.
         """
         return placement_of(self.rows)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The rows with the parts of each pair one after the other, F first."""
+        return tuple(map(actions_of, self.rows))
+
+    @property
+    def in_sequence(self) -> PipelineSchedule:
+        """The same without pairs."""
+        return PipelineSchedule(self.actions, self.n_micro)
 
     @property
     def n_ranks(self) -> int:
@@ -96,7 +115,7 @@ class PipelineSchedule:
 
         Empty cells, in which torch's rank idles, are left out, and so are sends, receives, and
         what shards and reduces, which the runtime inserts anew. Passes that torch overlaps,
-        ``(0F1;3B0)OVERLAP_F_B``, follow each other.
+        ``(0F1;3B0)OVERLAP_F_B``, are a pair.
 
         Args:
             source: The text; or a ``pathlib.Path``, the file that has it.
@@ -113,7 +132,7 @@ class PipelineSchedule:
         except UnicodeDecodeError as error:
             raise ScheduleError(f"{source} is no CSV file: it is not UTF-8 text") from error
         rows = tuple(_row(number, cells) for number, cells in _lines(text))
-        found = 1 + max((action.micro for row in rows for action in row), default=-1)
+        found = 1 + max((a.micro for row in rows for a in actions_of(row)), default=-1)
         if not found:
             raise ScheduleError("there is no action: a schedule has a line of actions per rank")
         for what, expected, count in (
@@ -145,18 +164,12 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
     return lines
 
 
-def _row(number: int, cells: list[str]) -> tuple[Action, ...]:
-    actions = []
-    for position, cell in enumerate(cells, start=1):
+def _row(number: int, cells: list[str]) -> tuple[Entry, ...]:
+    entries = []
+    for position, cell in enumerate(map(str.strip, cells), start=1):
         try:
-            actions += [Action.parse(text) for text in _passes(cell.strip())]
+            if cell and not _COMMUNICATES.fullmatch(cell):
+                entries.append(parse_entry(cell))
         except ScheduleError as error:
             raise ScheduleError(f"line {number}, cell {position}: {error}") from None
-    return tuple(actions)
-
-
-def _passes(cell: str) -> list[str]:
-    """The passes of a cell; of one that only communicates, none."""
-    if pair := _OVERLAPPED.fullmatch(cell):
-        return [text.strip() for text in pair[1].split(";")]
-    return [] if not cell or _COMMUNICATES.fullmatch(cell) else [cell]
+    return tuple(entries)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import Action, ScheduleError
+from swpipe.plans.pipeline_parallel.action import Action, ScheduleError, actions_of
 from swpipe.plans.pipeline_parallel.order_check import TimedAction, check_rows, earliest_times
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
@@ -53,8 +53,8 @@ class ScheduleReport:
     def trace(self, *, unit_s: float = 1e-6) -> Trace:
         """The times as a trace: a chart for the terminal, a picture, a file for Perfetto.
 
-        Each rank is a row, each action a span; ``2F`` is the forward pass of stage 2, and the
-        iteration is the microbatch.
+        Each rank is a row, each action or pair a span; ``2F`` is the forward pass of stage 2,
+        ``2F+5B`` a pair, and the iteration is the microbatch, of a pair that of its F.
 
         Args:
             unit_s: The unit of the costs, in seconds.
@@ -66,10 +66,11 @@ class ScheduleReport:
         spans = []
         for rank, row in enumerate(self.times):
             before = row[0].start
-            for action, start, end in row:
-                task, on = f"{action.stage}{action.op}", Row("thread", f"rank {rank}")
+            for entry, start, end in row:
+                parts, on = actions_of((entry,)), Row("thread", f"rank {rank}")
+                task = "+".join(f"{one.stage}{one.op}" for one in parts)
                 spans.append(
-                    Span(task, action.micro, on, ns(start), ns(end), ns(start) - ns(before))
+                    Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
                 )
                 before = end
         return Trace(spans, arrows=_arrows({span.task for span in spans}))
@@ -94,13 +95,16 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
         times,
         makespan=max(row[-1].end for row in times),
         bubbles=tuple(_bubble(row) for row in times),
-        peak_memory=tuple(_peak(row, rank, costs, len(placement)) for rank, row in enumerate(rows)),
+        peak_memory=tuple(
+            _peak(row, rank, costs, len(placement))
+            for rank, row in enumerate(map(actions_of, rows))
+        ),
     )
 
 
 def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
-    """From the passes of a stage to those of its neighbours, and within a stage."""
-    for task in sorted(tasks):
+    """From the passes of a stage to those of its neighbours, and within a stage; none of pairs."""
+    for task in sorted(task for task in tasks if "+" not in task):
         stage, op = int(task[:-1]), task[-1]
         for other, producer in ((stage - 1, "F"), (stage + 1, "I"), (stage + 1, "B"), (stage, "F")):
             if f"{other}{producer}" in tasks and _follows(op, producer, other == stage):

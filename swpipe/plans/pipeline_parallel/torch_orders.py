@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import OPS, Action, Op, ScheduleError
+from swpipe.plans.pipeline_parallel.action import (
+    OPS,
+    Action,
+    Entry,
+    Op,
+    Pair,
+    ScheduleError,
+    actions_of,
+)
 from swpipe.plans.pipeline_parallel.pipeline_costs import require_counts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
@@ -59,8 +67,8 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     Args:
         order: ``1f1b`` and ``gpipe``, a stage per rank; ``interleaved``, ``interleaved_zb`` and
             ``looped_bfs``, stages r and n + r on rank r; ``zbv`` and ``dualpipev``, two stages per
-            rank in a V. Where DualPipe-V overlaps a forward and a backward pass, they follow each
-            other; of GPipe and looped BFS, backward passes are in the order of the microbatches.
+            rank in a V. DualPipe-V has pairs; of GPipe and looped BFS, backward passes are in the
+            order of the microbatches.
         n_ranks: The number of ranks.
         n_micro: The number of microbatches.
 
@@ -91,7 +99,7 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ScheduleError(f"torch's {kind.torch_class} has no such schedule: {text}") from error
-    numbered = _renumbered if kind.renumbered else _actions
+    numbered = _renumbered if kind.renumbered else _entries
     return PipelineSchedule(tuple(tuple(numbered(by_rank[r])) for r in range(n_ranks)), n_micro)
 
 
@@ -102,17 +110,17 @@ def _renumbered(entries: Iterable[Any]) -> Iterable[Action]:
     LoopedBFS and GPipe from the last microbatch on, in which order nothing else depends.
     """
     counts: Counter[tuple[int, Op]] = Counter()
-    for stage, op, _ in _actions(entries):
+    for stage, op, _ in actions_of(_entries(entries)):
         yield Action(stage, op, counts[stage, op])
         counts[stage, op] += 1
 
 
-def _actions(entries: Iterable[Any]) -> Iterable[Action]:
-    """The computations among torch's entries, which may be None, nested, or communication."""
+def _entries(entries: Iterable[Any]) -> Iterable[Entry]:
+    """The computations among torch's entries, which may be None, a pair, or communication."""
     for entry in entries:
         if entry is None:
             continue
         if entry.sub_actions is not None:
-            yield from _actions(entry.sub_actions)
+            yield Pair(*actions_of(_entries(entry.sub_actions)))
         elif (op := entry.computation_type.value) in OPS:
             yield Action(entry.stage_index, op, entry.microbatch_index)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe.plans.pipeline_parallel.action import Action, Op
+from swpipe.plans.pipeline_parallel.action import Action, Op, Pair
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
@@ -64,8 +64,16 @@ class VOrders:
             for rank in range(n_ranks)
         ]
         self.work = [sum(cost) * n_micro for cost in self.cost]
+        self.saved = [2 * n_micro * self._saved(rank, placement) for rank in range(n_ranks)]
         self.memory = [costs.memory(Action(0, op, 0)) for op, _ in _OPS]
         self.max_mem = costs.widened_limit(2 * n_ranks)
+
+    def _saved(self, rank: int, placement: Sequence[int]) -> float:
+        """The most that a pair takes less than its parts."""
+        stages = {self.stage(kind, rank) for kind in (0, 1)}
+        pairs = [Pair(Action(f, "F", 0), Action(b, "B", 1)) for f in stages for b in stages]
+        time = self.costs.time
+        return max(0, *(sum(time(a, placement) for a in p) - time(p, placement) for p in pairs))
 
     def stage(self, kind: int, rank: int) -> int:
         """The stage of a kind on a rank."""
@@ -127,10 +135,10 @@ class VOrders:
         return True
 
     def order_of(self, schedule: PipelineSchedule) -> Order:
-        """The order of a schedule on a V; a B becomes I and W."""
+        """The order of a schedule on a V; a B becomes I and W, a pair F, I and W."""
         kinds = {(op, chunk): kind for kind, (op, chunk) in enumerate(_OPS)}
         rows = []
-        for rank, actions in enumerate(schedule.rows):
+        for rank, actions in enumerate(schedule.actions):
             row = []
             for stage, op, _ in actions:
                 chunk = int(stage != rank)
@@ -152,7 +160,7 @@ class VOrders:
 
 
 def lower_bound(orders: VOrders, objective: Objective) -> float:
-    """No order of the job has a smaller makespan, period, or largest bubble.
+    """No order of the job, with pairs or not, has a smaller makespan, period, or largest bubble.
 
     Rank r starts when the first microbatch has come down to it. Until that microbatch comes up
     again it can only run F0, as many as there are microbatches and memory; until its gradient
@@ -172,9 +180,10 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
     ]
     if objective == "bubble":
         return max(bubbles)
+    least = [b + w - s for b, w, s in zip(bubbles, orders.work, orders.saved, strict=True)]
     if objective == "period":
-        return max(bubble + work for bubble, work in zip(bubbles, orders.work, strict=True))
-    ends = [starts[0][rank] + bubbles[rank] + orders.work[rank] for rank in range(n)]
+        return max(least)
+    ends = [starts[0][rank] + least[rank] for rank in range(n)]
     chain = starts[3][0] + orders.cost[0][3] + orders.cost[0][5]
     return max(chain, *ends)
 

@@ -17,6 +17,7 @@ from typing import get_args
 from swpipe.core.messages import shown
 from swpipe.errors import InternalError
 from swpipe.plans.pipeline_parallel.action import ScheduleError
+from swpipe.plans.pipeline_parallel.pair_search import pair_passes
 from swpipe.plans.pipeline_parallel.pipeline_costs import (
     PipelineCosts,
     is_positive,
@@ -24,6 +25,7 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
 )
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
+from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
     Order,
@@ -143,7 +145,22 @@ def plan_v_schedule(
         pool.add(order)
         moves -= _START_MOVES
     pool.improve(further, moves)
-    return VPlan(pool.checked(costs), objective, pool.value, pool.bound, published)
+    found, value = pool.checked(costs), pool.value
+    if costs.pair is not None:
+        starting = [found, *_dual_pipe(orders)]
+        paired = [pair_passes(schedule, costs, objective) for schedule in starting]
+        found, (value, _) = min(paired, key=lambda one: one.costs)
+    return VPlan(found, objective, value, pool.bound, published)
+
+
+def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
+    """DualPipe-V, an order that is made for pairs; none where torch or the memory has no such."""
+    try:
+        schedule = torch_schedule("dualpipev", orders.n_ranks, orders.n_micro)
+        check_schedule(schedule, orders.costs)
+    except (ImportError, ScheduleError):
+        return []
+    return [schedule]
 
 
 class LocalSearch:

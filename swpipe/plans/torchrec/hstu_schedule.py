@@ -23,11 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec
 from swpipe.schedulable import (
     Schedule,
     SequentialExecutor,
@@ -192,26 +191,3 @@ def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
         for name, thread in thread_map.items()
         if name in there or name not in TASKS
     }
-
-
-def with_auc(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with the running AUC, a task of the workload ``hstu``, after all others."""
-    last = TaskSchedule(stage=plan.schedule["watchdog_step"].stage)
-    return replace(
-        plan,
-        schedule={**plan.schedule, "auc": last},
-        deps=[*plan.deps, ("auc", "watchdog_step")],
-        order=[*plan.order, "auc"],
-    )
-
-
-def _preset(name: str) -> PipelinePlan:
-    schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
-    return with_auc(hstu_plan(schedule, name))
-
-
-PLANS: dict[str, Callable[[], PipelinePlan]] = {
-    "serial": lambda: PipelinePlan.serial([*TASKS, "auc"]),
-    **{name: partial(_preset, name) for name in HSTU_THREAD_MAPS},
-}
-"""Plans of the workload ``hstu``, by name: serial, and one for each preset of threads."""

@@ -214,12 +214,13 @@ class ClickJob(AnyClickJob):
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """One training step, in the order of a plain loop."""
-        reads = DeclaredIO(state="model parameters", mode="r", memory=self.model)
-        gradients = gradients_of(self.modules, "model gradients")
+        # The loop only reads losses: what is trained is compared and evaluated after the last step.
+        reads = DeclaredIO(state="model parameters", mode="r", memory=self.model, others="")
+        gradients = gradients_of(self.modules, "model gradients", others="")
         updates = [
             DeclaredIO(state="model gradients", mode="r"),
             DeclaredIO(state="model parameters"),
-            DeclaredIO(state="optimizer state"),
+            DeclaredIO(state="optimizer state", others=""),
         ]
         return (
             *self._feed(),

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
+from swpipe.plans.pipeline_parallel import Pair, PipelineSchedule, ScheduleError
+from swpipe.plans.pipeline_parallel.action import Entry
+from swpipe.tasks.pipeline_parallel.paired_passes import PairedPasses, planned_micros
 from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
 from swpipe.tasks.pipeline_parallel.run_rules import (
     CollectivesBeside,
@@ -42,6 +44,7 @@ from swpipe.tasks.pipeline_parallel.run_rules import (
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
     OPS,
+    OVERLAP,
     TorchAction,
     TorchRuntime,
 )
@@ -238,7 +241,11 @@ class PipelineRuntime:
             return self._evaluation.run(inputs, target, with_output, keywords)
 
     def _make(self, left_out: tuple[Any, ...]) -> Any:
-        """A runtime of torch's, with stages of its own, in which some ops do nothing."""
+        """A runtime of torch's, with stages of its own, in which some ops do nothing.
+
+        Without any of these, pairs overlap.
+        """
+        schedule = self.schedule.in_sequence if left_out else self.schedule
         stages = [
             OncePerMicrobatch(
                 chunk,
@@ -246,17 +253,16 @@ class PipelineRuntime:
                 self.schedule.n_stages,
                 self._device,
                 group=self.group,
-                in_order=_inputs_in_order(self.schedule, stage),
+                in_order=_inputs_in_order(schedule, stage),
+                planned=planned_micros(schedule, stage, self.chunks),
             )
             for stage, chunk in self.chunks.items()
         ]
         made = TorchRuntime(stages, self.schedule.n_micro, loss_fn=self._loss_fn)
         made._prepare_schedule_with_comms(
-            {
-                rank: [TorchAction(stage, OPS[op], micro) for stage, op, micro in row]
-                for rank, row in enumerate(self.schedule.rows)
-            }
+            {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
         )
+        made.register_custom_function(OVERLAP, PairedPasses(stages))
         for op in left_out:
             made.register_custom_function(op, _do_nothing)
         return made
@@ -288,6 +294,7 @@ class _Passes:
         target = target if owner.has_last else None
         losses: list[Tensor] | None = [] if owner.has_last else None
         self._failed = True
+        runtime._comp_type_to_function_map[OVERLAP].with_output = with_output
         step = runtime.step if self._training else runtime.eval
         with nullcontext() if self._ready else CollectivesBeside(owner.group):
             output = step(
@@ -334,9 +341,15 @@ def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterat
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
 
+def _of_torch(entry: Entry) -> Any:
+    if isinstance(entry, Pair):
+        return TorchAction(-1, OVERLAP, None, tuple(map(_of_torch, entry)))
+    return TorchAction(entry.stage, OPS[entry.op], entry.micro)
+
+
 def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
     """Whether a stage's I come in the order of the microbatches."""
-    micros = [a.micro for row in schedule.rows for a in row if a.stage == stage and a.op in "IB"]
+    micros = [a.micro for row in schedule.actions for a in row if a.stage == stage and a.op in "IB"]
     return micros == sorted(micros)
 
 

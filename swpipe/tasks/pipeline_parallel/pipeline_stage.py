@@ -12,6 +12,8 @@ Its W adds to gradients without autograd, which hooks do not see: see ``split_ba
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
 from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage, metas_of
 
@@ -33,6 +36,12 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         device: Where its tensors are.
         group: The ranks.
         in_order: Whether its I come in the order of the microbatches.
+        planned: The microbatches that it runs by plans of the module's layers; whether their
+            backward pass is I and W.
+
+    Attributes:
+        over: What the next forward pass is run over; None to run it alone.
+        due: Called with the next backward pass, instead of running it, when it is due.
     """
 
     def __init__(
@@ -44,9 +53,14 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         *,
         group: dist.ProcessGroup | None,
         in_order: bool,
+        planned: Mapping[int, bool] = MappingProxyType({}),
     ) -> None:
         super().__init__(module, stage, n_stages, device, group=group)
-        self._in_order = in_order
+        self._in_order, self.planned = in_order, planned
+        self.over: PlannedMicrobatch | None = None
+        self.due: Due | None = None
+        self._plans: dict[int, PlannedMicrobatch] = {}
+        self._micro = 0
         self._told: list[tuple[dist.Work | None, Tensor]] = []
         self._told_outputs = False
 
@@ -136,8 +150,22 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
             self._tell(self.stage_index - 1, metas)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
+    def forward_maybe_with_nosync(self, *args: Any, **keywords: Any) -> Any:
+        """Torch's place to run the module."""
+        if self._micro not in self.planned:
+            return super().forward_maybe_with_nosync(*args, **keywords)
+        given: dict[str, Any] = {} if self.is_first else {"decoder_input": args[0]}
+        if self.planned[self._micro]:
+            given["extra_block_kwargs"] = {"delay_wgrad_compute": True}
+        ids = args if self.is_first else (None,)
+        planned = PlannedMicrobatch(self.submod.build_schedule_plan(*ids, **given, **keywords))
+        self._plans[self._micro] = planned
+        over, self.over = self.over, None
+        return planned.run_forward(over)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         """Run it forward."""
+        self._micro = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **more)
         values = _as_tuple(output)
         if self.is_last:  # of any type, for the loss function: torch looks at its tensors alone
@@ -155,22 +183,37 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ backward
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        """Run it backward."""
+        self._micro = bwd_chunk_id
+        return super().backward_one_chunk(bwd_chunk_id, *args, **more)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
+        """What is left of it."""
+        self._micro = bwd_chunk_id
+        return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Torch's place to run autograd: all of a backward pass, its I, or its W."""
         if backward_type == "weight":
-            left: WeightPass | None = bwd_kwargs["param_groups"]
-            if left is not None:
-                left.run()
+            rest: WeightPass | PlannedMicrobatch | None = bwd_kwargs["param_groups"]
+            if rest is not None:
+                rest.run()
             return (), None
+        planned = self._plans.pop(self._micro, None)
         outputs, given = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         if backward_type == "full":
+            if planned is not None:
+                due, self.due = self.due, None
+                return planned.whole_pass(outputs, bwd_kwargs["output_grads"], given, due), None
             return whole_pass(outputs, bwd_kwargs["output_grads"], given), None
         own = [] if self._in_order else list(self.submod.parameters())
         before = [_state(parameter) for parameter in own]
-        grads, left = input_pass(outputs, bwd_kwargs["output_grads"], given)
+        split = input_pass if planned is None else planned.input_pass
+        grads, left = split(outputs, bwd_kwargs["output_grads"], given)
         if before != [_state(parameter) for parameter in own]:
             raise RuntimeError(
                 f"stage {self.stage_index} has a backward pass that cannot be split (a function of "

@@ -52,7 +52,7 @@ def check_runnable(schedule: PipelineSchedule, n_ranks: int) -> None:
             f"{counted(n_ranks, 'rank')}: torch's runtime takes a multiple of the ranks"
         )
     last = schedule.n_stages - 1
-    row = schedule.rows[schedule.placement[last]]
+    row = schedule.actions[schedule.placement[last]]
     forwards = [action for action in row if action.stage == last and action.op == "F"]
     for action in _out_of_order(forwards):
         raise ScheduleError(
@@ -81,7 +81,7 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
         )
     owner: dict[int, str] = {}
     for stage in stages:
-        forwards = [a for a in schedule.rows[rank] if a.stage == stage and a.op == "F"]
+        forwards = [a for a in schedule.actions[rank] if a.stage == stage and a.op == "F"]
         buffer = next((name for name, _ in chunks[stage].named_buffers()), None)
         if buffer is not None and (early := next(_out_of_order(forwards), None)) is not None:
             raise ScheduleError(

@@ -50,5 +50,10 @@ OPS: Any = {
 BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
 """Ops that an evaluation leaves out."""
 
+OVERLAP: Any = schedules.OVERLAP_F_B
+
+wait_for: Any = schedules._wait_batch_p2p
+"""For sends or receives that were started."""
+
 metas_of: Any = extract_tensor_metas
 """Of tensors: what a receiver has to know before it receives them."""

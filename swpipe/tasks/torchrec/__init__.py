@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
+    from swpipe.tasks.torchrec.per_token import PerToken
     from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
     from swpipe.tasks.torchrec.released import MemoryOptions
     from swpipe.tasks.torchrec.rewrite import RewriteReport
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
     from swpipe.tasks.torchrec.staged import SparseDataDistUtil, StagedTrainPipeline
     from swpipe.tasks.torchrec.step import TrainStep
+    from swpipe.tasks.torchrec.task_options import TaskOptions
     from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "IdentityShuffler",
     "KarmarkarKarpShuffler",
     "MemoryOptions",
+    "PerToken",
     "PipelineFactory",
     "PipelineStage",
     "PrefetchTrainPipelineSparseDist",
@@ -63,6 +66,7 @@ __all__ = [
     "SparseDistPipeline",
     "SparseDistTasks",
     "StagedTrainPipeline",
+    "TaskOptions",
     "TrainEvalHybridPipelineBase",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
@@ -80,10 +84,12 @@ _WHERE = {
     "PipelineStage": "_torchrec",
     "RewriteError": "inputs",
     "MemoryOptions": "released",
+    "PerToken": "per_token",
     "RewriteReport": "rewrite",
     "TrainPipelineSemiSync": "semi_sync",
     "TrainStep": "step",
     "SparseDistTasks": "task_set",
+    "TaskOptions": "task_options",
     **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), "drop_in"),
     **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), "shuffle"),
     **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), "staged"),

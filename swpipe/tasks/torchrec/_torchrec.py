@@ -82,13 +82,10 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+        from torchrec import JaggedTensor, KeyedJaggedTensor
         from torchrec.distributed import comm_ops
         from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
-        from torchrec.distributed.embedding import (
-            EmbeddingCollectionSharder,
-            ShardedEmbeddingCollection,
-        )
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
         from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
         from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
         from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
@@ -123,7 +120,6 @@ try:
             ShardedModule,
         )
         from torchrec.optim.fused import FusedOptimizer
-        from torchrec.streamable import Pipelineable
 except ImportError as error:
     check_parts(VERSION, problems(), error)
 check_parts(VERSION, problems())
@@ -174,9 +170,6 @@ __all__ = [
     "BaseForward",
     "CallArgs",
     "DMPCollection",
-    "EmbeddingCollection",
-    "EmbeddingCollectionSharder",
-    "EmbeddingConfig",
     "FusedOptimizer",
     "GetAttrArgInfoStep",
     "GetItemArgInfoStep",
@@ -187,7 +180,6 @@ __all__ = [
     "LazyGetItemMixin",
     "NodeArgsHelper",
     "PipelineStage",
-    "Pipelineable",
     "PipelinedForward",
     "PrefetchPipelinedForward",
     "PrefetchTrainPipelineContext",

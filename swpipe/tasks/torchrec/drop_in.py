@@ -45,6 +45,7 @@ from swpipe.tasks.torchrec.mid_flight import check_saving, refusal_to_others, ru
 from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.rewrite import RewriteReport
 from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_options import TaskOptions
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 _REPLACED = (
@@ -168,7 +169,7 @@ class SparseDistPipeline:
         run_ahead: int | None = None,
     ) -> None:
         self.tasks = tasks
-        if tasks.pipeline_postproc and plans.POSTPROC not in plan.schedule:
+        if tasks.options.pipeline_postproc and plans.POSTPROC not in plan.schedule:
             plan = plans.with_postproc(plan)
         self.pipe = SWPipeline(
             plan,
@@ -408,7 +409,7 @@ def build(
 
     ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
     stands for ``TrainStep([optimizer])``; give either that or ``step``. The other arguments are
-    those of ``SparseDistTasks`` and ``SparseDistPipeline``.
+    those of ``TaskOptions`` and ``SparseDistPipeline``.
 
     Raises:
         ValueError: Both an optimizer and a step, or neither.
@@ -419,7 +420,7 @@ def build(
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         step = TrainStep([one for one in several if one is not None])
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
-    tasks = SparseDistTasks(model, step, device=device, **options)
+    tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
     return SparseDistPipeline(tasks, plan_for(plan, tasks), **own)
 
 
@@ -433,13 +434,13 @@ def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePl
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
     """Makes a ready-made plan that saves memory if the tasks do."""
-    return lambda tasks: make(lean=bool(tasks.memory))
+    return lambda tasks: make(lean=bool(tasks.options.memory))
 
 
 def split(tasks: SparseDistTasks) -> PipelinePlan:
     """The plan ``split`` for these tasks."""
     early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
-    return plans.split(after_step=not early, lean=bool(tasks.memory))
+    return plans.split(after_step=not early, lean=bool(tasks.options.memory))
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
@@ -454,8 +455,8 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
             "tables and those that the optimizers step do not allow: shard them otherwise, with a "
             "fused optimizer, or take jagged_split_sparse_dist"
         )
-    one_backward = tasks.rewrite.kind == "ahead"
-    return plans.semi_sync(one_backward=one_backward, lean=bool(tasks.memory))
+    one_backward = tasks.options.forward == "ahead"
+    return plans.semi_sync(one_backward=one_backward, lean=bool(tasks.options.memory))
 
 
 PLANS: dict[str, PipelinePlan | PlanFor] = {

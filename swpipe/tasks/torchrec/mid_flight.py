@@ -96,7 +96,7 @@ def _changed(task: PipelineTask) -> set[str]:
 
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
     """The parts that have run for batches in flight, and may have changed something by that."""
-    shuffler = tasks.shuffler
+    shuffler = tasks.options.shuffler
     if runs_early(plan, tasks.task_of(tasks.copy)) and type(shuffler) not in WITHOUT_STATE:
         yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
     if not runs_early(plan, tasks.task_of(tasks.start_input_dist)):

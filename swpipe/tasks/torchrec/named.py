@@ -43,6 +43,7 @@ from swpipe.tasks.torchrec.refused_arguments import (
 )
 from swpipe.tasks.torchrec.released import MemoryOptions
 from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_options import TaskOptions
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 In = TypeVar("In")
@@ -92,6 +93,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     """
 
     __signature__: ClassVar[inspect.Signature | None]
+    arguments: ClassVar[inspect.Signature | None] = None  # None for those of TorchRec's class
+
     _original: ClassVar[type]  # the class of TorchRec's
     form: ClassVar[Form]
 
@@ -105,12 +108,14 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         else:
             refuse_overrides(cls, cls._original)
         own = cls.__init__ is not NamedPipeline.__init__
-        cls.__signature__ = None if own else signature_of(cls._original)
+        cls.__signature__ = None if own else cls.arguments or signature_of(cls._original)
 
     def __init__(self, *args: Any, run_ahead: int | None = None, **kwargs: Any) -> None:
         torchrec_pipelines.TrainPipeline.__init__(self)
         self._run_ahead = run_ahead
-        self._given = given = bound(self, self._original, args, kwargs)
+        ours = self.arguments
+        theirs = signature_of(self._original)
+        self._given = given = bound(self, ours or theirs, args, kwargs, ours=ours is not None)
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
         self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
@@ -226,18 +231,15 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return [self._optimizer_given]
 
     def _build(self) -> None:
-        step = TrainStep(
-            self._optimizers(),
-            forward=self._given.get("custom_model_fwd"),
-            sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
-        )
         kind: Kind = "own"
         if sharded_modules(unwrapped(self._model)):
             alone = dist.is_initialized() and dist.get_world_size() == 1
             kind = (self.form.alone if alone else None) or self.form.kind
-        self.tasks = self._tasks_for(step, kind)
+        self.tasks = SparseDistTasks(
+            self._model, self._step(), self._options(kind), device=self._given["device"]
+        )
         if type(self).copy_batch_to_gpu is not NamedPipeline.copy_batch_to_gpu:
-            if self.tasks.memory.enable_inplace_copy_batch:
+            if self.tasks.options.memory.enable_inplace_copy_batch:
                 raise NotImplementedError(
                     f"{type(self).__name__} overrides copy_batch_to_gpu, and copies in place "
                     "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
@@ -246,11 +248,15 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             self.tasks.copy_batch = self._copied
         self._start()
 
-    def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
-        return SparseDistTasks(
-            self._model,
-            step,
-            device=self._given["device"],
+    def _step(self) -> TrainStep:
+        return TrainStep(
+            self._optimizers(),
+            forward=self._given.get("custom_model_fwd"),
+            sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
+        )
+
+    def _options(self, kind: Kind) -> TaskOptions:
+        return TaskOptions(
             forward=kind,
             strict=False,
             zero_grad=self._zero_grad(),
@@ -355,7 +361,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         return plans.EMBED if self._late() else plans.DENSE_BACK  # after the look-up
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.split(lean=bool(tasks.memory)) if self._late() else split(tasks)
+        return plans.split(lean=bool(tasks.options.memory)) if self._late() else split(tasks)
 
     def _late(self) -> bool:
         """Whether a batch is looked up in the call that returns it, whatever tables allow."""

@@ -141,17 +141,10 @@ PARTS: tuple[Part, ...] = (
         DMPCollection={"calls": {"sync": ""}},
     ),
     *_parts(f"{_DISTRIBUTED}.embeddingbag", ShardedEmbeddingBagCollection={"has": _READ}),
-    *_parts(
-        f"{_DISTRIBUTED}.embedding",
-        "EmbeddingCollectionSharder",
-        ShardedEmbeddingCollection={"has": _READ},
-    ),
+    *_parts(f"{_DISTRIBUTED}.embedding", ShardedEmbeddingCollection={"has": _READ}),
     *_parts("torchrec.optim.fused", "FusedOptimizer"),
-    *_parts("torchrec.streamable", "Pipelineable"),
     *_parts(
         "torchrec",
-        "EmbeddingCollection",
-        "EmbeddingConfig",
         JaggedTensor={"calls": {"values": "", "lengths": "", "weights_or_none": ""}},
         KeyedJaggedTensor={
             "calls": {"keys": "", "values": "", "lengths": "", "weights_or_none": ""},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, NoReturn
 
 from swpipe.tasks.torchrec._torchrec import (
@@ -15,6 +16,8 @@ from swpipe.tasks.torchrec._torchrec import (
     torchrec_class,
     torchrec_pipelines,
 )
+
+_POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 
 
 class Refusal(NamedTuple):
@@ -58,24 +61,30 @@ TAKEN = frozenset(
 
 
 def bound(
-    owner: object, original: type, args: Sequence[Any], kwargs: Mapping[str, Any]
+    owner: object,
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    ours: bool,
 ) -> dict[str, Any]:
-    """The arguments of a pipeline by name, as the class of TorchRec's that is installed takes them.
+    """The arguments of a pipeline by name; ``ours`` says whether all in the signature are known.
 
     Raises:
         NotImplementedError: As ``refuse``, and for arguments that only this TorchRec has.
-        TypeError: The class of TorchRec's takes others.
+        TypeError: The class takes others.
     """
     name = type(owner).__name__
-    signature = signature_of(original)
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}(): {error}") from None
+        takes = ", ".join(signature.parameters)
+        raise TypeError(f"{name}() {error}; it takes {takes}, run_ahead") from None
     call.apply_defaults()
-    given = call.arguments
+    given: dict[str, Any] = call.arguments
     refuse(owner, **{key: value for key, value in given.items() if key in REASONS})
-    for key in given.keys() - REASONS.keys() - TAKEN:
+    known = given.keys() if ours else REASONS.keys() | TAKEN
+    for key in given.keys() - known:
         if given[key] is not signature.parameters[key].default:
             raise NotImplementedError(
                 f"{name}({key}={given[key]!r}): this argument of the TorchRec that is installed is "
@@ -84,15 +93,25 @@ def bound(
     return given
 
 
-def signature_of(kind: type) -> inspect.Signature:
+def arguments(by_position: Mapping[str, Any], by_keyword: Mapping[str, Any]) -> Signature:
+    """A signature that begins with the model, the optimizer and the device; with defaults."""
+    first = [Parameter(name, _POSITIONAL) for name in ("model", "optimizer", "device")]
+    first += [Parameter(name, _POSITIONAL, default=value) for name, value in by_position.items()]
+    rest = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in by_keyword.items()
+    ]
+    return Signature([*first, *rest])
+
+
+def signature_of(kind: type) -> Signature:
     """The signature of a class; ``*args, **kwargs`` are the parameters of the class it extends."""
     signature = inspect.signature(kind)
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     own = [p for p in signature.parameters.values() if p.kind not in several]
     if len(own) == len(signature.parameters):
         return signature
     inherited = signature_of(kind.__mro__[1]).parameters.values()
-    return inspect.Signature([*inherited, *own])
+    return Signature([*inherited, *own])
 
 
 def refuse(owner: object, **given: Any) -> None:

@@ -17,10 +17,10 @@ not fused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -34,7 +34,7 @@ from swpipe.tasks.torchrec._torchrec import (
 )
 from swpipe.tasks.torchrec.awaitables import fused_splits
 from swpipe.tasks.torchrec.exchanged import CallInputs
-from swpipe.tasks.torchrec.forwards import FORWARDS, Kind, SparseDistContext
+from swpipe.tasks.torchrec.forwards import FORWARDS, SparseDistContext
 from swpipe.tasks.torchrec.inputs import (
     Found,
     RewriteError,
@@ -53,14 +53,13 @@ from swpipe.tasks.torchrec.postproc import (
     PostprocResults,
     compute_ahead,
 )
-from swpipe.tasks.torchrec.released import MARK, MemoryOptions, Releases
+from swpipe.tasks.torchrec.released import MARK, Releases
+from swpipe.tasks.torchrec.task_options import Find, TaskOptions
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
 WATCHED = 16
 """In so many forwards it is checked that nothing reads too early what a module changes."""
-
-Find: TypeAlias = Literal["trace", "direct"]
 
 _REWRITES: WeakKeyDictionary[nn.Module, WeakSet[Rewrite]] = WeakKeyDictionary()
 """Sharded module to all that have rewritten it."""
@@ -104,7 +103,7 @@ class RewriteReport:
 
 
 class Rewrite:
-    """The replaced forwards of one model. The arguments are those of ``SparseDistTasks``.
+    """The replaced forwards of one model.
 
     ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model;
     ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
@@ -114,33 +113,23 @@ class Rewrite:
     why none of them may run now, or "", and gets whether it would train.
 
     Raises:
-        RewriteError: The model has no sharded module, unless ``kind`` is "own".
+        RewriteError: The model has no sharded module, unless ``forward`` is "own".
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: Device,
-        *,
-        kind: Kind = "split",
-        find: Find = "trace",
-        inputs: Mapping[str, str] | None = None,
-        strict: bool = True,
-        pipeline_postproc: bool = False,
-        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+        options: TaskOptions = TaskOptions(),  # noqa: B008 - frozen
     ) -> None:
-        self.kind: Kind = kind
-        self.looks_up_ahead = kind in ("split", "ahead")
+        self.looks_up_ahead = options.forward in ("split", "ahead")
         self.report: RewriteReport | None = None
         self.attached = False
         self.forwards: tuple[Any, ...] = ()
         self.postprocs: tuple[PostprocForward, ...] = ()
         self._device = device
-        self._find: Find = find
-        self._inputs = dict(inputs or {})
-        self._strict = strict
-        self._postproc = pipeline_postproc
-        self._releases = Releases(memory, device) if memory else None
+        self._options = options
+        self._releases = Releases(options.memory, device) if options.memory else None
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -148,7 +137,7 @@ class Rewrite:
         self.others: tuple[ref[Rewrite], ...] = ()
         self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
-        if kind != "own":
+        if options.forward != "own":
             self._check_names()
         self.late = frozenset(
             name
@@ -175,22 +164,22 @@ class Rewrite:
                 )
                 for name, module in self.sharded.items()
             ),
-            self._find,
+            self._options.find,
             describe(),
             tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
         )
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
-        if self._strict and bad and self.kind != "own":
+        if self._options.strict and bad and self._options.forward != "own":
             raise RewriteError(
                 "\n".join(["sharded modules that cannot be pipelined:", *bad])
                 + "\n(with strict=False such a "
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
-        if bad and self.kind != "own":
+        if bad and self._options.forward != "own":
             head = "sharded modules that are not pipelined, so that exchanges of their ids overlap "
             warnings.warn("\n".join([f"{head}nothing:", *bad]), RuntimeWarning, stacklevel=2)
         self.forwards = tuple(
-            FORWARDS["prefetch" if name in self.late else self.kind](
+            FORWARDS["prefetch" if name in self.late else self._options.forward](
                 name, found[name].args, module, self._device
             )
             for name, module in self.sharded.items()
@@ -359,7 +348,7 @@ class Rewrite:
                 "pipeline: shard its embeddings first (torchrec's DistributedModelParallel), or "
                 "use prefetch_plan with tasks of your own"
             )
-        for name in self._inputs:
+        for name in self._options.inputs:
             if name not in self.sharded:
                 raise RewriteError(
                     f"inputs names {name!r}, which is not a sharded module of the model; those are "
@@ -367,17 +356,19 @@ class Rewrite:
                 )
 
     def _find_inputs(self, batch: Any) -> Traced:
-        if self.kind == "own":
+        if self._options.forward == "own":
             own = Found(why="it keeps its own forward, as asked for")
             return Traced(dict.fromkeys(self.sharded, own), {})
-        named = {name: named_input(path) for name, path in self._inputs.items()}
+        named = {name: named_input(path) for name, path in self._options.inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
             return Traced(named, {})
-        if self._find == "direct":
+        if self._options.find == "direct":
             return Traced(named | direct_inputs(batch, rest), {})
         try:
-            traced = traced_inputs(self._inner, batch, rest, postproc=self._postproc)
+            traced = traced_inputs(
+                self._inner, batch, rest, postproc=self._options.pipeline_postproc
+            )
         except ValueError as error:
             raise RewriteError(str(error)) from error
         return Traced(named | traced.inputs, traced.computed)

@@ -98,7 +98,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
-        return stale if self._stale else plans.prefetch(lean=bool(tasks.memory))
+        return stale if self._stale else plans.prefetch(lean=bool(tasks.options.memory))
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
         limit = None if self._stale else self._start_batch - self._done

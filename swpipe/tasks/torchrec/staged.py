@@ -32,6 +32,7 @@ from swpipe.tasks.torchrec.named import In, Out
 from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.refused_arguments import REASONS, no_internal, refuse
 from swpipe.tasks.torchrec.rewrite import Rewrite
+from swpipe.tasks.torchrec.task_options import TaskOptions
 
 _HAND_OUT = "hand out"
 
@@ -56,13 +57,12 @@ class SparseDataDistUtil(Generic[In]):
         self.data_dist_stream = data_dist_stream
         self.prefetch_stream = prefetch_stream
         self._device = resolve(_device([data_dist_stream]))
-        self._rewrite = Rewrite(
-            model,
-            self._device,
-            kind="pipelined" if prefetch_stream is None else "prefetch",
+        options = TaskOptions(
+            forward="pipelined" if prefetch_stream is None else "prefetch",
             strict=False,
             pipeline_postproc=pipeline_postproc,
         )
+        self._rewrite = Rewrite(model, self._device, options)
         self._home = self._device.current_stream()
         self._started = 0
         # Not yet used by the model.

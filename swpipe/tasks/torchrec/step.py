@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
+from swpipe.tasks.torchrec.per_token import PerToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,15 @@ class TrainStep:
         schedules: Stepped after the optimizers.
         accumulate: Batches per optimizer step. Their gradients are added, and DDP reduces them with
             the last batch only. Tables with a fused optimizer are updated by each batch.
+        per_token: Counts tokens, and normalises and reports losses per token, in place of
+            ``on_losses``, as the pipelines of recsys-examples do.
         sync_interval: Batches between two averages of the replicas of tables, after their update;
             None for never. Only where the model is TorchRec's ``DMPCollection``, whose pipelines
             call it ``dmp_collection_sync_interval_batches``.
         finalize: Called with the model before the optimizers, once per optimizer step, as
             Megatron's ``finalize_model_grads([model])``. DDP needs none, and Megatron's wrapper, if
             None, gets ``finish_grad_sync()``. It may communicate.
+        watchdog: Called once for each batch, after everything else.
 
     Raises:
         ValueError: No optimizer, or ``accumulate`` or ``sync_interval`` below 1.
@@ -57,6 +61,8 @@ class TrainStep:
     accumulate: int = 1
     sync_interval: int | None = 1
     finalize: Callable[[nn.Module], object] | None = None
+    per_token: PerToken | None = None
+    watchdog: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         one = isinstance(self.optimizers, torch.optim.Optimizer)

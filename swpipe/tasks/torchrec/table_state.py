@@ -55,7 +55,7 @@ class TableState:
             told = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(
                 f"the rows of {told} lie in no parameter or buffer, so they would be trained and "
-                "not restored: give SparseDistTasks(tables_state=(capture, restore)), functions "
+                "not restored: give TaskOptions(tables_state=(capture, restore)), functions "
                 "that return all rows of this rank and put them back"
             )
         return {"rows": self._given[0]()}

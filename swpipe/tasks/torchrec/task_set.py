@@ -20,8 +20,7 @@ Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; `
 ``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, what modules that run
 ahead hold; and one for each exchange, whose collectives keep their order. A shortcut restores
 gradients; the other states keep the values of the last run. Tasks without a state are pure, except
-``LossPostprocess`` with a function of the user's (``TrainStep.on_losses``), of which nothing is
-declared.
+those that call ``TrainStep.on_losses`` or its ``watchdog``, of which nothing is declared.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from swpipe.core.task import DeclaredIO, Mode, Others, PipelineTask, TaskFn
 from swpipe.device import Device, resolve
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.forwards import Kind, SparseDistContext
+from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.grad_reduction import Accumulation, DeferredReduction, is_megatrons
 from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
-from swpipe.tasks.torchrec.released import MemoryOptions, copied_in_place
-from swpipe.tasks.torchrec.rewrite import Find, Rewrite
+from swpipe.tasks.torchrec.released import copied_in_place
+from swpipe.tasks.torchrec.rewrite import Rewrite
 from swpipe.tasks.torchrec.seam import run_embedding_backward
-from swpipe.tasks.torchrec.shuffle import Shuffler
 from swpipe.tasks.torchrec.step import TrainStep, by_gradient
-from swpipe.tasks.torchrec.table_state import CaptureRestore, TableState, rates_of, set_rates
+from swpipe.tasks.torchrec.table_state import TableState, rates_of, set_rates
+from swpipe.tasks.torchrec.task_options import TaskOptions
 
 States: TypeAlias = dict[str, Mode]
 """State to how it is used."""
@@ -86,28 +85,11 @@ class SparseDistTasks:
     Args:
         model: A model with sharded modules, with or without wrappers.
         step: The user's step.
+        options: How they treat the model and its batches.
         device: None for the machine's accelerator, or else the CPU.
-        forward: "split" (embeddings and dense part in separate tasks), "ahead" (the same, with one
-            backward), "prefetch", "pipelined", or "own": the model runs as it is, and needs no
-            sharded module.
-        find: How the sharded modules' inputs are found: "trace" with torch.fx, or "direct" by type.
-        inputs: Module name to the path of its input within the batch, for inputs not to be found.
-        strict: A sharded module that cannot be pipelined is an error; otherwise it keeps its own
-            forward, and the report says so.
-        shuffler: Redistributes the rows of all ranks' batches.
-        pipeline_postproc: Modules without parameters that compute inputs of sharded modules run
-            ahead of the forward, in a twelfth task (see ``plans.sparse_dist.with_postproc``).
-        zero_grad: The task that calls the optimizers' ``zero_grad``, which also hands the learning
-            rates over to fused tables: EmbForward (first), DenseBackward (first) or OptimStep
-            (last). A look-up then takes the rate that was handed over last, as in TorchRec's
-            pipelines. None: DenseBackward, and each look-up takes the rate of its moment.
-        memory: What saves device memory; the numbers are the same.
-        random: The model draws random numbers (dropout): each forward is then seeded.
-        tables_state: Two functions that capture and restore this rank's rows, for profiling and
-            recording, where the rows lie in no parameter or buffer. What ``capture`` returns is
-            copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
 
     Attributes:
+        options: As given, as are ``model`` and ``step``.
         copy_batch: Copies a batch to the device instead of ``batch.to``, if set.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         prefetched: What tables with a queue of prefetches keep for the batches in flight; None
@@ -129,46 +111,29 @@ class SparseDistTasks:
         self,
         model: nn.Module,
         step: TrainStep,
+        options: TaskOptions = TaskOptions(),  # noqa: B008 - frozen
         *,
         device: Device | torch.device | str | None = None,
-        forward: Kind = "split",
-        find: Find = "trace",
-        inputs: Mapping[str, str] | None = None,
-        strict: bool = True,
-        shuffler: Shuffler | None = None,
-        pipeline_postproc: bool = False,
-        random: bool = False,
-        tables_state: CaptureRestore | None = None,
-        zero_grad: str | None = None,
-        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
     ) -> None:
-        if forward != "own" and not (dist.is_available() and dist.is_initialized()):
+        if options.forward != "own" and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "sharded modules exchange ids between ranks, and there is no process group: call "
                 "torch.distributed.init_process_group() first, under torchrun or with one rank"
             )
         self.model = model
         self.step = step
+        self.options = options
         self.device = resolve(device)
-        self.shuffler = shuffler
-        self.pipeline_postproc = pipeline_postproc
-        self.memory = memory
         self.copy_batch: Callable[[Any], Any] | None = None
-        self.rewrite = Rewrite(
-            model, self.device, kind=forward, find=find, inputs=inputs, strict=strict,
-            pipeline_postproc=pipeline_postproc, memory=memory,
-        )  # fmt: skip
+        self.rewrite = Rewrite(model, self.device, options)
         sharded = self.rewrite.sharded
         self.prefetched = PrefetchedBatches.of(sharded)
-        self.table_state = TableState.of(sharded, tables_state)
+        self.table_state = TableState.of(sharded, options.tables_state)
         self.mode = ModuleModesOf(model)
         index = [torch.accelerator.current_device_index()] if self.device.has_streams else []
         self._target = torch.device(self.device.type, *index)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
-        self._random = random
-        self._zero_grad_in = zero_grad
-        self._keeps_batch = not memory
         self._parameters = step.parameters()
         self._tables = [p for module in sharded.values() for p in module.parameters()]
         # Where rows lie. fbgemm's backward names them, since 1.9, among what it writes.
@@ -186,7 +151,7 @@ class SparseDistTasks:
         self._accumulation = Accumulation(model, step.accumulate) if step.accumulate > 1 else None
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
-        self._reduction = DeferredReduction(model) if forward == "split" else None
+        self._reduction = DeferredReduction(model) if options.forward == "split" else None
         self.fused = step.fused()
         self.tables_in_step = any(map(by_gradient, self._tables))
         self._check_gradients(step)
@@ -209,8 +174,8 @@ class SparseDistTasks:
 
     def start_shuffle(self, ctx: IterContext) -> None:
         """Hand the batch to the shuffler."""
-        if self.shuffler is not None:
-            ctx.shuffle_ticket = self.shuffler.start(ctx.batch)
+        if self.options.shuffler is not None:
+            ctx.shuffle_ticket = self.options.shuffler.start(ctx.batch)
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
@@ -229,14 +194,14 @@ class SparseDistTasks:
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
-        if self.memory.enable_inplace_copy_batch and self.device.has_streams:
+        if self.options.memory.enable_inplace_copy_batch and self.device.has_streams:
             return copied_in_place(batch, self._target, self.device, self._home)
         return batch.to(device=self._target, non_blocking=True)
 
     def finish_shuffle(self, ctx: IterContext) -> None:
         """Take the rows that the shuffler gives this rank."""
-        if self.shuffler is not None:
-            ctx.batch = self.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+        if self.options.shuffler is not None:
+            ctx.batch = self.options.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
             del ctx.shuffle_ticket
 
     def postprocess_input(self, ctx: IterContext) -> None:
@@ -245,7 +210,7 @@ class SparseDistTasks:
 
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
-        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
         ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1)
         self.rewrite.start(ctx.batch, ctx.pipeline, results)
 
@@ -256,7 +221,7 @@ class SparseDistTasks:
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
         home = None if self.device.current_stream() == self._home else self._home
-        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
         if self.prefetched is None:
             self.rewrite.prefetch(ctx.pipeline, home, results)
             return
@@ -265,7 +230,7 @@ class SparseDistTasks:
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
-        if self._zero_grad_in is None and self.fused and self.trains():
+        if self.options.zero_grad is None and self.fused and self.trains():
             for optimizer in self.fused:  # has no gradients: this gives the tables its rate
                 optimizer.zero_grad()
         with nullcontext() if self.prefetched is None else self.prefetched.looking_up():
@@ -277,13 +242,21 @@ class SparseDistTasks:
                 if forward.looks_up_ahead:
                     forward.look_up()
 
+    def count_tokens(self, ctx: IterContext) -> None:
+        """Count the tokens of all ranks, for a loss per token."""
+        if self.step.per_token is not None:
+            trains = self.trains()
+            ctx.tokens = self.step.per_token.count(ctx.batch, self._target) if trains else None
+
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
         self._run_model(ctx)
 
     def postprocess_loss(self, ctx: IterContext) -> None:
         """Compute the scalar loss."""
-        if ctx.training:
+        if self.step.per_token is not None:
+            self.step.per_token.report(ctx)
+        elif ctx.training:
             losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
             ctx.loss = self.step.total(losses)
 
@@ -339,8 +312,13 @@ class SparseDistTasks:
         elif self._accumulation is None or self._accumulation.ends(ctx.iter_idx):
             self.step.update()
 
+    def watch(self, ctx: IterContext) -> None:
+        """Call the watchdog."""
+        if self.step.watchdog is not None:
+            self.step.watchdog()
+
     def _use(self, ctx: IterContext) -> None:
-        results: PostprocResults | None = ctx.postproc if self.pipeline_postproc else None
+        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
         self.rewrite.use(ctx.pipeline, ctx.iter_idx, results)
         if self._accumulation is not None:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
@@ -358,7 +336,7 @@ class SparseDistTasks:
                 result = run(ctx.batch)
         finally:
             ctx.pipeline.inputs.clear()
-        if not self._keeps_batch:
+        if self.options.memory:
             ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -378,25 +356,32 @@ class SparseDistTasks:
 
     def parts(self) -> dict[str, tuple[TaskFn, ...]]:
         """The tasks in serial order, each with the methods that it calls, one after the other."""
-        first: dict[str, tuple[TaskFn, ...]]
-        first = {names.START: (self.finish_shuffle, self.start_input_dist)}
-        if self.pipeline_postproc:
-            rows = (self.finish_shuffle, self.postprocess_input)
-            first = {names.POSTPROC: rows, names.START: (self.start_input_dist,)}
-        zero = {self._zero_grad_in or names.DENSE_BACK: (self.zero_grad,)}
+        grouped = self.options.grouped or self._eleven()
+        return {name: tuple(getattr(self, p) for p in parts) for name, parts in grouped.items()}
+
+    def _eleven(self) -> dict[str, Sequence[str]]:
+        """The eleven, or twelve, with the names of their methods."""
+        zero = {self.options.zero_grad or names.DENSE_BACK: ["zero_grad"]}
+        counts = {names.DENSE if self.rewrite.looks_up_ahead else names.EMBED: ["count_tokens"]}
+        first = {names.START: ["finish_shuffle", "start_input_dist"]}
+        if self.options.pipeline_postproc:
+            rows = ["finish_shuffle", "postprocess_input"]
+            first = {names.POSTPROC: rows, names.START: ["start_input_dist"]}
         return {
-            names.COPY: (self.start_shuffle, self.copy),
+            names.COPY: ["start_shuffle", "copy"],
             **first,
-            names.WAIT: (self.wait_input_dist,),
-            names.PREFETCH: (self.prefetch,),
-            names.EMBED: (*zero.get(names.EMBED, ()), self.embedding_forward),
-            names.DENSE: (self.dense_forward,),
-            names.LOSS: (self.postprocess_loss,),
-            names.DENSE_BACK: (*zero.get(names.DENSE_BACK, ()), self.dense_backward),
-            names.EMBED_BACK: (self.embedding_backward,),
-            names.FINALIZE: (self.finalize_gradients,),
-            names.STEP: (self.optimizer_step, *zero.get(names.STEP, ())),
-        }
+            names.WAIT: ["wait_input_dist"],
+            names.PREFETCH: ["prefetch"],
+            names.EMBED: [
+                *zero.get(names.EMBED, ()), *counts.get(names.EMBED, ()), "embedding_forward"
+            ],
+            names.DENSE: [*counts.get(names.DENSE, ()), "dense_forward"],
+            names.LOSS: ["postprocess_loss"],
+            names.DENSE_BACK: [*zero.get(names.DENSE_BACK, ()), "dense_backward"],
+            names.EMBED_BACK: ["embedding_backward"],
+            names.FINALIZE: ["finalize_gradients"],
+            names.STEP: ["optimizer_step", *zero.get(names.STEP, ()), "watch"],
+        }  # fmt: skip
 
     def task_of(self, part: TaskFn) -> str:
         """The name of the task that calls a method."""
@@ -415,19 +400,21 @@ class SparseDistTasks:
             name,
             live[0] if len(live) == 1 else InTurn(live),
             [*states, *prefetched],
-            random=self._random and any(part in draws for part in parts),
+            random=self.options.random and any(part in draws for part in parts),
             pure=not states and not self._unknown(parts),
         )
 
     def _idle(self) -> list[TaskFn]:
         """The methods that would do nothing."""
-        kind, replicas = self.rewrite.kind, self._replicas is not None
-        caches = kind in ("own", "pipelined") and not self.memory and self.prefetched is None
+        kind, replicas = self.options.forward, self._replicas is not None
+        fills = kind not in ("own", "pipelined") or self.prefetched is not None
         late = self._reduction is not None or self.step.finalize is not None
         idle = {
-            self.start_shuffle: self.shuffler is None,
-            self.finish_shuffle: self.shuffler is None,
-            self.prefetch: caches,
+            self.start_shuffle: self.options.shuffler is None,
+            self.finish_shuffle: self.options.shuffler is None,
+            self.prefetch: not (fills or self.options.memory),
+            self.count_tokens: self.step.per_token is None,
+            self.watch: self.step.watchdog is None,
             self.dense_forward: not self.rewrite.looks_up_ahead,
             self.embedding_backward: kind != "split" and not replicas and self.prefetched is None,
             self.finalize_gradients: not late and not self._wrappers,
@@ -436,7 +423,8 @@ class SparseDistTasks:
 
     def _unknown(self, parts: Sequence[TaskFn]) -> bool:
         """Whether a task with these methods calls a function of which nothing is known."""
-        return self.postprocess_loss in parts and self.step.on_losses is not None
+        asked = self.postprocess_loss in parts and self.step.on_losses is not None
+        return asked or (self.watch in parts and self.step.watchdog is not None)
 
     def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
         """The states that a task with these methods uses."""
@@ -449,8 +437,8 @@ class SparseDistTasks:
     def _used_states(self) -> dict[str, States]:
         """Method to the states that it uses."""
         split = self.rewrite.looks_up_ahead
-        late = bool(self.rewrite.late) or self.rewrite.kind == "ahead"
-        hands_over = bool(self.fused) and self._zero_grad_in is not None
+        late = bool(self.rewrite.late) or self.options.forward == "ahead"
+        hands_over = bool(self.fused) and self.options.zero_grad is not None
         dense: States = {"dense": "r", "buffers": "rw"}
         tables: States = {"tables": "rw", "optimizer": "r"}
         looked_up: States = {"tables": "r", "table cache": "rw"}
@@ -468,9 +456,9 @@ class SparseDistTasks:
             embedding_backward = {**tables, "gradients": "rw"}
         step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
         return {
-            "start_shuffle": {"shuffler": "rw"} if self.shuffler is not None else {},
+            "start_shuffle": {"shuffler": "rw"} if self.options.shuffler is not None else {},
             # It takes a batch and its ticket, so that other batches may be started before.
-            "finish_shuffle": {"shuffled rows": "rw"} if self.shuffler is not None else {},
+            "finish_shuffle": {"shuffled rows": "rw"} if self.options.shuffler is not None else {},
             "postprocess_input": {"postproc": "rw"},
             "start_input_dist": {"exchange of sizes": "rw"},
             "wait_input_dist": {"exchange of ids": "rw"},
@@ -538,7 +526,7 @@ class SparseDistTasks:
 
     def state_dict(self) -> dict[str, list[float]]:
         """Learning rates that were handed to the tables; no optimizer's state has them."""
-        if self._zero_grad_in in (None, names.EMBED) or not self.fused:
+        if self.options.zero_grad in (None, names.EMBED) or not self.fused:
             return {}
         return {"rates": rates_of(self.rewrite.sharded.values())}
 

@@ -1,16 +1,13 @@
-"""A small GPT, whole or in chunks, and schedules that overlap its layers.
+"""Schedules that overlap the layers of a transformer: of any model that is a ``ChunkModel``.
 
-``GPTModel.build_schedule_plan`` gives the nodes of one microbatch;
-``TransformerModelChunkSchedulePlan.run`` runs one microbatch's forward over another's backward, and
-``training_pipeline`` trains on many.
+A ``TransformerModelChunkSchedulePlan`` has the nodes of one microbatch; its ``run`` runs one
+microbatch's forward over another's backward, and ``training_pipeline`` trains on many.
 """
 
 from swpipe.tasks.transformer.chunk_schedule import (
     AbstractSchedulePlan,
     TransformerModelChunkSchedulePlan,
 )
-from swpipe.tasks.transformer.gpt import GPTModel, mean_loss, token_losses
-from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
 from swpipe.tasks.transformer.layer_schedule import (
     ModelChunkState,
     PostProcessNode,
@@ -23,6 +20,15 @@ from swpipe.tasks.transformer.layer_training import (
     training_plan,
     training_tasks,
 )
+from swpipe.tasks.transformer.model_interface import (
+    ChunkModel,
+    DecoderLayer,
+    Exchange,
+    MoeLayer,
+    PredictionLayer,
+    Routed,
+    Routing,
+)
 from swpipe.tasks.transformer.schedule_node import (
     NoopScheduleNode,
     ScheduleNode,
@@ -30,27 +36,29 @@ from swpipe.tasks.transformer.schedule_node import (
     get_comp_stream,
     set_streams,
 )
-from swpipe.tasks.transformer.transformer_config import TransformerConfig
+from swpipe.tasks.transformer.weight_gradients import Linear
 
 __all__ = [
     "AbstractSchedulePlan",
-    "GPTModel",
+    "ChunkModel",
+    "DecoderLayer",
+    "Exchange",
+    "Linear",
     "ModelChunkState",
-    "MultiTokenPredictionLayer",
+    "MoeLayer",
     "NoopScheduleNode",
     "PostProcessNode",
     "PreProcessNode",
+    "PredictionLayer",
+    "Routed",
+    "Routing",
     "ScheduleNode",
-    "TransformerConfig",
-    "TransformerLayer",
     "TransformerLayerNode",
     "TransformerLayerSchedulePlan",
     "TransformerModelChunkSchedulePlan",
     "get_comm_stream",
     "get_comp_stream",
-    "mean_loss",
     "set_streams",
-    "token_losses",
     "training_pipeline",
     "training_plan",
     "training_tasks",

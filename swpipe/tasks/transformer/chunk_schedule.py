@@ -22,13 +22,16 @@ from swpipe.core.messages import listed
 from swpipe.plans.transformer import LayerKind, chunk_order
 from swpipe.tasks.transformer.layer_runs import Side, run_steps
 from swpipe.tasks.transformer.layer_schedule import (
+    Layer,
     ModelChunkState,
     PostProcessNode,
     PreProcessNode,
     TransformerLayerSchedulePlan,
 )
+from swpipe.tasks.transformer.model_interface import ChunkModel
 from swpipe.tasks.transformer.schedule_node import (
     NoopScheduleNode,
+    as_leaf,
     device_of,
     get_comm_stream,
     get_comp_stream,
@@ -66,10 +69,11 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     """The nodes of a chunk, for one microbatch: it is run forward once, and backward once.
 
     Args:
-        model: The chunk, a ``GPTModel``.
+        model: The chunk, a ``ChunkModel``.
         input_ids: Tokens, (batch, sequence); None for a chunk that is given ``decoder_input``.
         position_ids: As of the model's forward.
-        attention_mask: As of the model's forward.
+        attention_mask: Boolean, True where a key is hidden from a query, as Megatron's; None for
+            the layers' own.
         decoder_input: The first layer's input, (batch, sequence, hidden), instead of an embedding;
             required by a chunk without ``pre_process``.
         labels: As of the model's forward.
@@ -87,13 +91,13 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             where there are labels. None of them when released.
 
     Raises:
-        ValueError: There is no input, an unknown key in ``extra_block_kwargs``, or a
-            ``decoder_input`` of another layout than (batch, sequence, hidden).
+        ValueError: There is no input, an unknown key in ``extra_block_kwargs``, a mask that is not
+            boolean, or a ``decoder_input`` of another layout than (batch, sequence, hidden).
     """
 
     def __init__(
         self,
-        model: Any,
+        model: ChunkModel,
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -105,6 +109,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         loss_mask: Tensor | None = None,
     ) -> None:
         predictors = model.predictors if labels is not None else []
+        layers: list[Layer] = [*model.decoder_layers, *predictors]
         if decoder_input is None and not model.pre_process:
             raise ValueError(
                 "decoder_input is None: this chunk has no embedding (pre_process=False); give what "
@@ -133,7 +138,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self.pre_process: Any = PreProcessNode(model, state, self.event, comp)
         self.layers = [
             TransformerLayerSchedulePlan(layer, self.event, state, comp, comm, extra)
-            for layer in (*model.decoder_layers, *predictors)
+            for layer in layers
         ]
         self.post_process: Any = NoopScheduleNode()
         if model.post_process:
@@ -204,6 +209,38 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     def begin(self, direction: str) -> None:
         """Note that it is run in this direction."""
         self._done = direction
+
+    def run_backward_input(self, grad: Tensor) -> Tensor | None:
+        """Run backward alone, and leave delayed weight gradients to ``run_backward_dw``.
+
+        Args:
+            grad: The gradient of what forward returned.
+
+        Returns:
+            The gradient of the first layer's input.
+
+        Raises:
+            RuntimeError: The plan was not run forward, or was run backward.
+        """
+        self.check_turn("backward")
+        self.begin("backward")
+        self.record_current_stream()
+        value: Any = self.post_process.backward(grad)
+        for node in reversed([node for layer in self.layers for node in layer.nodes]):
+            value = node.backward(value)
+        self.pre_process.backward(value)
+        self.wait_current_stream()
+        found: Tensor | None = as_leaf(value)
+        return found
+
+    def run_backward_dw(self) -> None:
+        """Compute the weight gradients that ``run_backward_input`` has left, and release all."""
+        self.record_current_stream()
+        for layer in reversed(self.layers):
+            layer.mlp.backward_dw()
+            layer.attn.backward_dw()
+        self.wait_current_stream()
+        self.release_state()
 
     @staticmethod
     def run(
@@ -303,6 +340,11 @@ def _check_layout(
 
 def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:
     """The attention mask, limited to each packed sequence."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(
+            f"the attention mask is of {mask.dtype}: give a boolean one, True where a key is "
+            "hidden from a query"
+        )
     if packed is None:
         return mask
     ends = torch.as_tensor(packed.cu_seqlens_q)

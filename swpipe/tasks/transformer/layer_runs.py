@@ -34,7 +34,6 @@ from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.transformer import LayerStep, Steps, paired_plan
-from swpipe.tasks.transformer.experts import size_of
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 MOST_PIPELINES = 32
@@ -182,6 +181,11 @@ _AROUND: dict[tuple[str, str], TaskFn] = {
     ("end", "b"): _end_backward,
 }
 """What is around a chunk's layers, beside its nodes."""
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """How many ranks share the experts: 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
 
 
 class SameOrder:

@@ -20,15 +20,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-from swpipe.core.messages import shown
+from swpipe.core.messages import listed, shown
 from swpipe.plans.transformer import LayerKind, LayerStep, layer_steps, pair_order
-from swpipe.tasks.transformer.experts import PendingExchange
-from swpipe.tasks.transformer.gpt_layers import MultiTokenPredictionLayer, TransformerLayer
 from swpipe.tasks.transformer.layer_runs import Side, run_steps
+from swpipe.tasks.transformer.model_interface import (
+    DecoderLayer,
+    Exchange,
+    MoeLayer,
+    PredictionLayer,
+)
 from swpipe.tasks.transformer.schedule_node import (
     LayerStream,
     NoopScheduleNode,
@@ -40,7 +44,7 @@ from swpipe.tasks.transformer.schedule_node import (
 )
 from swpipe.tasks.transformer.weight_gradients import Notes, delaying
 
-Layer: TypeAlias = TransformerLayer | MultiTokenPredictionLayer
+Layer: TypeAlias = DecoderLayer | PredictionLayer
 
 Submodule: TypeAlias = Callable[..., Values]
 """A function of the node and its inputs."""
@@ -51,7 +55,7 @@ class ModelChunkState:
     """The inputs of one microbatch, and what its layers pass on besides hidden states.
 
     Attributes:
-        model: The chunk, a ``GPTModel``.
+        model: The chunk, a ``ChunkModel``.
         main_hidden: The last layer's output, while layers for multi-token prediction go on.
         further_losses: What each of these has added so far.
 
@@ -154,20 +158,20 @@ class ExchangeNode(TransformerLayerNode):
         super().__init__(*rest, **more)
         self._to_experts = to_experts
 
-    def start_forward(self, rows: Tensor) -> tuple[PendingExchange, bool]:
+    def start_forward(self, rows: Tensor) -> tuple[Exchange, bool]:
         """Send the rows; what to give to ``finish_forward``."""
         self._refuse_again()
         used_here(rows)
         sent = self.layer_state.routing.start(rows, to_experts=self._to_experts)
         return sent, rows.requires_grad
 
-    def finish_forward(self, sent: tuple[PendingExchange, bool]) -> Values:
+    def finish_forward(self, sent: tuple[Exchange, bool]) -> Values:
         """Wait for the rows of the others, and compute."""
         pending, requires_grad = sent
         received = pending.wait()
         return super().run_forward(received.detach().requires_grad_(requires_grad))
 
-    def start_backward(self, output_grad: Values) -> PendingExchange | None:
+    def start_backward(self, output_grad: Values) -> Exchange | None:
         """Compute the gradient of the rows that came, and send it back."""
         grad = super().run_backward(output_grad)
         routing = self.layer_state.routing
@@ -175,10 +179,10 @@ class ExchangeNode(TransformerLayerNode):
             del self.layer_state.routing
         if grad is None:
             return None
-        sent: PendingExchange = routing.start(grad, to_experts=not self._to_experts)
+        sent: Exchange = routing.start(grad, to_experts=not self._to_experts)
         return sent
 
-    def finish_backward(self, sent: PendingExchange | None) -> Tensor | None:
+    def finish_backward(self, sent: Exchange | None) -> Tensor | None:
         """Wait for the gradient of the rows that were sent."""
         return None if sent is None else sent.wait()
 
@@ -224,7 +228,7 @@ class PostProcessNode(TransformerLayerNode):
         chunk_state: ModelChunkState,
         event: Any,
         stream: LayerStream,
-        mtp: MultiTokenPredictionLayer | None = None,
+        mtp: PredictionLayer | None = None,
     ) -> None:
         function = _output if mtp is None else _further_losses
         name = "post_process" if mtp is None else "mtp_post_process"
@@ -236,7 +240,7 @@ class TransformerLayerSchedulePlan:
     """The nodes of one layer, for one microbatch.
 
     Args:
-        layer: A ``TransformerLayer`` or a ``MultiTokenPredictionLayer``.
+        layer: A ``DecoderLayer``, with experts a ``MoeLayer``, or a ``PredictionLayer``.
         event: Shared by the nodes of a chunk; None on a device without streams.
         chunk_state: What the layers of a chunk share; any object. A layer takes an attribute
             ``attention_mask`` from it, where there is one. One for multi-token prediction needs a
@@ -258,28 +262,29 @@ class TransformerLayerSchedulePlan:
         comm_stream: LayerStream,
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(layer, Layer):
+        decoder, mtp = decoder_of(layer), predicts(layer)
+        wanted: dict[str, Any] = {"attend": layer, "feed_forward": decoder}
+        if missing := [name for name, of in wanted.items() if not hasattr(of, name)]:
             raise TypeError(
-                f"layer is {shown(layer)}, of an unknown type: give a TransformerLayer or a "
-                "MultiTokenPredictionLayer"
+                f"layer is {shown(layer)}, which has no method {listed(missing)}: give one with "
+                "the methods of swpipe.tasks.transformer.DecoderLayer"
             )
-        mtp = layer if isinstance(layer, MultiTokenPredictionLayer) else None
         if mtp and not isinstance(chunk_state, ModelChunkState):
             raise TypeError(
-                f"chunk_state is {shown(chunk_state)}: a MultiTokenPredictionLayer embeds tokens "
-                "and computes losses, for which it needs a ModelChunkState"
+                f"chunk_state is {shown(chunk_state)}: a layer for multi-token prediction embeds "
+                "tokens and computes losses, for which it needs a ModelChunkState"
             )
         self.layer, self.event, self.chunk_state = layer, event, chunk_state
         self.comp_stream, self.comm_stream = comp_stream, comm_stream
         self.layer_state = SimpleNamespace()
-        self.decoder_layer = decoder = decoder_of(layer)
-        self.config = decoder.config
+        self.config = getattr(decoder, "config", None)
+        self.expert_group = getattr(decoder, "expert_group", None)
         self.kind = kind_of(layer, extra_args)
         shared = (event, self.layer_state, chunk_state)
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
         at_once = {**late, "delay_wgrad_compute": False}
 
-        def node(name: str, function: Submodule, of: Layer, extra: Mapping[str, Any]) -> Any:
+        def node(name: str, function: Submodule, of: Any, extra: Mapping[str, Any]) -> Any:
             bound = partial(function, of)
             return TransformerLayerNode(comp_stream, *shared, bound, name, extra_args=extra)
 
@@ -289,7 +294,7 @@ class TransformerLayerSchedulePlan:
             )
 
         noop: Any = NoopScheduleNode()
-        self.attn = node("attn", _attend, layer, late)
+        self.attn = node("attn", _attend_ahead if mtp else _attend, layer, late)
         self.post_attn = self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
         self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
@@ -298,7 +303,7 @@ class TransformerLayerSchedulePlan:
             self.moe_combine = exchange("moe_combine", False, partial(_merge, decoder))
         if mtp:
             self.mtp_post_process = PostProcessNode(
-                chunk_state.model, chunk_state, event, comp_stream, mtp
+                chunk_state.model, chunk_state, event, comp_stream, cast(PredictionLayer, layer)
             )
 
     @property
@@ -363,21 +368,26 @@ class TransformerLayerSchedulePlan:
             None if f_layer is None else Side((f_layer,), f_input),
             None if b_layer is None else Side((b_layer,), b_grad),
             device=device_of(one.layer),
-            group=one.decoder_layer.group,
+            group=one.expert_group,
         )
 
 
-def decoder_of(layer: Layer) -> TransformerLayer:
+def predicts(layer: Layer) -> bool:
+    """Whether it is one for multi-token prediction."""
+    return hasattr(layer, "transformer_layer")
+
+
+def decoder_of(layer: Any) -> Any:
     """The transformer layer of a layer for multi-token prediction; of another, itself."""
-    return layer.transformer_layer if isinstance(layer, MultiTokenPredictionLayer) else layer
+    return getattr(layer, "transformer_layer", layer)
 
 
 def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerKind:
     """What of a layer decides its steps; ``extra_args`` as of its plan."""
     decoder = decoder_of(layer)
-    delayed = (extra_args or {}).get("delay_wgrad_compute", decoder.config.delay_wgrad_compute)
-    mtp = isinstance(layer, MultiTokenPredictionLayer)
-    return LayerKind(moe=decoder.layer_type == "moe", mtp=mtp, delayed=bool(delayed))
+    usual = getattr(getattr(decoder, "config", None), "delay_wgrad_compute", False)
+    delayed = (extra_args or {}).get("delay_wgrad_compute", usual)
+    return LayerKind(moe=hasattr(decoder, "route"), mtp=predicts(layer), delayed=bool(delayed))
 
 
 # ------------------------------------------------------------------------ what the nodes compute
@@ -391,43 +401,41 @@ def _embed(model: Any, state: ModelChunkState) -> Tensor:
     return found
 
 
-def _attend(layer: Layer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+def _attend(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+    return layer.attend(hidden, getattr(node.chunk_state, "attention_mask", None))
+
+
+def _attend_ahead(layer: PredictionLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     state = node.chunk_state
-    mask = getattr(state, "attention_mask", None)
-    if isinstance(layer, TransformerLayer):
-        return layer.attend(hidden, mask)
     if layer.number == 0:
         state.main_hidden = node.detach(hidden)
     embedded = state.model.embed(layer.moved(state.input_ids), state.position_ids)
-    return layer.attend(hidden, embedded, mask)
+    return layer.attend(hidden, embedded, state.attention_mask)
 
 
-def _feed_forward(layer: TransformerLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+def _feed_forward(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     return layer.feed_forward(hidden)
 
 
-def _route(layer: TransformerLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+def _route(layer: MoeLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     state = node.layer_state
-    normed = layer.mlp_norm(hidden)
-    rows, weights, state.routing = layer.mixture.route(normed)
+    rows, weights, normed, state.routing = layer.route(hidden)
     state.hidden, state.weights = node.detach(hidden), node.detach(weights)
-    if layer.mixture.shared_expert is not None:
-        state.normed = node.detach(normed)
+    state.normed = None if normed is None else node.detach(normed)
     return rows
 
 
-def _experts(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
+def _experts(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     state = node.layer_state
-    normed = vars(state).pop("normed", None)
-    rows, shared = layer.through_experts(rows, normed, state.routing)
+    rows, shared = layer.through_experts(rows, vars(state).pop("normed"), state.routing)
     state.shared = None if shared is None else node.detach(shared)
     return rows
 
 
-def _merge(layer: TransformerLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
+def _merge(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     taken = vars(node.layer_state)
     hidden, weights, shared = (taken.pop(name) for name in ("hidden", "weights", "shared"))
-    for tensor in (hidden, weights, shared, taken["routing"].order):  # made on another stream
+    for tensor in (hidden, weights, shared, *taken["routing"].tensors):  # made on another stream
         used_here(tensor)
     return layer.merge(rows, weights, shared, hidden, taken["routing"])
 

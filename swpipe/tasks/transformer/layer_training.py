@@ -18,9 +18,10 @@ from swpipe.core.task import DeclaredIO, PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.pipeline import PipelineOptions, SWPipeline
 from swpipe.plans.transformer import LayerKind, LayerStep, chunk_order, layer_overlap_plan
-from swpipe.tasks.transformer.gpt import GPTModel
+from swpipe.tasks.transformer.chunk_schedule import TransformerModelChunkSchedulePlan
 from swpipe.tasks.transformer.layer_runs import Side, check_same_plan_in_group, step_function
 from swpipe.tasks.transformer.layer_schedule import Layer, kind_of
+from swpipe.tasks.transformer.model_interface import ChunkModel
 from swpipe.tasks.transformer.schedule_node import as_leaf, device_of
 
 Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
@@ -35,23 +36,23 @@ def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return output.mean()
 
 
-def layer_kinds(model: GPTModel) -> tuple[LayerKind, ...]:
+def layer_kinds(model: ChunkModel) -> tuple[LayerKind, ...]:
     """The kinds of a chunk's layers, in order, with those for multi-token prediction."""
     layers: list[Layer] = [*model.decoder_layers, *model.predictors]
     return tuple(map(kind_of, layers))
 
 
-def training_plan(model: GPTModel) -> PipelinePlan:
+def training_plan(model: ChunkModel) -> PipelinePlan:
     """``swpipe.plans.transformer.layer_overlap_plan`` of a model's layers."""
     return layer_overlap_plan(layer_kinds(model), shared=_shares(model))
 
 
-def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[PipelineTask]:
+def training_tasks(model: ChunkModel, loss: Loss = mean_of_output) -> list[PipelineTask]:
     """The tasks of ``training_plan``, in serial order.
 
-    A microbatch is a mapping of the arguments of ``model.build_schedule_plan``, with labels where
-    the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and add
-    to the gradients of parameters. Nobody else changes parameters or gradients before all
+    A microbatch is a mapping of the arguments of ``TransformerModelChunkSchedulePlan``, with labels
+    where the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and
+    add to the gradients of parameters. Nobody else changes parameters or gradients before all
     microbatches of an optimizer step are done.
 
     Args:
@@ -78,7 +79,7 @@ def training_tasks(model: GPTModel, loss: Loss = mean_of_output) -> list[Pipelin
 
 
 def training_pipeline(
-    model: GPTModel,
+    model: ChunkModel,
     loss: Loss = mean_of_output,
     *,
     plan: PipelinePlan | None = None,
@@ -109,9 +110,9 @@ def training_pipeline(
     return SWPipeline(plan, training_tasks(model, loss), device=device, **options)
 
 
-def _shares(model: GPTModel) -> bool:
+def _shares(model: ChunkModel) -> bool:
     """Whether several steps use one parameter."""
-    return model.config.tie_embeddings or bool(model.predictors)
+    return model.share_embeddings_and_output_weights or bool(model.predictors)
 
 
 def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
@@ -121,8 +122,8 @@ def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
     return kinds[step.layer].mtp and (step.node, step.part) in _OF_MTP
 
 
-def _begin(ctx: Any, model: GPTModel, kinds: tuple[LayerKind, ...]) -> None:
-    plan = model.build_schedule_plan(**ctx.batch)
+def _begin(ctx: Any, model: ChunkModel, kinds: tuple[LayerKind, ...]) -> None:
+    plan = TransformerModelChunkSchedulePlan(model, **ctx.batch)
     if plan.kinds != kinds:
         raise ValueError(
             f"the microbatch makes a plan of {plan.num_layers()} layers, and the pipeline trains "

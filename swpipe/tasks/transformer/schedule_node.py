@@ -50,7 +50,7 @@ def get_comm_stream() -> torch.Stream | None:
     return _given["comm"]
 
 
-def device_of(model: torch.nn.Module) -> Device:
+def device_of(model: Any) -> Device:
     """Where the first parameter of a model is; the machine's own device if it has none."""
     first = next(model.parameters(), None)
     return resolve(None if first is None else first.device)

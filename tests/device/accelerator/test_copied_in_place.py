@@ -18,6 +18,7 @@ from swpipe.tasks.torchrec import (
     MemoryOptions,
     SparseDistPipeline,
     SparseDistTasks,
+    TaskOptions,
     TrainPipelineBase,
     TrainStep,
 )
@@ -126,7 +127,7 @@ def test_under_a_plan_with_one_stream_it_is_the_callers() -> None:
     model = Model().to(DEVICE)
     step = TrainStep([torch.optim.SGD(model.parameters(), lr=0.1)])
     memory = MemoryOptions(enable_inplace_copy_batch=True)
-    tasks = SparseDistTasks(model, step, device=DEVICE, forward="own", memory=memory)
+    tasks = SparseDistTasks(model, step, TaskOptions(forward="own", memory=memory), device=DEVICE)
     with SparseDistPipeline(tasks, plans.serial()) as pipeline:
         data = batches(InPlaceBatch)
         outputs = [pipeline.progress(data).cpu() for _ in range(STEPS)]

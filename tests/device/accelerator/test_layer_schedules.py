@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from docs.examples.moe_gpt import GPTModel, TransformerConfig
 from swpipe.tasks.transformer import (
-    GPTModel,
-    TransformerConfig,
     TransformerModelChunkSchedulePlan,
     get_comm_stream,
     set_streams,

@@ -344,16 +344,16 @@ def _after_the_last_user(patch: pytest.MonkeyPatch) -> None:
 
     def last(places: Any, users: tuple[str, ...]) -> Any:
         ordered = [task for task in places._by_turn if task in users]
-        return last_readers.Place(ordered[-1], True) if ordered else after(places, users)
+        return last_readers.ReleasePlace(ordered[-1], True) if ordered else after(places, users)
 
-    after = last_readers.Places.after
-    patch.setattr(last_readers.Places, "after", last)
+    after = last_readers.ReleasePlaces.after
+    patch.setattr(last_readers.ReleasePlaces, "after", last)
 
 
 def _behind_one_task(patch: pytest.MonkeyPatch) -> None:
     """It waits for one of the tasks only, the one that is called last."""
-    behind = last_readers.Places.behind
-    patch.setattr(last_readers.Places, "behind", lambda own, place: behind(own, place)[-1:])
+    behind = last_readers.ReleasePlaces.behind
+    patch.setattr(last_readers.ReleasePlaces, "behind", lambda own, place: behind(own, place)[-1:])
 
 
 def _no_hold_on_one_stream(patch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,27 @@ def test_loading_the_room_loads_no_torch_pipelining() -> None:
 
 
 def test_torchs_own_file_is_read() -> None:
-    """As its runtime writes it, with communication and overlapped passes; the rows are the same."""
-    plain = PipelineSchedule.from_csv("0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1")
+    """As its runtime writes it, with communication and pairs; what is written is read again."""
     text = "0UNSHARD,0F0,1F0,(0F1;1B0)OVERLAP_F_B,0SEND_B3,0B0,1F1,1B1,0B1,1RECV_F0,0REDUCE_GRAD"
-    assert PipelineSchedule.from_csv(text) == plain
-    for cell in ("(0F1;1B0)OVERLAP", "0REDUCE", "(0F1;0REDUCE_GRAD)OVERLAP_F_B"):
-        with pytest.raises(ScheduleError, match="line 1, cell 1: .* is no action"):
+    schedule = PipelineSchedule.from_csv(text)
+    assert str(schedule) == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
+    assert PipelineSchedule.from_csv("0F0,1F0,(1B0; 0F1)OVERLAP_F_B,0B0,1F1,1B1,0B1") == schedule
+    assert str(schedule.in_sequence) == "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1"
+    for cell, told in (
+        ("(0F1;1B0)OVERLAP", "is no action"),
+        ("0REDUCE", "is no action"),
+        ("(0F1;0REDUCE_GRAD)OVERLAP_F_B", "is no action"),
+        ("(0F1;0I0)OVERLAP_F_B", "is no pair"),
+        ("(0F1;0F2)OVERLAP_F_B", "is no pair"),
+    ):
+        with pytest.raises(ScheduleError, match=f"line 1, cell 1: .* {told}"):
             PipelineSchedule.from_csv(f"{cell},0F0")
+
+
+def test_torch_reads_what_is_written() -> None:
+    """Pairs as well: its classes give the schedule again."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = torch_schedule("dualpipev", 3, 8)
+    for row, line in zip(schedule.rows, schedule.to_csv().splitlines(), strict=True):
+        cells = [schedules._Action.from_str(cell) for cell in line.split(",")]
+        assert list(map(str, cells)) == list(map(str, row))

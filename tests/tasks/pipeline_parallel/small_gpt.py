@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from docs.examples.moe_gpt import GPTModel, TransformerConfig
 from swpipe.plans.pipeline_parallel import Action, PipelineSchedule
-from swpipe.tasks.transformer import GPTModel, TransformerConfig
 
 CONFIG = TransformerConfig(
     num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=11, max_sequence_length=6

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from docs.examples.moe_gpt import GPTModel, TransformerConfig, mean_loss
 from swpipe.plans.pipeline_parallel import (
     Action,
     PipelineCosts,
@@ -20,7 +21,6 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
-from swpipe.tasks.transformer import GPTModel, TransformerConfig, mean_loss
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from docs.examples.moe_gpt import mean_loss
 from swpipe import SWPipeline
 from swpipe.plans.pipeline_parallel import torch_schedule
 from swpipe.plans.pipeline_parallel.pipeline_training import PLANS, STEP
@@ -19,7 +20,6 @@ from swpipe.tasks.pipeline_parallel import (
     SerialRuntime,
     measure_costs,
 )
-from swpipe.tasks.transformer import mean_loss
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, whole
 

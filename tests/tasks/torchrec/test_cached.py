@@ -16,7 +16,13 @@ from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.plans.torchrec.sparse_dist import EMBED, PREFETCH, TASKS
-from swpipe.tasks.torchrec import PipelineFactory, RewriteError, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import (
+    PipelineFactory,
+    RewriteError,
+    SparseDistTasks,
+    TaskOptions,
+    TrainStep,
+)
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from tests.support.ranks import Ranks
@@ -107,7 +113,7 @@ def _train(
 
 def _tasks(model: Any, job: Job, forward: Kind, **options: Any) -> SparseDistTasks:
     step = TrainStep([dense_optimizer(job, model)])
-    return SparseDistTasks(model, step, device="cpu", forward=forward, **options)
+    return SparseDistTasks(model, step, TaskOptions(forward=forward, **options), device="cpu")
 
 
 def _behind_cache(plan: str, forward: Kind, declared: bool = True) -> Trained:

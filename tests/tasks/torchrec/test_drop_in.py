@@ -15,6 +15,7 @@ from swpipe.tasks.torchrec import (
     PipelineFactory,
     SparseDistPipeline,
     SparseDistTasks,
+    TaskOptions,
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
@@ -93,7 +94,7 @@ def _on_streams(job: Job, forward: str) -> list[str]:
     """The ready-made plans that would be refused on a device with streams."""
     model = sharded(job)
     step = TrainStep([dense_optimizer(job, model)])
-    tasks = SparseDistTasks(model, step, device="cpu", forward=forward)
+    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu")
     made = {name: plan() for name, plan in plans.PLANS.items() if name != "semi_sync"}
     if forward != "split":
         del made["split"]

@@ -21,6 +21,7 @@ from swpipe.tasks.torchrec import (
     PipelineFactory,
     SparseDistPipeline,
     SparseDistTasks,
+    TaskOptions,
     TrainStep,
 )
 from tests.support.ranks import Ranks
@@ -128,7 +129,7 @@ def _refused() -> dict[str, str]:
         """The plan sparse_dist with another entry for the optimizer's step."""
         model = sharded(Job())
         step = TrainStep([dense_optimizer(Job(), model)])
-        tasks = SparseDistTasks(model, step, device=CPU, forward="pipelined")
+        tasks = SparseDistTasks(model, step, TaskOptions(forward="pipelined"), device=CPU)
         made = plans.sparse_dist()
         last = replace(made.schedule[plans.STEP], **changes)
         schedule = {**made.schedule, plans.STEP: last}

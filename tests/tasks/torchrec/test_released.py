@@ -18,6 +18,7 @@ from swpipe.tasks.torchrec import (
     RewriteError,
     SparseDistPipeline,
     SparseDistTasks,
+    TaskOptions,
     TrainStep,
 )
 from swpipe.tasks.torchrec.exchanged import CallInputs
@@ -124,7 +125,7 @@ def _held() -> list[int] | None:
     device, model = _Held(), sharded(Job())
     step = TrainStep([dense_optimizer(Job(), model)])
     memory = MemoryOptions(free_features_storage_early=True)
-    tasks = SparseDistTasks(model, step, device=device, memory=memory)
+    tasks = SparseDistTasks(model, step, TaskOptions(memory=memory), device=device)
     with SparseDistPipeline(tasks, plans.sparse_dist(lean=True)) as pipeline:
         to_the_end(pipeline, batches(3))
     marked = any(hasattr(module, MARK) for module in tasks.rewrite.sharded.values())

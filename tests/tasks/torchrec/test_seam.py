@@ -12,7 +12,7 @@ from torch.nn import functional
 from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
-from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
 from tests.support.ranks import Ranks
@@ -55,7 +55,7 @@ def _updates(kind: Kind) -> tuple[set[str], set[str]]:
     changed: set[str] = set()
     model = sharded(Job())
     step = TrainStep([dense_optimizer(Job(), model)])
-    tasks = SparseDistTasks(model, step, device=CPU, forward=kind)
+    tasks = SparseDistTasks(model, step, TaskOptions(forward=kind), device=CPU)
     tables = [p for module in tasks.rewrite.sharded.values() for p in module.parameters()]
 
     def compared(task: PipelineTask) -> PipelineTask:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.inference import record
 from swpipe.plans.torchrec.sparse_dist import ORDERED
-from swpipe.tasks.torchrec import PipelineFactory, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import PipelineFactory, SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.shuffle import KarmarkarKarpShuffler
 from tests.support.plans_for_tests import scattered
@@ -155,7 +155,7 @@ def inferred_differences(
 def _tasks(job: Job, forward: Kind) -> tuple[SparseDistTasks, nn.Module]:
     model = sharded(job)
     step = TrainStep([dense_optimizer(job, model)])
-    return SparseDistTasks(model, step, device=CPU, forward=forward), model
+    return SparseDistTasks(model, step, TaskOptions(forward=forward), device=CPU), model
 
 
 def _inferred(tasks: SparseDistTasks) -> PipelinePlan:

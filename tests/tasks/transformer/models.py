@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe.tasks.transformer import (
-    GPTModel,
-    TransformerConfig,
-    TransformerModelChunkSchedulePlan,
-)
+from docs.examples.moe_gpt import GPTModel, TransformerConfig
+from swpipe.tasks.transformer import TransformerModelChunkSchedulePlan
 
 VOCABULARY, LENGTH, ROWS = 32, 8, 2
 TOKENS = ROWS * LENGTH

@@ -1,23 +1,22 @@
-"""The small GPT: its parts are those of the whole, its experts compute what they should."""
+"""The example's GPT, of which all tests of schedules are: its parts, its experts, its mask."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe.tasks.transformer import (
+from docs.examples.moe_gpt import (
     GPTModel,
+    MixtureOfExperts,
+    MoeTransformerLayer,
     TransformerConfig,
-    TransformerLayer,
     mean_loss,
     token_losses,
 )
-from swpipe.tasks.transformer.experts import MixtureOfExperts
 from tests.support.ranks import Ranks
 from tests.tasks.transformer.models import config, model
 
@@ -81,32 +80,6 @@ def test_attention_is_causal_by_default_and_as_the_mask_says() -> None:
         assert torch.equal(before, after)
     full = torch.zeros_like(causal)
     assert not torch.equal(*(of(x, attention_mask=full)[:, :-1] for x in (ids, other)))
-    with pytest.raises(ValueError, match="the attention mask is of torch.float32: give a boolean"):
-        of(ids, attention_mask=causal.float())
-
-
-WRONG: dict[str, Any] = {
-    "num_layers is 0: give a whole number, 1 or more": {"num_layers": 0},
-    "hidden_size is 15: num_attention_heads, 2, must divide it": {"hidden_size": 15},
-    "vocab_size is 1.5": {"vocab_size": 1.5},
-    "seed is -1": {"seed": -1},
-    "layer type 'sparse' is unknown: .* dense, moe": {"layer_types": ("sparse",) * 4},
-    "layer type 'x' is unknown": {"mtp_layer_type": "x"},
-    "layer_types has 1 entries: give 4": {"layer_types": ("moe",)},
-    "moe_router_topk is 2: there are 1 experts": {"moe_router_topk": 2},
-}
-"""What is said, and of which sizes."""
-
-
-def test_sizes_that_do_not_fit_are_refused() -> None:
-    """The message has the name, the value and the rule."""
-    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
-    for told, wrong in WRONG.items():
-        with pytest.raises(ValueError, match=told):
-            TransformerConfig(**{**sizes, **wrong})
-    for layers in ([0, 2], [3, 4], [-1, 0], [1, 0]):
-        with pytest.raises(ValueError, match="consecutive numbers from 0 to 3"):
-            GPTModel(CONFIG, layers)
 
 
 # ------------------------------------------------------------------------------------- experts
@@ -116,9 +89,9 @@ def _hidden(rank: int) -> Tensor:
     return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def _one_by_one(layer: TransformerLayer, hidden: Tensor) -> Tensor:
+def _one_by_one(layer: MoeTransformerLayer, hidden: Tensor) -> Tensor:
     """Each token through each of its experts, alone."""
-    moe = layer.mixture
+    moe = layer.mlp
     normed = layer.mlp_norm(hidden)
     weights, chosen = torch.softmax(moe.router(normed), dim=-1).topk(2, dim=-1)
     out = hidden + moe.shared_expert(normed)
@@ -131,10 +104,10 @@ def _one_by_one(layer: TransformerLayer, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _on_its_rank() -> Tensor:
-    with pytest.raises(ValueError, match="num_experts is 3 and the expert group has 2 ranks"):
+    with pytest.raises(ValueError, match="3 experts cannot be shared by 2 ranks"):
         MixtureOfExperts(config("moe", num_experts=3), dist.group.WORLD)
     (layer,) = model("moe", group=dist.group.WORLD, **SHARED).decoder_layers
-    assert len(layer.mixture.experts) == 2
+    assert len(layer.mlp.experts) == 2
     return layer.feed_forward(_hidden(dist.get_rank()))
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from docs.examples.moe_gpt import GPTModel, TransformerLayer
 from swpipe.tasks.transformer import (
     AbstractSchedulePlan,
-    GPTModel,
-    TransformerLayer,
     TransformerLayerSchedulePlan,
     TransformerModelChunkSchedulePlan,
     training_pipeline,
@@ -54,7 +53,7 @@ SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 ON_TWO_RANKS = ("dense", "mixed", "tied mtp")
 
-SHARED_NAMES = {"embedding.word.weight", "embedding.position.weight", "output_layer.weight"}
+SHARED_NAMES = {"word.weight", "position.weight", "output_layer.weight"}
 
 
 def _group() -> dist.ProcessGroup | None:
@@ -269,7 +268,7 @@ def test_weight_gradients_of_what_is_recomputed_come_later(reentrant: bool) -> N
         for delayed in (False, True):
             of = GPTModel(replace(model("dense").config, delay_wgrad_compute=delayed))
             for layer in of.layers.values():
-                layer.__class__ = kind
+                layer.__class__ = kind  # of dense layers
                 layer.reentrant = reentrant
             ids = torch.arange(8)[None].expand(2, -1)
             for _ in range(2):
@@ -348,18 +347,22 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         "f_layer is given and f_input is not",
     ),
-    (lambda: _layer_plan(nn.Linear(1, 1)), TypeError, "of an unknown type: give a TransformerL"),
+    (
+        lambda: _layer_plan(nn.Linear(1, 1)),
+        TypeError,
+        "no method attend, feed_forward: give one",
+    ),
     (
         lambda: _layer_plan(model("dense", mtp_num_layers=1).predictors[0], SimpleNamespace()),
         TypeError,
         "needs a ModelChunkState",
     ),
-    (
-        lambda: GPTModel(config("dense", tie_embeddings=True), pre_process=False),
-        ValueError,
-        "use the embedding where the output layer is",
-    ),
     (lambda: plan_of(model("dense"), 0, input_ids=None), ValueError, "input_ids is None"),
+    (
+        lambda: plan_of(model("dense"), 0, attention_mask=torch.zeros(8, 8)),
+        ValueError,
+        "the attention mask is of torch.float32: give a boolean one",
+    ),
     (
         lambda: plan_of(GPTModel(config("dense"), pre_process=False), 0),
         ValueError,

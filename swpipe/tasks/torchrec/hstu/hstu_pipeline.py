@@ -16,23 +16,42 @@ Source: seed sections 5, 7.3 and 8.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans.torchrec.hstu_schedule import ThreadMap, hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import PREFETCH, hstu_plan, hstu_schedule
 from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.hstu.hstu_tasks import HSTUTasks
 from swpipe.tasks.torchrec.named import Form, In, Out
 from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
-from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
+from swpipe.tasks.torchrec.recsys_examples.jagged import KEYWORDS, JaggedPipeline
+from swpipe.tasks.torchrec.refused_arguments import arguments
 from swpipe.tasks.torchrec.shuffle import IdentityShuffler
-from swpipe.tasks.torchrec.step import TrainStep
+from swpipe.tasks.torchrec.task_options import TaskOptions
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+
+def hstu_groups(prefetch: bool) -> dict[str, Sequence[str]]:
+    """The fourteen tasks, or thirteen without a prefetch, for ``TaskOptions(grouped=)``."""
+    fill = {PREFETCH: ["prefetch"]} if prefetch else {}
+    return {
+        "h2d": ["copy"],
+        "start_shuffle": ["start_shuffle"],
+        "finish_shuffle": ["finish_shuffle"],
+        "start_input_dist": ["start_input_dist"],
+        "wait_input_dist": ["wait_input_dist"],
+        **fill,
+        "zero_grad": ["zero_grad"],
+        "global_tokens_allreduce": ["count_tokens"],
+        "nccl_safety_barrier": [],  # only what it waits for
+        "forward": [*([] if prefetch else ["prefetch"]), "embedding_forward", "dense_forward"],
+        "backward": ["postprocess_loss", "dense_backward", "embedding_backward"],
+        "finalize_model_grads": ["finalize_gradients"],
+        "optimizer_step": ["optimizer_step"],
+        "watchdog_step": ["watch"],
+    }
 
 
 class HSTUPipeline(JaggedPipeline[In, Out]):
@@ -54,9 +73,8 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function of the task
             that returns the thread's name. In a dict, "compute" and "default" are the caller's
             thread, on which all tasks run that it does not name.
-        watchdog: Called once for each batch, after everything else.
-        options: Of ``JaggedPipeline``: ``custom_model_fwd``, ``execute_all_batches``, ``finalize``,
-            ``find``, ``inputs``, ``random``, ``returns``, ``run_ahead`` and ``strict``.
+        execute_all_batches, custom_model_fwd, returns, finalize, watchdog, find, inputs, strict,
+        random, run_ahead: As for ``JaggedPipeline``.
 
     Attributes:
         schedule: The tasks' lookaheads, streams and waits.
@@ -67,46 +85,38 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
         ValueError: ``prefetch_depth`` is below 1; others as for ``JaggedPipeline``.
     """
 
-    _tasks_class = HSTUTasks
-    _takes = JaggedPipeline._takes | {"prefetch", "watchdog"}
     form = Form(left=1)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        *,
-        prefetch: bool = False,
-        prefetch_depth: int = 1,
-        batch_shuffler: Any = None,
-        threaded: bool = True,
-        thread_map: ThreadMap = None,
-        watchdog: Callable[[], object] | None = None,
-        **options: Any,
-    ) -> None:
-        self._prefetch = prefetch
+    arguments = arguments(
+        {},
+        {
+            "prefetch": False,
+            "prefetch_depth": 1,
+            "batch_shuffler": None,
+            "threaded": True,
+            "thread_map": None,
+            "execute_all_batches": True,
+            "custom_model_fwd": None,
+            **KEYWORDS,
+        },
+    )
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        super()._take(given)
         self.schedule = hstu_schedule(
-            prefetch=prefetch,
-            prefetch_depth=prefetch_depth,
-            shuffled=not (batch_shuffler is None or isinstance(batch_shuffler, IdentityShuffler)),
+            prefetch=given["prefetch"],
+            prefetch_depth=given["prefetch_depth"],
+            shuffled=not isinstance(self._shuffler, IdentityShuffler | None),
         )
-        self._made = hstu_plan(self.schedule, thread_map, threaded=threaded)
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            batch_shuffler=batch_shuffler,
-            prefetch=prefetch,
-            watchdog=watchdog,
-            **options,
-        )
+        self._made = hstu_plan(self.schedule, given["thread_map"], threaded=given["threaded"])
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return self._made
 
-    def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
-        return super()._tasks_for(step, "prefetch" if self._prefetch and kind != "own" else kind)
+    def _options(self, kind: Kind) -> TaskOptions:
+        prefetch = self._given["prefetch"]
+        kind = "prefetch" if prefetch and kind != "own" else kind
+        return replace(super()._options(kind), grouped=hstu_groups(prefetch))
 
     def shutdown(self) -> None:
         """Stop the threads, drop the batches in flight and restore the model; twice is fine."""

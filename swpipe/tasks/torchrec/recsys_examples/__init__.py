@@ -6,6 +6,7 @@ in place of ``from commons.pipeline import TrainPipelineFactory``. Neither recsy
 Megatron is imported.
 """
 
+from swpipe.tasks.torchrec.per_token import collective_assert
 from swpipe.tasks.torchrec.recsys_examples.jagged import (
     JaggedMegatronPrefetchTrainPipelineSparseDist,
     JaggedMegatronSemiSyncTrainPipelineSparseDist,
@@ -16,7 +17,6 @@ from swpipe.tasks.torchrec.recsys_examples.jagged import (
     TrainPipelineFactory,
     register_train_pipeline,
 )
-from swpipe.tasks.torchrec.recsys_examples.reported_losses import collective_assert
 
 __all__ = [
     "JaggedMegatronPrefetchTrainPipelineSparseDist",

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from swpipe.core.messages import listed
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec.drop_in import PLANS
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.grad_reduction import is_megatrons
 from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
+from swpipe.tasks.torchrec.per_token import PerToken, Returns
 from swpipe.tasks.torchrec.pipeline_factory import Maker, PipelineFactory
-from swpipe.tasks.torchrec.recsys_examples.reported_losses import (
-    JaggedTasks,
-    Returns,
-    data_parallel_group,
-    has_tensor_parallel,
-)
+from swpipe.tasks.torchrec.refused_arguments import arguments
 from swpipe.tasks.torchrec.shuffle import Shuffler
 from swpipe.tasks.torchrec.step import TrainStep
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.task_options import TaskOptions
 
-Finalize: TypeAlias = Callable[[nn.Module], object]
+KEYWORDS = {
+    "returns": None,
+    "finalize": None,
+    "watchdog": None,
+    "find": "direct",
+    "inputs": None,
+    "strict": True,
+    "random": False,
+}
+"""What all pipelines take by keyword, with the defaults."""
 
-_OPTIONS = {"finalize", "returns", "run_ahead"}
+
+def _parallel_state() -> Any:
+    """Megatron's groups, where the script has initialised them."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+def _data_parallel_group() -> dist.ProcessGroup | None:
+    """The data-parallel ranks; None for all."""
+    state = _parallel_state()
+    group: dist.ProcessGroup | None = None if state is None else state.get_data_parallel_group()
+    return group
+
+
+def _has_tensor_parallel() -> bool:
+    """Whether Megatron splits layers over ranks."""
+    state = _parallel_state()
+    return state is not None and state.get_tensor_model_parallel_world_size() > 1
 
 
 class _WholeShuffle:
@@ -80,9 +100,9 @@ class JaggedPipeline(NamedPipeline[In, Out]):
             ranks, output), with None for the tokens in evaluation, or "reporting_loss" for ([sum of
             all losses, their number], output), as older versions do; None for that of the class.
         finalize: As ``TrainStep.finalize``; with tensor parallelism, ``finalize_model_grads``.
+        watchdog: As ``TrainStep.watchdog``.
+        find, inputs, strict, random: As for ``TaskOptions``, but that inputs are found "direct".
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
-        options: Of ``SparseDistTasks``: ``find`` ("direct" by default), ``inputs``, ``strict`` and
-            ``random``.
 
     Raises:
         NotImplementedError: ``apply_jit``.
@@ -90,68 +110,42 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         ValueError: Tensor parallelism without ``finalize``, and others as ``SparseDistTasks``.
     """
 
-    _tasks_class: ClassVar[type[JaggedTasks]] = JaggedTasks
     _reports: ClassVar[Returns] = "tokens"
-    _takes: ClassVar[Set[str]] = {"find", "inputs", "random", "strict"}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-        pipeline_postproc: bool = True,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
-        batch_shuffler: Any = None,
-        *,
-        returns: Returns | None = None,
-        finalize: Finalize | None = None,
-        run_ahead: int | None = None,
-        **options: Any,
-    ) -> None:
-        self._group = data_parallel_group()
-        self._shuffler = _shuffler(batch_shuffler, self._group)
-        self._returns = self._reports if returns is None else returns
-        self._finalize = finalize
-        if unknown := options.keys() - self._takes:
-            raise TypeError(
-                f"{type(self).__name__}() got an unexpected keyword argument "
-                f"{listed(sorted(map(repr, unknown)))}: besides those of recsys-examples it takes "
-                f"{listed(sorted(self._takes | _OPTIONS))}"
-            )
-        self._options: dict[str, Any] = {"find": "direct", **options}
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            execute_all_batches=execute_all_batches,
-            apply_jit=apply_jit,
-            custom_model_fwd=custom_model_fwd,
-            run_ahead=run_ahead,
-        )
+    arguments = arguments(
+        {
+            "execute_all_batches": True,
+            "apply_jit": False,
+            "pipeline_postproc": True,
+            "custom_model_fwd": None,
+            "batch_shuffler": None,
+        },
+        KEYWORDS,
+    )
 
-    def _tasks_for(self, step: TrainStep, kind: Kind) -> SparseDistTasks:
-        if (
-            self._finalize is None
-            and has_tensor_parallel()
-            and any(map(is_megatrons, self._model.modules()))
-        ):
+    def _take(self, given: Mapping[str, Any]) -> None:
+        self._group = _data_parallel_group()
+        self._shuffler = _shuffler(given["batch_shuffler"], self._group)
+        megatron = any(map(is_megatrons, self._model.modules()))
+        if given["finalize"] is None and megatron and _has_tensor_parallel():
             raise ValueError(
                 "Megatron splits layers over ranks here, and some of their gradients are reduced "
                 "by finalize_model_grads alone: give the pipeline "
                 "finalize=lambda model: finalize_model_grads([model.module], None)"
             )
-        return self._tasks_class(
-            self._model,
-            replace(step, finalize=self._finalize),
-            returns=self._returns,
-            group=self._group,
-            device=self._given["device"],
-            forward=kind,
-            shuffler=self._shuffler,
-            **self._options,
-        )
+
+    def _step(self) -> TrainStep:
+        given = self._given
+        per_token = PerToken(given["returns"] or self._reports, self._group)
+        return replace(
+            super()._step(), per_token=per_token, finalize=given["finalize"],
+            watchdog=given["watchdog"],
+        )  # fmt: skip
+
+    def _options(self, kind: Kind) -> TaskOptions:
+        given = {name: self._given[name] for name in ("find", "strict", "random")}
+        inputs = self._given["inputs"] or {}
+        return TaskOptions(forward=kind, shuffler=self._shuffler, inputs=inputs, **given)
 
     def _copy_batch_to_gpu_and_shuffle(self, dataloader_iter: Iterator[In]) -> Any:
         """The next batch as the pipeline would train on it; None at the end of the data.
@@ -191,15 +185,10 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
 
     form = _form("jagged_sw_serial", "own", 1)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        batch_shuffler: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, optimizer, device, batch_shuffler=batch_shuffler, **options)
+    arguments = arguments(
+        {"batch_shuffler": None},
+        {"execute_all_batches": True, "custom_model_fwd": None, **KEYWORDS},
+    )
 
 
 @register_train_pipeline("jagged_sw_serial")

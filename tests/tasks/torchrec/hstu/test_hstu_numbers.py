@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from swpipe.plans.torchrec import hstu_schedule
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS
-from swpipe.tasks.job_run import JobRun
-from swpipe.tasks.torchrec.hstu.hstu_job import HSTUConfig, HSTUJob
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.hstu.training import Case, by_hand, by_pipeline
@@ -65,36 +61,3 @@ def test_plain_modules_and_megatrons_wrapper_train_the_loops_numbers(two_ranks: 
 def test_no_process_group_is_needed_for_a_plain_model() -> None:
     """Fifty batches, in this process."""
     assert _differences([Case(wrapper="plain")], 50) == {}
-
-
-# ------------------------------------------------------------------------------------ workload
-
-STEPS = 40
-
-
-def _trained(plan: str) -> tuple[float, list[Any]]:
-    """The AUC, and losses and this rank's parameters under one of the workload's plans."""
-    made = hstu_schedule.PLANS[plan]()
-    with JobRun(plan, HSTUJob(HSTUConfig()), made, STEPS, "cpu") as run:
-        run.advance(STEPS)
-        trained = [p.detach() for p in run.job.model.parameters()]
-        return run.job.auc_of_all(), [*run.losses, *trained]
-
-
-def _workload() -> tuple[float, bool]:
-    """The AUC of the serial plan, and whether two pipelined ones agree with it in everything."""
-    auc, numbers = _trained("serial")
-    for plan in ("default", "io_data_dist_prefetch_compute"):
-        other, others = _trained(plan)
-        if other != auc or not all(map(torch.equal, numbers, others)):
-            return auc, False
-    return auc, True
-
-
-def test_the_workload_learns_and_pipelined_it_learns_the_same(two_ranks: Ranks) -> None:
-    """Its AUC rises above chance, the same under all plans, as are losses and parameters."""
-    (auc, equal), (other, alike) = two_ranks.run(_workload, deadline_s=300)
-    assert auc == other
-    assert equal
-    assert alike
-    assert 0.65 < auc < 1

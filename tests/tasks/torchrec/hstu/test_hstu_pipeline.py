@@ -16,9 +16,9 @@ from swpipe.tasks.torchrec.hstu import (
     HSTU_THREAD_MAPS,
     HSTUPipeline,
     HSTUPipelineFactory,
-    SequenceBatch,
 )
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
+from tests.tasks.torchrec.hstu.ranking import hstu_model
 from tests.tasks.torchrec.hstu.training import BATCH, batches, by_hand, flat, made, results
 from tests.tasks.torchrec.models import CPU
 
@@ -145,4 +145,4 @@ def test_a_batch_lies_row_by_row() -> None:
     assert float(batch.num_loss_tokens()) == len(batch.times.values())
     lengths = batch.times.lengths()
     assert torch.equal(batch.work(), lengths.float() ** 2)
-    assert SequenceBatch.of([(), ()]).ids.lengths().tolist() == [0] * 4
+    assert hstu_model.SequenceBatch.of([(), ()]).ids.lengths().tolist() == [0] * 4

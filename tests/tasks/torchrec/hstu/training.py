@@ -14,24 +14,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
 from swpipe import PipelineTask
 from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
-from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
-from swpipe.tasks.torchrec._torchrec import EmbeddingCollectionSharder
-from swpipe.tasks.torchrec.hstu import (
-    Event,
-    HSTUPipeline,
-    HSTURanking,
-    HSTUTasks,
-    RankingConfig,
-    SequenceBatch,
-)
+from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler, SparseDistTasks
+from swpipe.tasks.torchrec.hstu import HSTUPipeline
+from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
 from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
 from tests.tasks.torchrec.models import CPU, everything
 from tests.tasks.torchrec.trial import Outcome
 
-SMALL = RankingConfig(items=40, width=8, heads=2, layers=1, longest=6)
 BATCH = 4
 
 
@@ -53,19 +46,21 @@ class Case(NamedTuple):
     wrapper: str = "ddp"
 
 
-def batches(count: int, seed: int = 0) -> Iterator[SequenceBatch]:
+def batches(count: int, seed: int = 0) -> Iterator[Any]:
     """This rank's batches; some histories are empty, and on one rank a whole batch."""
     draws = random.Random(1000 * seed + _rank())
     for step in range(count):
         histories = [_history(draws) for _ in range(BATCH)]
         empty = step % 5 == 2 and _rank() == 1
-        yield SequenceBatch.of([()] * BATCH if empty else histories)
+        yield hstu_model.SequenceBatch.of([()] * BATCH if empty else histories)
 
 
-def _history(draws: random.Random) -> list[Event]:
+def _history(draws: random.Random) -> list[Any]:
     count = draws.choice([0, 1, 2, 6])
     times = sorted(draws.randrange(10**6) for _ in range(count))
-    return [Event(draws.randrange(SMALL.items), draws.randint(1, 10), time) for time in times]
+    return [
+        hstu_model.Event(draws.randrange(SMALL.items), draws.randint(1, 10), time) for time in times
+    ]
 
 
 def _rank() -> int:
@@ -74,7 +69,7 @@ def _rank() -> int:
 
 def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
     """A model, the same on all ranks at first, and the optimizer of its dense parameters."""
-    plain = HSTURanking(SMALL, seed=3)
+    plain = hstu_model.HSTURanking(SMALL, seed=3)
     if wrapper == "plain":
         alone = not dist.is_initialized()
         model = plain if alone else nn.parallel.DistributedDataParallel(plain)
@@ -94,7 +89,9 @@ def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome
     """The synchronous loop: nothing overlaps, and the model's own forward runs."""
     model, optimizer = made(wrapper)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shuffler = KarmarkarKarpShuffler(SequenceBatch.work) if balanced else IdentityShuffler()
+    shuffler = (
+        KarmarkarKarpShuffler(hstu_model.SequenceBatch.work) if balanced else IdentityShuffler()
+    )
     outputs: list[Tensor] = []
     for given in batches(steps):
         batch = shuffler.finish(given, shuffler.start(given))
@@ -122,7 +119,7 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
     """
     draws = random.Random(_rank())
     model, optimizer = made(case.wrapper)
-    shuffler = KarmarkarKarpShuffler(SequenceBatch.work) if case.balanced else None
+    shuffler = KarmarkarKarpShuffler(hstu_model.SequenceBatch.work) if case.balanced else None
     with (
         late_tasks(late or (lambda name: draws.random() * 3e-3)),
         HSTUPipeline(
@@ -159,7 +156,7 @@ Late: TypeAlias = Callable[[str], float]
 @contextmanager
 def late_tasks(late: Late) -> Iterator[None]:
     """Within the block tasks begin late."""
-    own = HSTUTasks.tasks
+    own = SparseDistTasks.tasks
 
     def delayed(task: PipelineTask) -> PipelineTask:
         def fn(ctx: Any) -> None:
@@ -168,8 +165,8 @@ def late_tasks(late: Late) -> Iterator[None]:
 
         return replace(task, fn=fn)
 
-    def tasks(self: HSTUTasks) -> tuple[PipelineTask, ...]:
+    def tasks(self: SparseDistTasks) -> tuple[PipelineTask, ...]:
         return tuple(delayed(task) for task in own(self))
 
-    with mock.patch.object(HSTUTasks, "tasks", tasks):
+    with mock.patch.object(SparseDistTasks, "tasks", tasks):
         yield

@@ -1,23 +1,23 @@
-"""The layer of HSTU beside a dense reference, which takes one sequence at a time."""
+"""The layer of the documented model beside a dense reference, one sequence at a time."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from swpipe.tasks.torchrec.hstu.sequence_attention import HSTULayer, Places
+from tests.tasks.torchrec.hstu.ranking import hstu_model
 
 WIDTH, HEADS, LONGEST = 6, 2, 5
 
 
-def _layer(seed: int = 0) -> HSTULayer:
+def _layer(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    layer = HSTULayer(WIDTH, HEADS, LONGEST).double()
+    layer = hstu_model.HSTULayer(WIDTH, HEADS, LONGEST).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -32,13 +32,13 @@ def _tokens(lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat([torch.empty(0, dtype=torch.int64), *steps])
 
 
-def _by_layer(layer: HSTULayer, tokens: Tensor, times: Tensor, lengths: list[int]) -> Tensor:
-    places = Places.of(torch.tensor(lengths, dtype=torch.int64), len(tokens), LONGEST)
+def _by_layer(layer: Any, tokens: Tensor, times: Tensor, lengths: list[int]) -> Tensor:
+    places = hstu_model.Places.of(torch.tensor(lengths, dtype=torch.int64), len(tokens), LONGEST)
     out: Tensor = layer(tokens, times, places)
     return out
 
 
-def _dense(layer: HSTULayer, x: Tensor, times: Tensor) -> Tensor:
+def _dense(layer: Any, x: Tensor, times: Tensor) -> Tensor:
     """One sequence by the formulas of the paper, one pair of tokens at a time."""
     n = len(x)
     u, v, q, k = nn.functional.silu(layer.project(layer.norm(x))).chunk(4, dim=1)
@@ -60,7 +60,7 @@ def _dense(layer: HSTULayer, x: Tensor, times: Tensor) -> Tensor:
     return x + layer.output(layer.attended(torch.cat(heads, dim=1)) * u)
 
 
-def _gradients(out: Tensor, layer: HSTULayer, tokens: Tensor) -> list[Tensor]:
+def _gradients(out: Tensor, layer: Any, tokens: Tensor) -> list[Tensor]:
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     inputs = [tokens, *layer.parameters()]
     found = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True)
@@ -90,23 +90,3 @@ def test_a_token_sees_nothing_later_and_no_other_sequence() -> None:
     after = _by_layer(layer, tokens, times, lengths)
     changed = (before != after).any(1).tolist()
     assert changed == [False, False, True, True, False, False, False]
-
-
-def test_time_and_distance_count() -> None:
-    """Both biases change the result; equal times and one token are the smallest bucket."""
-    layer = _layer()
-    tokens, times = _tokens([3])
-    before = _by_layer(layer, tokens, times, [3])
-    assert not torch.equal(before, _by_layer(layer, tokens, times * 7, [3]))
-    with torch.no_grad():
-        layer.bias.of_distance[1] += 1
-    assert not torch.equal(before, _by_layer(layer, tokens, times, [3]))
-    assert torch.isfinite(_by_layer(layer, tokens, torch.zeros_like(times), [3])).all()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    """Heads that do not divide the width, and a sequence that is too long."""
-    with pytest.raises(ValueError, match="4 heads do not divide a width of 6"):
-        HSTULayer(6, 4, 5)
-    with pytest.raises(ValueError, match="a sequence has 6 tokens, and the model takes 5"):
-        Places.of(torch.tensor([1, 6]), 7, 5)

@@ -19,20 +19,15 @@ environment has ``ASSERT_LOSS_HAS_NAN=1``.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.core.task import TaskFn
-from swpipe.plans.torchrec import sparse_dist as names
-from swpipe.tasks.torchrec.step import TrainStep
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 Returns: TypeAlias = Literal["tokens", "reporting_loss"]
 
@@ -55,47 +50,18 @@ def collective_assert(
         raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")
 
 
-def data_parallel_group() -> dist.ProcessGroup | None:
-    """Megatron's data-parallel ranks, where the script has initialised its groups; None for all."""
-    state = _parallel_state()
-    group: dist.ProcessGroup | None = None if state is None else state.get_data_parallel_group()
-    return group
-
-
-def has_tensor_parallel() -> bool:
-    """Whether Megatron splits layers over ranks."""
-    state = _parallel_state()
-    return state is not None and state.get_tensor_model_parallel_world_size() > 1
-
-
-def _parallel_state() -> Any:
-    state = sys.modules.get("megatron.core.parallel_state")
-    return state if state is not None and state.model_parallel_is_initialized() else None
-
-
-class JaggedTasks(SparseDistTasks):
-    """The tasks of a step whose losses are normalised per token, and reported.
+class PerToken:
+    """How losses per token are normalised, and what ``progress`` reports of them.
 
     Args:
-        model: As for ``SparseDistTasks``.
-        step: The same.
         returns: What ``progress`` returns; see the module.
         group: The data-parallel ranks; None for all.
-        options: As for ``SparseDistTasks``.
 
     Raises:
         ValueError: ``returns`` is neither.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: TrainStep,
-        *,
-        returns: Returns,
-        group: dist.ProcessGroup | None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, returns: Returns = "tokens", group: dist.ProcessGroup | None = None) -> None:
         if returns not in ("tokens", "reporting_loss"):
             raise ValueError(
                 f"returns is {shown(returns)}; give 'tokens' for (loss, tokens, output), or "
@@ -106,31 +72,23 @@ class JaggedTasks(SparseDistTasks):
         self._alone = not dist.is_initialized()
         self._ranks = 1 if self._alone else dist.get_world_size(group)
         self._checks_nan = not self._by_batch or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
-        super().__init__(model, step, **options)
 
-    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
-        """As there; the tokens are counted before the model runs."""
-        parts = super().parts()
-        runs = names.DENSE if self.rewrite.looks_up_ahead else names.EMBED
-        return {**parts, runs: (self.count_tokens, *parts[runs])}
-
-    def count_tokens(self, ctx: IterContext) -> None:
+    def count(self, batch: Any, device: torch.device) -> Tensor | None:
         """The tokens of all ranks: no rank has to wait, since the last step has joined them."""
-        ctx.tokens = None
-        if not (self._by_batch and self.trains()):
-            return
-        batch = ctx.batch
+        if not self._by_batch:
+            return None
         if not callable(getattr(batch, "num_loss_tokens", None)):
             raise TypeError(
                 f"a {type(batch).__name__} has no num_loss_tokens(), a tensor with the number of "
                 "losses of this rank: add it, or give the pipeline returns='reporting_loss', which "
                 "counts the losses that the model returns"
             )
-        ctx.tokens = batch.num_loss_tokens().to(self._target, copy=True)
+        tokens: Tensor = batch.num_loss_tokens().to(device, copy=True)
         if not self._alone:
-            dist.all_reduce(ctx.tokens)
+            dist.all_reduce(tokens)
+        return tokens
 
-    def postprocess_loss(self, ctx: IterContext) -> None:
+    def report(self, ctx: IterContext) -> None:
         """Check, add and normalise the losses; report them."""
         losses, tokens = ctx.losses, ctx.tokens
         if not isinstance(losses, Tensor) or losses.ndim == 0:

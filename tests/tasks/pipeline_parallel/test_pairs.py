@@ -1,0 +1,123 @@
+"""A rank runs one chunk's forward over another microbatch's backward: the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from swpipe.plans.pipeline_parallel import (
+    Pair,
+    PipelineCosts,
+    PipelineSchedule,
+    plan_v_schedule,
+    torch_schedule,
+)
+from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime
+from swpipe.tasks.transformer import (
+    GPTModel,
+    TransformerConfig,
+    TransformerModelChunkSchedulePlan,
+    mean_loss,
+)
+from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.small_gpt import batch
+
+DEADLINE_S = 240.0
+CONFIG = TransformerConfig(
+    num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=11, max_sequence_length=6,
+    layer_types=("moe", "dense", "moe", "moe"), num_experts=4, moe_router_topk=2,
+)  # fmt: skip
+PAIRED = PipelineCosts(20, 20, 10, hop=0.5, pair=35, max_mem=100)
+
+
+def planned(n_micro: int) -> PipelineSchedule:
+    """A V with pairs, of which some microbatches' backward passes are I and W."""
+    schedule = plan_v_schedule(2, n_micro, PAIRED, effort=0.02).schedule
+    assert any(isinstance(entry, Pair) for row in schedule.rows for entry in row)
+    return schedule
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Which sides each run of chunk plans had."""
+    sides: list[str] = []
+    real = TransformerModelChunkSchedulePlan.run
+
+    def run(f: Any, b: Any, *rest: Any, **more: Any) -> Any:
+        sides.append(("f" if f is not None else "") + ("b" if b is not None else ""))
+        return real(f, b, *rest, **more)
+
+    TransformerModelChunkSchedulePlan.run = staticmethod(run)  # type: ignore[assignment, method-assign]
+    try:
+        yield sides
+    finally:
+        TransformerModelChunkSchedulePlan.run = staticmethod(real)  # type: ignore[method-assign]
+
+
+def different(schedule: PipelineSchedule, experts_of: int) -> tuple[list[str], int]:
+    """What is not as of a model without a pipeline; and how many pairs ran. On each rank.
+
+    Ranks r and r + 1 of ``experts_of`` = 2 share the experts of a stage, and are in two pipelines.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pipelines = [list(range(k, size, experts_of)) for k in range(experts_of)]
+    pipeline = [dist.new_group(ranks) for ranks in pipelines][rank % experts_of]
+    sharing = [list(range(k, k + experts_of)) for k in range(0, size, experts_of)]
+    experts = [dist.new_group(ranks) for ranks in sharing][rank // experts_of]
+    own = {
+        stage: GPTModel(
+            CONFIG, [stage], pre_process=stage == 0, post_process=stage == 3, expert_group=experts
+        )
+        for stage, place in enumerate(schedule.placement)
+        if place == rank // experts_of
+    }
+    runtime = PipelineRuntime(schedule, dict(own), mean_loss, group=pipeline)
+    model = GPTModel(CONFIG, expert_group=experts)
+    serial = SerialRuntime([model], schedule.n_micro, mean_loss)
+    found, pairs = [], 0
+    for step in range(2):
+        inputs, target = batch(2 * schedule.n_micro, 10 * step + rank % experts_of)
+        with counted() as sides:
+            result = runtime.train(inputs, target=target, with_output=True)
+        pairs = sides.count("fb")
+        wanted = serial.train(inputs, target=target, with_output=True)
+        if result.losses is not None:
+            found += [] if torch.equal(result.losses, wanted.losses) else [f"{step}: losses"]  # type: ignore[arg-type]
+            found += [] if torch.equal(result.output, wanted.output) else [f"{step}: output"]
+        of_all = dict(model.named_parameters())
+        for chunk in own.values():
+            for name, one in chunk.named_parameters():
+                other = of_all[name].grad
+                assert other is not None
+                assert one.grad is not None
+                found += [] if torch.equal(one.grad, other) else [f"{step}: {name}"]
+        again = runtime.evaluate(inputs, target=target, with_output=True)
+        if again.losses is not None:
+            alone = serial.evaluate(inputs, target=target)
+            found += [] if torch.equal(again.losses, alone.losses) else [f"{step}: evaluation"]  # type: ignore[arg-type]
+    return found, pairs
+
+
+def pairs_on(schedule: PipelineSchedule, rank: int) -> int:
+    """How many a rank has."""
+    return sum(isinstance(entry, Pair) for entry in schedule.rows[rank])
+
+
+@pytest.mark.parametrize("make", [lambda m: torch_schedule("dualpipev", 2, m), planned])
+def test_pairs_have_the_bits_of_one_process(two_ranks: Ranks, make: Any) -> None:
+    """Losses, output, gradients; each pair of the schedule was one run of two plans."""
+    schedule = make(6)
+    found = two_ranks.run(different, schedule, 1, deadline_s=DEADLINE_S)
+    assert found == [([], pairs_on(schedule, rank)) for rank in range(2)]
+
+
+def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
+    """Their exchanges meet within pairs, too."""
+    schedule = torch_schedule("dualpipev", 2, 6)
+    found = four_ranks.run(different, schedule, 2, deadline_s=DEADLINE_S)
+    assert found == [([], pairs_on(schedule, rank // 2)) for rank in range(4)]
