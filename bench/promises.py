@@ -1,7 +1,8 @@
 """What a report promises of a plan, beside what training under that plan obtains.
 
-Six workloads of the guide, and six loops of known tasks on a real clock. Training is plain and
-under the advised plan in turns, apart from the report; fill and drain of a turn do not count.
+The workloads of the guide, a loop over compressed files, and six loops of known tasks on a real
+clock. Training is plain and under the advised plan in turns, apart from the report; fill and drain
+of a turn do not count.
 Promise and gain must agree within both of their 95% intervals, in each of three reports.
 
 ``python -m bench.promises [LOOP ...]`` measures some of the loops, once.
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.data_bound import files, loop_tasks
 from bench.measure import Row, Spread, sharpen_timers
 from bench.measure import report as print_rows
 from bench.verdicts import CLOCK, TOO_BUSY, loader_of
@@ -33,11 +36,9 @@ from swpipe.tasks.workload import workloads
 from swpipe.tuning.autotuning import Loop
 from tests.reporting.known_loops import CASES, tasks_of
 
-MODELS, ON_RANKS = ("images", "transformer", "clicks", "hstu"), "clicks, two ranks"
-NEEDS = dict.fromkeys(
-    ("clicks", "hstu", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu")
-)
-OWN = "my_loop:loop"
+MODELS, ON_RANKS = ("images", "clicks"), "clicks, two ranks"
+NEEDS = dict.fromkeys(("clicks", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu"))
+OWN, FILES = "my_loop:loop", "a data-bound loop"
 KNOWN = (
     *("a decode", "two that feed", "a task that waits", "a loader in turn"),
     *("a loader in turn and a decode", "a fast one and a decode"),
@@ -77,6 +78,10 @@ def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, Pipeline
     elif name == OWN:
         tasks, batches = importlib.import_module("docs.examples.my_loop").loop()
         yield Loop(tasks, batches[:_BATCHES], "cpu"), {}
+    elif name == FILES:
+        feeding = {"read", "inflate", "features"}
+        tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
+        yield Loop(tasks, files(cache), "cpu"), {}
     else:
         work = workloads()[name.partition(",")[0]]
         if name == ON_RANKS:
@@ -160,7 +165,7 @@ def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
     there = [n for n in (*MODELS, ON_RANKS) if all(map(find_spec, NEEDS.get(n, ())))]
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as cache:
-        wanted = [*names] or [*there, OWN, *KNOWN]
+        wanted = [*names] or [*there, OWN, FILES, *KNOWN]
         found = [measured(name, Path(cache)) for name in wanted for _ in range(runs)]
     torch.set_num_threads(threads)
     return found

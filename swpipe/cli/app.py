@@ -231,7 +231,7 @@ def doctor(
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
     ] = "",
-    rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
+    rounds: Annotated[int, options.count("Visits to each task.", least=2)] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
     **given: Any,
 ) -> None:

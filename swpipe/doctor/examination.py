@@ -28,15 +28,14 @@ from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.doctor.diagnosis import Diagnosis, Finding
 from swpipe.doctor.environment import environment_findings
-from swpipe.doctor.headroom import measure_headroom
+from swpipe.doctor.headroom import headroom_of
 from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
-from swpipe.profiler.figures import LoaderPace
-from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
+from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.spread import ms
 from swpipe.profiler.trial_state import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -82,9 +81,8 @@ def diagnose(
         context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
-        rounds: Visits to each shortcut, 2 or more; more make the headroom's intervals narrower.
-        profile: Of the same loop, if there is one: the findings are of its figures, and the
-            headroom is not measured.
+        rounds: Of the profile that is taken, 2 or more; more make its intervals narrower.
+        profile: Of the same loop, if there is one: the findings are of its figures.
 
     Raises:
         ValueError: The loader has no batch, or ``rounds`` is too small.
@@ -107,31 +105,23 @@ def diagnose(
         raise ValueError("the loader has no batch: give one that has at least one")
     called = None if isinstance(loader, Sequence | Iterator) else loader
     serial = PipelinePlan.serial(given)
-    pulls = Pulls.of(called) if profile is None else None
     with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
         saved = trial_state(pipe, batches[0], state, copy)
         recorder = _watch(pipe, saved, batches, copy)
-        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=pulls)
-        headroom = None
+        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy)
         if profile is None:
-            timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
-            headroom = measure_headroom(timer, saved, costs, rounds)
-            step_s, pulled, pace = headroom.step.value_s, headroom.cached, headroom.loader
-            pull = costs.tasks.get(PULL)
-            on_cpu = pull is not None and pull.gil_us > pull.host_us / 2
-        else:
-            step_s, pulled, pace = profile.baseline_s, profile.exposed(PULL), profile.loader
-            on_cpu = PULL not in profile.blocking
+            profile = TaskProfiler(pipe, state=state).profile(
+                batches[0], 1, num_rounds=rounds, loader=called, copy=copy
+            )
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
     found += _graph_breaks()
-    if pulled is not None and pace is not None:
-        found += _loader_findings(pace, pulled, step_s, on_cpu=on_cpu)
+    found += _loader_findings(profile)
     if isinstance(dataloader, DataLoader):
         found += _repeated_rows(dataloader, batches)
-    found += _lock_findings(given, costs, step_s)
+    found += _lock_findings(given, costs, profile.baseline_s)
     names = listed([each.name for each in given])
-    return Diagnosis(tuple(found), headroom, f"{names}, on device {where.name}")
+    return Diagnosis(tuple(found), headroom_of(given, profile), f"{names}, on device {where.name}")
 
 
 def _watch(
@@ -201,9 +191,10 @@ def _graph_breaks() -> Iterator[Finding]:
         yield Finding("graph-break", f"{file}:{line}", text, mend)
 
 
-def _loader_findings(
-    pace: LoaderPace, saved: Estimate, step_s: float, *, on_cpu: bool
-) -> Iterator[Finding]:
+def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
+    pace, saved, step_s = profile.loader, profile.exposed(PULL), profile.baseline_s
+    if pace is None or saved is None:
+        return
     least_s, waits_s = _SHARE * step_s, saved.value_s - pace.start_s
     if pace.start_s >= least_s:
         text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
@@ -224,7 +215,7 @@ def _loader_findings(
             mend = f"{more} workers, or {mend}; prefetch_factor if batches are uneven"
         yield Finding("slow-loader", "loader", text, mend)
         return
-    how = "on the CPU" if on_cpu else "mostly blocked"
+    how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
     text = f"batches are made in this process, between two steps: {takes}, {how}"
     mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
     yield Finding("loader-in-process", "loader", text, mend)

@@ -14,7 +14,7 @@ from swpipe.profiler.spread import Estimate, ms, short_ms
 LEGEND = (
     "exposed: how much shorter a mean iteration is if the task costs nothing, with a\n"
     "95% interval; < x: not told apart from 0; own: what the task takes of that\n"
-    "itself; no work: it takes no time, and iterations are no shorter without it"
+    "itself"
 )
 """How to read a table."""
 
@@ -94,8 +94,6 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
     exposed = result.exposed(name)
     if exposed is None:
         return "not measured" if name in result.host_s else "", "", ""
-    if name in result.no_work:
-        return "no work", "", ""
     below = 0 < exposed.spread_s >= exposed.value_s
     shown_s = max(0.0, exposed.value_s) + exposed.spread_s if below else exposed.value_s
     # An iteration cannot get shorter by more.
@@ -111,7 +109,7 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
 
 def _notes(result: Figures, on_batch: str) -> Iterator[str]:
     for name, less_s in result.in_others_s.items():
-        if less_s and name not in result.no_work:
+        if less_s:
             others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
             yield wrapped(f"without {name}{on_batch}, others take less: {others} ms")
     for line in _lines(result, on_batch):

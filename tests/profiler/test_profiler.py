@@ -228,13 +228,3 @@ def test_copies_for_tasks_that_modify_the_batch() -> None:
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
         TaskProfiler(pipe).profile(batch, copy=torch.clone, **QUICK)
     assert batch.item() == 0.0
-
-
-def test_a_task_that_does_nothing_is_marked(host: TimedHost) -> None:
-    """It takes no time, and nothing else takes less without it; a short task is not that."""
-    tasks = sleepers(host, read=1, nothing=0, train=2, short=0.1)
-    with SWPipeline(overlapped({"default": [task.name for task in tasks]}), tasks) as pipe:
-        for pipelined in (False, True):
-            result = TaskProfiler(pipe).profile(None, pipelined=pipelined)
-            assert result.no_work == ("nothing",)
-            assert "no work" in result.format_report()

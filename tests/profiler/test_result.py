@@ -73,7 +73,7 @@ do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited b
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing, with a
 95% interval; < x: not told apart from 0; own: what the task takes of that
-itself; no work: it takes no time, and iterations are no shorter without it
+itself
 """
 
 SIDE_BY_SIDE = """\
@@ -103,7 +103,7 @@ shortcut already, so not measured: forward
 put back: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing, with a
 95% interval; < x: not told apart from 0; own: what the task takes of that
-itself; no work: it takes no time, and iterations are no shorter without it
+itself
 """
 
 
@@ -162,7 +162,7 @@ def test_json_and_back(tmp_path: Path) -> None:
         "disturbed": 2,
         "joint": [],
     }  # what is missing has its default
-    assert ProfileResult.from_dict(without(earlier, "no_work", "other_load")) == RESULT
+    assert ProfileResult.from_dict(without(earlier, "other_load")) == RESULT
     assert ProfileResult.load(tmp_path / "one.json") == RESULT
     assert ProfileResults.load(tmp_path / "several.json") == several
 
@@ -199,10 +199,6 @@ def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs pandas: install it, or use records\(\)"):
         RESULT.to_dataframe()
-    added: list[tuple[str, float, int | None]] = []
-    RESULT.add_to_tensorboard(SimpleNamespace(add_scalar=lambda *given: added.append(given)), 7)
-    assert added[0] == ("swpipe/serial/baseline_ms", 12.5, 7)
-    assert ("swpipe/serial/exposed_ms/forward", 8.0, 7) in added
 
 
 @pytest.mark.parametrize(
@@ -259,7 +255,6 @@ def test_tasks_that_block_the_host(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"no_work": ("log",)}, " log no work "),
         (
             {"mode": "pipelined", "busy_s": {"io": 0.012, "default": 0.007}},
             "one thread group is busy nearly all of 12.500 ms: io",
