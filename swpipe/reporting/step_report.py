@@ -25,6 +25,7 @@ from swpipe.reporting.account import (
     BETWEEN,
     LOADER,
     START,
+    WORTH,
     Ceiling,
     StepAccount,
     StepPart,
@@ -304,7 +305,7 @@ def page_of(report: StepReport) -> str:
         timeline=timeline_chart(_timelines(report)),
         shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.{_timed_apart(report)}",
         ranks=_ranks(report),
-        memory="" if report.memory is None else capitalised(report.memory.format()),
+        memory=report.memory and capitalised(report.memory.format().removeprefix("memory: ")),
     )
 
 
@@ -340,7 +341,8 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
     for part in report.parts:
         name = PULL if part.task in (LOADER, START) else part.task
         parts[name] += part.seconds
-        causes[name].append(part.cause)
+        if part.share >= WORTH:
+            causes[name].append(part.cause)
     for name in dict.fromkeys([*profile.host_s, *parts]):
         exposed, seconds = profile.exposed(name), parts[name]
         takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
@@ -348,7 +350,7 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
             "task": shown_name(name),
             "part": short_ms(seconds),
             "share": _percent(seconds / profile.baseline_s),
-            "cause": " and ".join(dict.fromkeys(causes[name])) or "hidden",
+            "cause": ", ".join(dict.fromkeys(causes[name])) or ("" if seconds else "hidden"),
             "removed": "" if exposed is None else exposed.text,
             "takes": short_ms(takes_s) if name in profile.host_s else "",
             "note": _note(report, name, seconds),
@@ -411,7 +413,7 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
         {
             "task": shown_name(name),
             "median": short_ms(one.median_s),
-            "worst": f"{short_ms(one.worst_s)} ± {short_ms(one.spread_s)}",
+            "worst": Estimate(one.worst_s, one.spread_s).text,
             "rank": str(one.rank),
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }

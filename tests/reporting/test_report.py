@@ -225,7 +225,7 @@ def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost, waiting: St
     assert ahead.memory is not None
     assert ahead.memory.bytes == 2 * 4096
     assert "\nmemory: at most 8 KiB in 2 iterations; " in str(ahead)
-    assert "Memory: at most 8 KiB in 2 iterations; " in ahead.to_html()
+    assert "At most 8 KiB in 2 iterations; " in ahead.to_html()
     assert waiting.memory is None
 
 
