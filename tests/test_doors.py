@@ -22,6 +22,7 @@ OF_OTHERS = {
     "_buffers", "_cdata", "_current_autograd_node", "_current_graph_task_id",
     "_engine_run_backward", "_functorch",
     "_Action", "_PipelineScheduleRuntime", "_get_default_store", "_get_dispatch_stack_at",
+    "_comp_type_to_function_map", "_maybe_compute_loss", "_maybe_get_loss", "_wait_batch_p2p",
     "_get_pipeline_order", "_has_backward", "_initialize_stages", "_is_view",
     "_backward_cls", "_prepare_schedule_with_comms", "_resolve_process_group",
     "_qualified_op_name", "_stages",

@@ -132,7 +132,8 @@ class ChunkModel(Protocol):
     @property
     def predictors(self) -> Sequence[PredictionLayer]: ...
 
-    def parameters(self) -> Iterable[nn.Parameter]: ...
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of the model, as a module has."""
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) of ids (batch, sequence)."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from docs.examples.moe_gpt import GPTModel, TransformerConfig, mean_loss
 from swpipe.plans.pipeline_parallel import (
     Pair,
     PipelineCosts,
@@ -18,12 +19,7 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime
-from swpipe.tasks.transformer import (
-    GPTModel,
-    TransformerConfig,
-    TransformerModelChunkSchedulePlan,
-    mean_loss,
-)
+from swpipe.tasks.transformer import TransformerModelChunkSchedulePlan
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch
 
