@@ -12,9 +12,8 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResults
-from tests.profiler.sleepers import overlapped, sleepers
+from tests.profiler.sleepers import overlapped
 from tests.support.notes import Notes
-from tests.support.virtual_clock import TimedHost
 
 QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import swpipe.profiler.rounds
 from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, report, task
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
+from swpipe.profiler.other_load import OtherLoad
 from swpipe.reporting import StepReport, measuring
 from swpipe.reporting.account import account_of
+from tests.reporting.known_loops import CASES, plan_of, tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
@@ -46,6 +50,38 @@ def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
     assert sum(part.share for part in found.parts) == pytest.approx(1)
     for part in found.parts:
         assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
+
+
+@pytest.mark.parametrize("tasks", [2, 12])
+def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost, tasks: int) -> None:
+    """With more tasks there are fewer rounds; not where their number is given."""
+    each_ms = 80 / tasks
+    loop = tasks_of(host, {f"feed {number}": each_ms for number in range(tasks)} | {"train": 20})
+    found = report(loop, range(4))
+    assert host.now_ns < 60e9
+    assert found.profile.num_rounds == (5 if tasks == 2 else 3)
+    assert found.changes[0].kept
+
+
+def test_on_a_busy_machine_a_report_ends_after_the_profile(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tried, since nothing would follow."""
+    load = SimpleNamespace(others=lambda: OtherLoad(1.5, 2))
+    monkeypatch.setattr(swpipe.profiler.rounds, "load_so_far", lambda **given: load)
+    said: list[str] = []
+    found = report(image_loop(host, decode=12, train=7), range(8), rounds=2, progress=said.append)
+    assert found.cannot_tell
+    assert found.changes == found.findings == ()
+    assert said[-1] == "measuring what each task costs the step"
+    assert "What to change" not in found.to_html()
+
+
+def test_threads_that_are_all_busy_are_all_named(host: TimedHost) -> None:
+    """To make one of them faster saves nothing."""
+    case = CASES["a plan with two busy threads"]
+    found = report(tasks_of(host, case.tasks), range(4), plan=plan_of(case), rounds=2)
+    assert found.next_step.endswith("Make tasks of all of these faster: io, default.")
 
 
 def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
