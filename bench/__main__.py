@@ -32,6 +32,8 @@ PARTS = (
     "predict",
     "profiler",
     "exposed",
+    "verdicts",
+    "promises",
     "purity",
     "schedules",
     "serial",

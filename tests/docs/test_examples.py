@@ -37,7 +37,7 @@ MEASURED = {
         "serial # ms # ms # ms # #",
     ),
     "faster_plan": (
-        "task exposed ms ± ms % of baseline own ms host ms blocked ms replay ms in others ms",
+        "task exposed own host blocked",
         "promised # ± # ms:",
         "before ms after ms saved ms ± ms beyond ±",
     ),
