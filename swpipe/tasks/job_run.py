@@ -229,14 +229,15 @@ def _ends(run: JobRun) -> str:
 def _speed(first: JobRun, other: JobRun) -> str:
     """How many times as fast the other is, if the turns are able to tell."""
     names = f"{other.name} over {first.name}"
-    a, b = first.speeds, other.speeds
-    if len(a) < 2 or len(b) < 2:
+    # A machine that slows down does so for turns that are next to each other.
+    ratios = sorted(a / b for a, b in zip(first.turns_s, other.turns_s, strict=True))
+    if len(ratios) < 2:
         return f"{names}: no difference was measured: one turn has no range; train for more steps"
-    least, most = b[0] / a[-1], b[-1] / a[0]
-    if least <= 1 <= most:
-        return f"{names}: no difference was measured: the ranges of steps per second overlap"
-    ratio = other.steps_per_s / first.steps_per_s
-    return f"{names}: {ratio:.2f} ({least:.2f} to {most:.2f}) times as many steps per second"
+    found = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    found += " times as many steps per second"
+    if ratios[0] <= 1 <= ratios[-1]:
+        return f"{names}: no difference was measured: from turn to turn {found}"
+    return f"{names}: {found}"
 
 
 def _equality(first: JobRun, other: JobRun) -> str:

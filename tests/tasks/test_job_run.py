@@ -170,22 +170,23 @@ def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
 
 
 def test_the_speed_is_that_of_the_table(runs: list[JobRun]) -> None:
-    """The ratio of the medians, and the least and the most that the turns leave open."""
+    """The table has the median of each; the line below the ratios of turns beside each other."""
     serial, pipelined, (told,) = _told(runs, [10, 8, 16], [20, 32, 24])
     assert serial[2:9] == ["10", "8", "to", "16", "1.0000", "to", "0.5000"]
     assert pipelined[2:9] == ["24", "20", "to", "32", "1.0000", "to", "0.5000"]
-    assert told == "pipelined over serial: 2.40 (1.25 to 4.00) times as many steps per second"
+    assert told == "pipelined over serial: 2.00 (1.50 to 4.00) times as many steps per second"
     told = _told(runs, [10, 11, 12], [5, 6, 7])[2][0]
-    assert told == "pipelined over serial: 0.55 (0.42 to 0.70) times as many steps per second"
+    assert told == "pipelined over serial: 0.55 (0.50 to 0.58) times as many steps per second"
 
 
 def test_no_plan_is_called_faster_within_the_noise(runs: list[JobRun]) -> None:
-    """Where any turn of the slower run was as fast as one of the other, there is no figure."""
+    """Where it was as slow in one turn as the other beside it, that is said, with the ratios."""
+    more = "times as many steps per second"
     for serial, pipelined, why in [
         ([5], [50], "one turn has no range; train for more steps"),
-        ([5, 6], [6, 7], "the ranges of steps per second overlap"),
-        ([5, 6, 4], [9, 5.5, 9], "the ranges of steps per second overlap"),
-        ([5, 6, 4], [4.5, 3, 2], "the ranges of steps per second overlap"),
+        ([5, 6], [6, 6], f"from turn to turn 1.10 (1.00 to 1.20) {more}"),
+        ([5, 6, 4], [10, 3, 8], f"from turn to turn 2.00 (0.50 to 2.00) {more}"),
+        ([5, 6, 4], [4, 3, 4], f"from turn to turn 0.80 (0.50 to 1.00) {more}"),
     ]:
         told = _told(runs, serial, pipelined)[2][0]
         assert told == f"pipelined over serial: no difference was measured: {why}"
