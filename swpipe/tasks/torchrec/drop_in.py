@@ -61,7 +61,6 @@ class Pass(Iterator[Any]):
 
     Args:
         source: The user's iterator.
-        even: Agrees with the other ranks on the end, unless ``source`` does so by itself.
         keep_back: How many batches are read ahead, and dropped at the end of the data: what
             ``execute_all_batches=False`` means.
         limit: Hand out so many batches at most; the others stay in the iterator.
@@ -69,22 +68,13 @@ class Pass(Iterator[Any]):
     Attributes:
         stopped: Read no further; batches that were read are still handed out.
         paused: Hand out none.
-        pulled_from: What the pipeline pulls from: the pass, or its agreement with other ranks.
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        even: EvenData | None = None,
-        *,
-        keep_back: int = 0,
-        limit: int | None = None,
+        self, source: Iterator[Any], *, keep_back: int = 0, limit: int | None = None
     ) -> None:
         self.source = source
         self.stopped = self.paused = self._ended = False
-        self.pulled_from: Pass | EvenIterator = self
-        if even is not None and not isinstance(source, EvenIterator):
-            self.pulled_from = EvenIterator(even, self, ends_uneven=True)
         self._keep_back = keep_back
         self._left = limit
         self._next: Iterator[Any] | None = None
@@ -124,13 +114,8 @@ class Pass(Iterator[Any]):
     @property
     def waiting(self) -> int:
         """Batches that were read and not handed out, or pulled for later steps of all ranks."""
-        even = self.source if self.pulled_from is self else self.pulled_from
-        return len(self._kept) + (even.waiting if isinstance(even, EvenIterator) else 0)
-
-    @property
-    def uneven(self) -> UnevenDataError | None:
-        """The error, if the ranks' data has ended at different steps."""
-        return None if isinstance(self.pulled_from, Pass) else self.pulled_from.uneven
+        early = self.source.waiting if isinstance(self.source, EvenIterator) else 0
+        return len(self._kept) + early
 
 
 class SparseDistPipeline:
@@ -181,6 +166,7 @@ class SparseDistPipeline:
             run_ahead=run_ahead,
         )
         self._pass: Pass | None = None
+        self._agreed: EvenIterator | None = None  # the pass, as all ranks have agreed on it
         self._drained: list[Any] = []  # by a ``drain`` that was interrupted
         # Its own time-out comes before the watchdog's, since it says more.
         wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
@@ -218,11 +204,11 @@ class SparseDistPipeline:
             try:
                 return self._next(current)
             except StopIteration:
-                self._pass = None  # the next call begins a new pass, whatever its iterator
+                uneven = self._end_pass()  # the next call begins a new one, whatever its iterator
                 if self.tasks.trains():
                     self.flush()
-                if current.uneven is not None:
-                    raise current.uneven from None
+                if uneven is not None:
+                    raise uneven from None
                 raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
@@ -233,26 +219,32 @@ class SparseDistPipeline:
         """
         current = self._pass_over(dataloader_iter)
         self.attach()
-        self.pipe.fill_pipeline(current.pulled_from)
+        self.pipe.fill_pipeline(current)
 
-    def _pass_over(self, source: Iterator[Any]) -> Pass:
-        """The pass to go on with; that over ``source`` once the one before has finished."""
-        current = self._pass
-        if current is not None:
-            if not current.ends_before(source, self.pipe.in_flight):
-                return current
-            if current.uneven is not None:
-                self._pass = None
-                raise current.uneven
+    def _pass_over(self, source: Iterator[Any]) -> Pass | EvenIterator:
+        """What to pull from: the present pass, or once it has finished one over ``source``."""
+        if self._pass is not None:
+            if not self._pass.ends_before(source, self.pipe.in_flight):
+                return self._agreed or self._pass
+            if (uneven := self._end_pass()) is not None:
+                raise uneven
         self._pass = self._new_pass(source)
-        return self._pass
+        if self._even is not None and not isinstance(source, EvenIterator):
+            self._agreed = EvenIterator(self._even, self._pass, ends_uneven=True)
+        return self._agreed or self._pass
+
+    def _end_pass(self) -> UnevenDataError | None:
+        """Let go of the pass; the error, if the ranks' data has ended at different steps."""
+        uneven = None if self._agreed is None else self._agreed.uneven
+        self._pass = self._agreed = None
+        return uneven
 
     def _has_grad(self) -> bool:
         """Whether batches may have gradients."""
         return True
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, self._even, keep_back=self._keep_back)
+        return Pass(source, keep_back=self._keep_back)
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -264,21 +256,21 @@ class SparseDistPipeline:
             RuntimeError: The batches in flight are of another mode.
             BaseException: As ``SWPipeline.progress``.
         """
-        current = self._pass
+        current = self._agreed or self._pass
         with nullcontext() if self._has_grad() else torch.no_grad():
             if current is not None and self.pipe.in_flight:
-                current.pulled_from.paused = True
+                current.paused = True
                 try:
                     with suppress(StopIteration):
                         while True:
                             self._drained.append(self._next(current))
                 finally:
-                    current.pulled_from.paused = False
+                    current.paused = False
             self._drained += (ctx.output for ctx in self.pipe.drain())
         outputs, self._drained = self._drained, []
         return outputs
 
-    def _next(self, current: Pass) -> Any:
+    def _next(self, current: Pass | EvenIterator) -> Any:
         rewrite = self.tasks.rewrite
         if not rewrite.attached:
             rewrite.attach()
@@ -287,7 +279,7 @@ class SparseDistPipeline:
         if rewrite.postprocs and (in_flight := self.pipe.in_flight):
             for postproc in rewrite.postprocs:  # they have run already for these batches
                 postproc.check_unchanged(in_flight)
-        return self.pipe.progress(current.pulled_from).output
+        return self.pipe.progress(current).output
 
     def flush(self) -> None:
         """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
@@ -316,7 +308,7 @@ class SparseDistPipeline:
         """
         check_saving(self.pipe, self.tasks)
         state = self.pipe.state_dict(check=False)
-        early = 0 if self._pass is None else self._pass.waiting
+        early = sum(one.waiting for one in (self._pass, self._agreed) if one is not None)
         return {**state, "in_flight": state["in_flight"] + early, **self.tasks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -331,7 +323,7 @@ class SparseDistPipeline:
         """
         self.pipe.load_state_dict(state)
         self.tasks.load_state_dict(state)
-        self._pass = None
+        self._end_pass()
         self.tasks.resume(self.pipe.next_iteration)
 
     @property
@@ -363,6 +355,7 @@ class SparseDistPipeline:
     def close(self) -> None:
         """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
         self.pipe.close()
+        self._end_pass()  # with the batches that were pulled early, and their exchanges
         self.tasks.rewrite.detach()
         for hook in self._hooks:
             hook.remove()

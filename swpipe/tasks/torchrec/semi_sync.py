@@ -38,7 +38,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             return super().progress(dataloader_iter)
         except BaseException:
             if not self.pipe.in_flight:
-                self._pass = None  # a failure dropped batches that its limit has counted
+                self._end_pass()  # a failure dropped batches that its limit has counted
                 self._optimizer_given.zero_grad()
             raise
 
@@ -102,7 +102,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def _new_pass(self, source: Iterator[Any]) -> Pass:
         limit = None if self._stale else self._start_batch - self._done
-        return Pass(source, self._even, limit=limit)
+        return Pass(source, limit=limit)
 
     def _optimizers(self) -> Sequence[Any]:
         if self._stashes and self._stale:

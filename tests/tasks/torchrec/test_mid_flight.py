@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 import pytest
 from torch import nn
@@ -285,8 +287,7 @@ def _rolled_back() -> list[int]:
         with suppress(ValueError):
             while True:
                 outputs.append(pipeline.progress(data))
-        assert pipeline._pass is not None
-        early = pipeline._pass.waiting
+        early = pipeline._agreed.waiting
         with pytest.raises(RuntimeError, match="iterations 2 to 5 were dropped by a failure"):
             pipeline.state_dict()
         pipeline.load_state_dict(state)
@@ -297,6 +298,23 @@ def _rolled_back() -> list[int]:
 def test_a_loaded_state_lets_go_of_what_was_pulled_early(two_ranks: Ranks) -> None:
     """The data is set back, so the batch comes again."""
     assert two_ranks.run(_rolled_back) == [[1, 0, 0]] * 2
+
+
+def _kept_when_closed() -> bool:
+    gc.disable()
+    try:
+        with _made("jagged_prefetch_sparse_dist") as pipeline:
+            pipeline.progress(batches(STEPS))
+            agreed = ref(pipeline._agreed)
+            assert agreed().waiting == 1
+        return agreed() is not None
+    finally:
+        gc.enable()
+
+
+def test_a_closed_pipeline_lets_go_of_what_was_pulled_early_at_once(two_ranks: Ranks) -> None:
+    """Else a forked worker of a loader may collect it, with its exchange, which aborts there."""
+    assert two_ranks.run(_kept_when_closed) == [False, False]
 
 
 def test_a_closed_pipeline_has_no_state(one_rank: Ranks) -> None:
