@@ -96,7 +96,6 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
-    _frames = 3  # from a warning to whoever iterates
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import swpipe
 from swpipe._engine import watchdog
@@ -155,6 +155,83 @@ def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was
     assert found == [*range(8)]
 
 
+class Stream(IterableDataset[Tensor]):
+    """Goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.rows = itertools.count()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(torch.tensor, self.rows)
+
+
+class Packer:
+    """Hands out a row of the batch before with each."""
+
+    left = torch.zeros(4)
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        packed = torch.stack([self.left, *rows[:-1]])
+        self.left = rows[-1]
+        return packed
+
+
+class OwnLoader:
+    """Of no class that is known."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.numbers
+
+
+def passes(loader: Iterable[Any], *, left_at: int = 3) -> list[Any]:
+    """The batches of three passes, left early."""
+    return [batch for _ in range(3) for batch in itertools.islice(loader, left_at)]
+
+
+KEEP_ROWS: list[Callable[[], Iterable[Any]]] = [
+    lambda: DataLoader(Stream(), batch_size=2),
+    lambda: DataLoader(Rows(), batch_size=2, collate_fn=Packer()),
+    OwnLoader,
+]
+
+
+@pytest.mark.parametrize("loader", KEEP_ROWS)
+def test_what_a_stream_loses_where_a_pass_is_left_is_told_once(
+    loader: Callable[[], Iterable[Any]],
+) -> None:
+    """Nobody can see whether it goes on where it stopped."""
+    with swpipe.ahead(loader(), device="cpu") as loop:
+        with pytest.warns(RuntimeWarning, match="were dropped.*give its iterator") as told:
+            found = passes(loop)
+        assert [one.filename for one in told] == [__file__]
+    with pytest.raises(AssertionError):
+        same(found, passes(loader()))  # or the warning would be needless
+
+
+def test_the_iterator_of_a_stream_loses_nothing() -> None:
+    """That is the mend."""
+    with swpipe.ahead(iter(DataLoader(Stream(), batch_size=2)), device="cpu") as loop:
+        same(passes(loop), passes(DataLoader(Stream(), batch_size=2)))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Rows(), batch_size=2),
+        lambda: DataLoader(Stream(), batch_size=2, num_workers=1),
+        lambda: [torch.ones(1), torch.zeros(1)] * 3,
+    ],
+)
+def test_what_begins_anew_is_left_without_a_word(loader: Callable[[], Iterable[Any]]) -> None:
+    """A data set with indices, workers, and a list."""
+    with swpipe.ahead(loader(), device="cpu") as loop:
+        same(passes(loop), passes(loader()))
+
+
+@pytest.mark.filterwarnings("ignore:the last pass was left")
 def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
     """A new pass waits for the pull of the one that was left."""
     inside: list[int] = []
@@ -448,6 +525,7 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the last pass was left")
 @settings(max_examples=80)
 @given(programs())
 def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
