@@ -243,6 +243,11 @@ class PipelinePlan:
         groups = (DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values()))
         return tuple(dict.fromkeys((*groups, *([self.pull_group] if self.pull_group else []))))
 
+    @property
+    def threads(self) -> int:
+        """How many threads all groups have together, the caller's counted."""
+        return sum(map(self.workers, self.thread_groups))
+
     # ------------------------------------------------------------------ files
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,6 +19,8 @@ class Limits:
     Attributes:
         in_flight: The most iterations in flight, 1 to 1,000; each holds a batch in memory.
         threads: The most thread groups, including the caller's; 1 to 1,000.
+        workers: The most threads of one group; 1 to 1,000. Costs do not say which tasks wait and
+            which compute: for those that compute, more than the machine has cores gain nothing.
         frozen: Names of tasks that must be in the last stage, on the caller's thread, and on the
             stream that they have; for example those that train, so that nothing is stale.
 
@@ -30,14 +32,23 @@ class Limits:
     in_flight: int
     threads: int
     frozen: tuple[str, ...]
+    workers: int
 
     def __init__(
-        self, in_flight: int = 5, threads: int = 4, frozen: Iterable[TaskRef] = ()
+        self,
+        in_flight: int = 5,
+        threads: int = 4,
+        frozen: Iterable[TaskRef] = (),
+        workers: int = 8,
     ) -> None:
         refs = (frozen,) if isinstance(frozen, str) else tuple(frozen)
         problems = [
             Problem(f"the limit on {what} is {shown(value)}: give an integer from 1 to {_MOST}")
-            for what, value in (("iterations in flight", in_flight), ("thread groups", threads))
+            for what, value in (
+                ("iterations in flight", in_flight),
+                ("thread groups", threads),
+                ("workers", workers),
+            )
             if type(value) is not int or not 1 <= value <= _MOST
         ]
         problems += [
@@ -50,6 +61,12 @@ class Limits:
         object.__setattr__(self, "in_flight", in_flight)
         object.__setattr__(self, "threads", threads)
         object.__setattr__(self, "frozen", names_of(refs))
+        object.__setattr__(self, "workers", workers)
+
+    def but(self, in_flight: int, threads: int | None = None) -> Limits:
+        """The same with other limits on iterations in flight and on thread groups."""
+        threads = self.threads if threads is None else threads
+        return Limits(in_flight, threads, self.frozen, self.workers)
 
     def check(self, plan: PipelinePlan) -> None:
         """Raise PlanError with the frozen tasks that the plan does not have."""

@@ -202,7 +202,7 @@ def _others(
     if plan.cross_iter_deps:
         effects = _with_the_others(loop, declared)
         said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
-        limits = Limits(threads=max(2, min(4, cores())))
+        limits = Limits(threads=max(2, min(4, cores())), workers=1)
         try:
             best = auto_plan(plan, loop.costs, limits=limits, **said).plan
             yield _least_moved(plan, best, loop, effects)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._distributed.shared_cores import cores
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import validate
@@ -91,12 +92,12 @@ class Tuned:
         rows = []
         for each in self.candidates:
             times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
-            rows.append((each.name, *times, each.plan.depth, len(each.plan.thread_groups)))
+            rows.append((each.name, *times, each.plan.depth, each.plan.threads))
         titles = ("plan", "per iteration", "spread", "predicted", "in flight", "threads")
         head = (
             f"{in_ms(self.chosen.interval_us)} per iteration, "
             f"{counted(self.plan.depth, 'iteration')} in flight, "
-            f"{counted(len(self.plan.thread_groups), 'thread')}: {self.chosen.name}"
+            f"{counted(self.plan.threads, 'thread')}: {self.chosen.name}"
         )
         busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
@@ -312,7 +313,8 @@ def autotune(
             costs = loop.measure(planned[0].plan, _AGAIN_BY)
             planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
-        candidates = _try(loop, (*simple, *planned))
+        fewer = [_on_the_cores(each, loop, costs) for each in planned]
+        candidates = _try(loop, (*simple, *(each for each in fewer if each), *planned))
     chosen = choose(candidates)
     held = peak_of(chosen.plan, costs, streams=loop.has_streams)
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
@@ -352,6 +354,25 @@ def _planned(
     own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
     first: Candidate = loop.gather(own)[0]
     return first
+
+
+def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
+    """The plan with no more workers than cores, which is enough for what computes; if it has more.
+
+    That of rank 0, as the plan.
+    """
+    count = loop.gather(cores())[0]
+    excess = planned.plan.most_workers - count
+    if excess <= 0:
+        return None
+    schedule = {
+        name: replace(entry, workers=min(entry.workers, count))
+        for name, entry in planned.plan.schedule.items()
+    }
+    depth = planned.plan.depth - excess
+    plan = replace(planned.plan, schedule=schedule, pipeline_depth=depth)
+    name = f"{planned.name}, {counted(count, 'worker')}"
+    return Candidate(name, plan, loop.predicted_us(plan, costs), planned.why)
 
 
 def _simple(

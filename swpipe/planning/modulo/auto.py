@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from swpipe.analysis import verify
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.races import required_orders, violations
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import (
@@ -22,7 +24,7 @@ from swpipe.core.messages import counted, in_bytes, in_ms, listed, shown
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.bounds import Bounds, bounds_of
+from swpipe.planning.modulo.bounds import Bounds, bounds_of, lower_bounds
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import MOST_AHEAD, FoundPlan, Search
 from swpipe.planning.simulation.interval import interval_us
@@ -59,8 +61,8 @@ class Choice:
 
     @property
     def threads(self) -> int:
-        """Thread groups, the caller's counted."""
-        return len(self.plan.thread_groups)
+        """Threads, the caller's counted."""
+        return self.plan.threads
 
     @property
     def gap(self) -> float:
@@ -95,7 +97,8 @@ def auto_plan(
     meant staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the
     stages of ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations
     shorter, a thread group of its own pulls the batches: the loader must use nothing that the tasks
-    change.
+    change. Where a thread is always busy, and ``effects`` let its tasks run on several iterations
+    at once, it gets as many workers as make iterations shorter.
 
     Args:
         plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
@@ -137,7 +140,8 @@ def auto_plan(
         check_limit(max_bytes, costs)
 
     def find(limits: Limits) -> Choice:
-        return _best(plan, costs, limits, streams, effort, slack)
+        found = _best(plan, costs, limits, streams, effort, slack)
+        return found if effects is None else _by_workers(found, costs, limits, effects, streams)
 
     best = find(limits)
     if max_bytes is not None:
@@ -162,6 +166,59 @@ def _best(
             words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
             best = replace(apart, why=(*apart.why, words))
     return best
+
+
+def _by_workers(
+    best: Choice, costs: CostModel, limits: Limits, effects: EffectTable, streams: bool
+) -> Choice:
+    """The plan with one more worker, again and again, in each group that is always busy."""
+    found, host = best, {n: c.total_us for n, c in costs.of(best.plan.schedule).items()}
+    while True:
+        load: dict[str, float] = {}
+        for name, entry in found.plan.schedule.items():
+            group = entry.thread_group
+            load[group] = load.get(group, 0.0) + host[name] / entry.workers
+        busy = {group for group, us in load.items() if us >= found.ii_us * (1 - TOLERANCE)}
+        for plan in _with_one_more(found.plan, busy) if busy else ():
+            fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
+            if fits and _keeps(plan, effects, streams):
+                ii_us = interval_us(plan, costs, streams=streams)
+                if ii_us < found.ii_us * (1 - TOLERANCE):
+                    found = replace(found, plan=plan, ii_us=ii_us)
+                    break
+        else:
+            break
+    if found is best:
+        return best
+    several = {e.thread_group: e.workers for e in found.plan.schedule.values() if e.workers > 1}
+    words = listed([f"{counted(n, 'worker')} of {group!r}" for group, n in several.items()])
+    saved = in_ms(best.ii_us - found.ii_us)
+    why = f"{words} take turns, each with iterations of its own, which earns {saved}."
+    bounds = lower_bounds(found.plan, costs, streams=streams)
+    why_all = (_above(found.ii_us, bounds), *best.why[1:], why)
+    return replace(found, bounds=bounds, why=why_all)
+
+
+def _with_one_more(plan: PipelinePlan, groups: Set[str]) -> Iterator[PipelinePlan]:
+    """Plans with one more worker in some groups, whose tasks then have one stage each."""
+    for pick in (max, min):
+        schedule = dict(plan.schedule)
+        for group in groups:
+            own = [n for n, entry in schedule.items() if entry.thread_group == group]
+            stage = pick(schedule[name].stage for name in own)
+            for name in own:
+                workers = schedule[name].workers + 1
+                schedule[name] = replace(schedule[name], stage=stage, workers=workers)
+        yield replace(plan, schedule=schedule, pipeline_depth=None)
+
+
+def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
+    """Whether a plan can run, and keeps the serial order wherever it matters."""
+    try:
+        before = HappensBefore.of(validate(plan), streams=streams)
+    except PlanError:
+        return False
+    return not violations(required_orders(effects, plan.stale), [before])
 
 
 def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:
@@ -199,12 +256,13 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
             f'may touch {listed(states)}: say others="" of a state that it does not touch.'
         )
     if pulls_in_turn:
-        limits = Limits(1, limits.threads, limits.frozen)
+        limits = limits.but(1)
         why.append(
             "Batches are not pulled ahead: nothing is declared of what the loader uses. Give "
             "loader=, a list or a DataLoader with workers, if that is where they come from."
         )
-    return Limits(limits.in_flight, limits.threads, {*limits.frozen, *shared}), why
+    frozen = {*limits.frozen, *shared}
+    return Limits(limits.in_flight, limits.threads, frozen, limits.workers), why
 
 
 def _choice(
@@ -218,7 +276,7 @@ def _choice(
                 "iteration: set the limits on threads and in_flight to 2 or more, or leave it out"
             )
             raise PlanError([Problem(text)])
-        limits = Limits(limits.in_flight - 1, limits.threads - 1, limits.frozen)
+        limits = limits.but(limits.in_flight - 1, limits.threads - 1)
     graph = schedule_graph(validate(plan), costs, limits, streams=streams)
     _admits(graph, limits)
     search = Search(plan, costs, graph, effort)
@@ -332,8 +390,8 @@ def _of_less_depth(
     free: Choice, find: Callable[[Limits], Choice], limits: Limits
 ) -> Iterator[Choice]:
     yield free
-    fewer = [Limits(depth, limits.threads, limits.frozen) for depth in range(1, free.in_flight)]
-    for less in (*reversed(fewer), Limits(1, 1, limits.frozen)):
+    fewer = [limits.but(depth) for depth in range(1, free.in_flight)]
+    for less in (*reversed(fewer), limits.but(1, 1)):
         with suppress(PlanError):  # so few are not admitted
             yield find(less)
 
@@ -369,11 +427,15 @@ def check_limit(max_bytes: int, costs: CostModel | None = None) -> None:
 # ------------------------------------------------------------------------------------------ words
 
 
-def _why(best: FoundPlan, bounds: Bounds, search: Search) -> list[str]:
-    gap = best.ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
+def _above(ii_us: float, bounds: Bounds) -> str:
+    gap = ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
     above = "optimal:" if gap < 1e-6 else f"{gap:.2%} above"
     bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
-    words = [f"The predicted interval is {above} {bound}."]
+    return f"The predicted interval is {above} {bound}."
+
+
+def _why(best: FoundPlan, bounds: Bounds, search: Search) -> list[str]:
+    words = [_above(best.ii_us, bounds)]
     if best.schedule.threads == 1:
         words.append("The caller's thread is enough for the tasks.")
     for threads in range(2, best.schedule.threads + 1):

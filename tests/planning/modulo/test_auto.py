@@ -251,3 +251,38 @@ def test_a_loader_that_takes_longest_bounds_the_interval(group: str | None) -> N
     fixed = lower_bounds(plan, costs, streams=False)
     assert fixed.res_mii_us == (9_000 if group else 14_000)
     assert simulate(plan, costs, streams=False).ii_us >= fixed.res_mii_us
+
+
+APART = {PULL: Effects(), "read": Effects(), "work": UNKNOWN}
+SLOW = CostModel({"read": TaskCost(host_us=40_000), "work": TaskCost(host_us=10_000)})
+
+
+@pytest.mark.parametrize(
+    ("limits", "workers", "ii_us"),
+    [
+        (Limits(), 4, 10_000),
+        (Limits(in_flight=8), 4, 10_000),
+        (Limits(in_flight=4), 3, 40_000 / 3),
+        (Limits(workers=2), 2, 20_000),
+        (Limits(threads=1), 1, 50_000),
+    ],
+)
+def test_a_task_that_is_too_slow_gets_as_many_workers_as_it_needs(
+    limits: Limits, workers: int, ii_us: float
+) -> None:
+    """A read of 40 ms before a step of 10 ms: 4, within the limits; the reason says so."""
+    choice = auto_plan(loop(), SLOW, streams=False, effects=APART, limits=limits)
+    assert choice.plan.schedule["read"].workers == workers
+    assert choice.ii_us == pytest.approx(ii_us)
+    assert choice.gap == pytest.approx(0, abs=1e-6)
+    told = [sentence for sentence in choice.why if "take turns" in sentence]
+    assert len(told) == (workers > 1)
+
+
+def test_only_tasks_that_may_run_beside_themselves_get_workers() -> None:
+    """Not one that changes a state, nor any where nothing is known."""
+    log = frozenset([Location("log", True)])
+    noting = {**APART, "read": Effects(log, log)}
+    for effects in (noting, None):
+        choice = auto_plan(loop(), SLOW, streams=False, effects=effects)
+        assert choice.plan.most_workers == 1
