@@ -39,6 +39,7 @@ from swpipe.core.progress import progress_bar
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
+from swpipe.profiler.result_text import LEGEND
 from swpipe.tasks import job_run
 from swpipe.tasks.job_run import JobRun, alternate
 from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
@@ -168,7 +169,7 @@ def profile(
         under = opened.plan()
         results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
         held = format_memory(opened, None if serially else under, results[0])
-    echo(f"{format_breakdown(results)}\n{held}")
+    echo(f"{results.format_report()}\n{LEGEND}\n{held}")
     save(context, Output("written to", output, results.save))
 
 
@@ -230,7 +231,7 @@ def doctor(
     plan: Annotated[
         str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
     ] = "",
-    rounds: Annotated[int, options.count("For the headroom.", least=2)] = 4,
+    rounds: Annotated[int, options.count("Visits to each task.", least=2)] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
     **given: Any,
 ) -> None:
@@ -280,8 +281,13 @@ def report(
         ),
     ] = "",
     rounds: Annotated[
-        int, options.count("Visits to each task, and trials of each plan.", 1000, least=2)
-    ] = 5,
+        int | None,
+        options.count(
+            "Visits to each task, and trials of each plan; none: 5, or 3 where steps are long.",
+            1000,
+            least=2,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
     **given: Any,
 ) -> None:
@@ -379,9 +385,9 @@ def demo(
                 seconds=_DEMO_PROFILES_S,
                 target_spread_ms=_DEMO_SPREAD * interval_ms,
             )
-        echo(format_breakdown(results))
+        echo(results.format_report())
         breakdown.append(results)
-    echo("\nfiles:")
+    echo(f"\n{LEGEND}\n\nfiles:")
     both = ProfileResults(results[0] for results in breakdown)
     drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
     writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
@@ -490,11 +496,6 @@ def profile_job(
             loader=opened.loader,
             **until,
         )
-
-
-def format_breakdown(results: ProfileResults) -> str:
-    """One batch in full, or several side by side."""
-    return results[0].format_report() if len(results) == 1 else results.format_report()
 
 
 def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResult) -> str:

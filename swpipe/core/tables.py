@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+WIDTH = 80
+"""Of a terminal, in characters."""
+
+
+def wrapped(text: str) -> str:
+    """Lines that fit a terminal; those that go on are indented as the first, and by two more."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            WIDTH,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def table(

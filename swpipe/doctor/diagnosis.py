@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swpipe.core.messages import counted, listed
+from swpipe.core.tables import wrapped
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.spread import Estimate, ms
 
@@ -35,70 +36,47 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What overlap can gain at most, measured in the serial loop: no plan is needed.
+    """What overlap can gain at most, by the times of the serial loop: no plan is needed.
 
     Attributes:
         step: An iteration, the call of the loader included, and its part of the start of a pass.
-        cached: How much shorter it is if the loader's batches are there already; None where
-            they are, as in a list.
-        free: How much shorter it is if nothing of what may overlap costs anything; None where
-            nothing may, or where that could not be measured.
+        left_s: The time of ``stays`` or of the loader, whichever is longer: all else may overlap.
         overlappable: What may overlap: ``"<pull>"``, the call of the loader, and tasks.
         stays: The other tasks. By what is declared, each has to wait for the others of the
             iteration before, so that their times add up under every plan.
-        note: Why something could not be measured; or empty.
         loader: What the loader does in the long run: no overlap makes a step shorter than a batch
             takes it. None where batches are there already.
     """
 
     step: Estimate
-    cached: Estimate | None
-    free: Estimate | None
+    left_s: float
     overlappable: tuple[str, ...]
     stays: tuple[str, ...]
-    note: str = ""
     loader: LoaderPace | None = None
 
     @property
     def ceiling(self) -> float:
         """The part of the step that any overlap can gain at most: 0 to 1."""
-        best = self.free or self.cached
-        if best is None or not best.is_clear:
-            return 0.0
-        left_s = max(self.step.value_s - best.value_s, self._loader_s)
-        return min(1.0, max(0.0, 1.0 - left_s / self.step.value_s))
-
-    @property
-    def _loader_s(self) -> float:
-        """What a step takes at least because of the loader."""
-        return 0.0 if self.loader is None else self.loader.rate_s + self.loader.start_s
+        gain = Estimate(self.step.value_s - self.left_s, self.step.spread_s)
+        return gain.value_s / self.step.value_s if gain.is_clear else 0.0
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(map(wrapped, self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        step = self.step
-        yield f"headroom: a step takes {ms(step.value_s)} ms ± {ms(step.spread_s)} ms"
-        for what, saved in (
-            ("with the loader's batches cached", self.cached),
-            (f"with all that may overlap free ({listed(self.overlappable)})", self.free),
-        ):
-            if saved is None:
-                continue
-            left_s = max(0.0, step.value_s - saved.value_s)
-            gain = f"{-min(1.0, saved.value_s / step.value_s):.0%}"
-            told = gain if saved.is_clear else "a gain that is not told apart from 0"
-            yield f"  {what}: {ms(left_s)} ms ± {ms(saved.spread_s)} ms, {told}"
+        yield f"headroom: a step takes {ms(self.step.value_s)} ms ± {ms(self.step.spread_s)} ms"
+        if self.overlappable:
+            gain = f"{-self.ceiling:.0%}" if self.ceiling else "not told apart from that"
+            free = listed(self.overlappable)
+            yield f"  with all that may overlap hidden ({free}): {ms(self.left_s)} ms, {gain}"
         if self.loader is not None:
             pace = self.loader
             passes = f", and {ms(pace.start_s)} ms a step for the start of passes" * (
-                pace.start_s >= _SHOWN * step.value_s
+                pace.start_s >= _SHOWN * self.step.value_s
             )
             yield f"  the loader makes a batch in {ms(pace.rate_s)} ms{passes}: no plan is faster"
         if self.stays:
             yield f"  stays, under every plan that keeps what is declared: {listed(self.stays)}"
-        if self.note:
-            yield f"  {self.note}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +116,6 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        found = [f"{number}. {one}" for number, one in enumerate(self.findings, start=1)]
+        found = [wrapped(f"{number}. {one}") for number, one in enumerate(self.findings, start=1)]
         head = f"{counted(len(found), 'finding') if found else 'no findings'}: {self.examined}"
-        return "\n".join([head, *found, *([str(self.headroom)] if self.headroom else [])])
+        return "\n".join([wrapped(head), *found, *([str(self.headroom)] if self.headroom else [])])

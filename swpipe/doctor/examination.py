@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from swpipe._distributed.rank_checks import is_alone
 from swpipe._state.loop import LoopState
+from swpipe._values.fingerprint import same_bits
+from swpipe._values.stateful import PLAIN
+from swpipe._values.walk import leaves_in, tensors_held
 from swpipe.core.context import TypedContext
-from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.costs import CostModel
 from swpipe.core.effects import declared_effects
 from swpipe.core.loaders import unprepared
 from swpipe.core.messages import counted, listed
@@ -25,15 +28,14 @@ from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
 from swpipe.doctor.diagnosis import Diagnosis, Finding
 from swpipe.doctor.environment import environment_findings
-from swpipe.doctor.headroom import measure_headroom
+from swpipe.doctor.headroom import headroom_of
 from swpipe.doctor.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.costing import measure_costs
-from swpipe.profiler.figures import LoaderPace
-from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
+from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.spread import ms
 from swpipe.profiler.trial_state import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -44,6 +46,9 @@ _WATCHED = 2
 _LOAD_S = 0.5  # the kernel counts in steps of 10 ms
 _SHARE = 0.05
 """What takes less of a step is no finding."""
+
+_MOST_WORKERS = 16
+"""With more workers their first batches are not compared."""
 
 _LOCKED = 0.6
 """A task holds the interpreter lock for most of its time, from here on."""
@@ -76,9 +81,8 @@ def diagnose(
         context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``.
         copy: Makes a batch that may be modified, for tasks that modify it in place.
-        rounds: Visits to each shortcut, 2 or more; more make the headroom's intervals narrower.
-        profile: Of the same loop, if there is one: the findings are of its figures, and the
-            headroom is not measured.
+        rounds: Of the profile that is taken, 2 or more; more make its intervals narrower.
+        profile: Of the same loop, if there is one: the findings are of its figures.
 
     Raises:
         ValueError: The loader has no batch, or ``rounds`` is too small.
@@ -96,31 +100,28 @@ def diagnose(
         found = [*_busy_findings(load), *found]
         return Diagnosis(tuple(found), None, f"machine and settings, for device {where.name}")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
-    batches = list(islice(loader, _WATCHED + 1))
+    batches = list(islice(loader, max(_WATCHED, min(workers, _MOST_WORKERS)) + 1))
     if not batches:
         raise ValueError("the loader has no batch: give one that has at least one")
     called = None if isinstance(loader, Sequence | Iterator) else loader
     serial = PipelinePlan.serial(given)
-    pulls = Pulls.of(called)
     with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
         saved = trial_state(pipe, batches[0], state, copy)
         recorder = _watch(pipe, saved, batches, copy)
-        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy, loader=pulls)
-        headroom = None
+        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy)
         if profile is None:
-            timer = WindowTimer(pipe, batches[0], copy, 1, 3, pipelined=False, pulls=pulls)
-            headroom = measure_headroom(timer, saved, costs, rounds)
-            step_s, pulled, pace = headroom.step.value_s, headroom.cached, headroom.loader
-        else:
-            step_s, pulled, pace = profile.baseline_s, profile.exposed(PULL), profile.loader
+            profile = TaskProfiler(pipe, state=state).profile(
+                batches[0], 1, num_rounds=rounds, loader=called, copy=copy
+            )
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
     found += _graph_breaks()
-    if pulled is not None and pace is not None:
-        found += _loader_findings(pace, costs.tasks[PULL], pulled, step_s)
-    found += _lock_findings(given, costs, step_s)
+    found += _loader_findings(profile)
+    if isinstance(dataloader, DataLoader):
+        found += _repeated_rows(dataloader, batches)
+    found += _lock_findings(given, costs, profile.baseline_s)
     names = listed([each.name for each in given])
-    return Diagnosis(tuple(found), headroom, f"{names}, on device {where.name}")
+    return Diagnosis(tuple(found), headroom_of(given, profile), f"{names}, on device {where.name}")
 
 
 def _watch(
@@ -190,9 +191,10 @@ def _graph_breaks() -> Iterator[Finding]:
         yield Finding("graph-break", f"{file}:{line}", text, mend)
 
 
-def _loader_findings(
-    pace: LoaderPace, cost: TaskCost, saved: Estimate, step_s: float
-) -> Iterator[Finding]:
+def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
+    pace, saved, step_s = profile.loader, profile.exposed(PULL), profile.baseline_s
+    if pace is None or saved is None:
+        return
     least_s, waits_s = _SHARE * step_s, saved.value_s - pace.start_s
     if pace.start_s >= least_s:
         text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
@@ -213,10 +215,33 @@ def _loader_findings(
             mend = f"{more} workers, or {mend}; prefetch_factor if batches are uneven"
         yield Finding("slow-loader", "loader", text, mend)
         return
-    how = "on the CPU" if cost.gil_us > cost.host_us / 2 else "mostly blocked"
+    how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
     text = f"batches are made in this process, between two steps: {takes}, {how}"
     mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
     yield Finding("loader-in-process", "loader", text, mend)
+
+
+def _repeated_rows(loader: DataLoader[Any], batches: Sequence[Any]) -> Iterator[Finding]:
+    """Workers that all read a whole dataset: their first batches, which come in turn, are alike."""
+    workers = loader.num_workers
+    if workers < 2 or not isinstance(loader.dataset, IterableDataset) or len(batches) <= workers:
+        return
+    first, *others, next_of_first = batches[: workers + 1]
+    if all(_alike(first, one) for one in others) and not _alike(first, next_of_first):
+        text = (
+            f"each of its {workers} workers gives the same rows: an epoch has each {workers} times"
+        )
+        mend = (
+            "let __iter__ of the dataset give every num_workers-th row, by "
+            "torch.utils.data.get_worker_info(); or num_workers=1"
+        )
+        yield Finding("repeated-rows", "loader", text, mend)
+
+
+def _alike(batch: Any, other: Any) -> bool:
+    ours, theirs = ([*tensors_held(one)] for one in (batch, other))
+    values, others = ([v for v in leaves_in(one) if isinstance(v, PLAIN)] for one in (batch, other))
+    return values == others and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 def _lock_findings(

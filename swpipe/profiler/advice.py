@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
+from swpipe._engine.program import OWN
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     Effects,
@@ -55,6 +56,7 @@ EFFORT = 0.1
 """Of the planner: a tenth of a second for 14 tasks, if the lower bound is not reached."""
 
 _FEW = 4  # tasks that are named
+_MOST_PLACES = 2  # to which tasks are moved, each in words of its own
 
 _NO_DEPENDENCES = (
     "the plan declares no dependences between iterations; record the loop to find them"
@@ -257,7 +259,7 @@ def _predict(plan: PipelinePlan, loop: LoopFacts) -> tuple[float, str]:
 
 def _limit(limit: Limit) -> str:
     """What limits an interval, in short: the simulator names every task and iteration."""
-    tasks = [task for task in limit.tasks if task != PULL]
+    tasks = [task for task in limit.tasks if task not in OWN]
     named = listed(tasks, _FEW)
     if limit.what:
         return f"{limit.what}, which is busy all the time ({named})" if tasks else limit.what
@@ -310,6 +312,11 @@ def _words(moved: Sequence[str], best: PipelinePlan, known: set[str]) -> str:
         if name != PULL:
             places[best.schedule[name].thread_group, _ahead(best, name)].append(name)
     said = ["call the loader on a thread of its own"] if PULL in moved else []
+    if len(places) > _MOST_PLACES:
+        threads = counted(len({group for group, _ in places}), "thread")
+        furthest = counted(max(ahead for _, ahead in places), "iteration")
+        names = [name for some in places.values() for name in some]
+        return "; ".join([*said, f"run {listed(names, _FEW)} on {threads}, up to {furthest} ahead"])
     for (group, ahead), names in places.items():
         where = f"thread {group!r}"
         if group not in known:

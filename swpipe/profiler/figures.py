@@ -105,7 +105,6 @@ class Figures:
     already_shortcut: tuple[str, ...] = ()
     not_measured: Mapping[str, str] = field(default_factory=dict)
     interrupted: bool = False
-    no_work: tuple[str, ...] = ()
     other_load: OtherLoad | None = None
     ranks: tuple[RankTimes, ...] = ()
     collectives: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from operator import sub
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
@@ -118,11 +118,6 @@ class HostTimes:
         """Task to the standard error of ``host_s``; of few runs, the time itself."""
         found = {name: _error_s(self._visits_s.get(name, ())) for name in self._kept}
         return {name: min(found[name], mean_s) for name, mean_s in self.host_s.items()}
-
-    @property
-    def median_s(self) -> dict[str, float]:
-        """The same for the usual run: the median, which one run that was preempted leaves alone."""
-        return {name: median(run.wall_s for run in runs) for name, runs in self._kept.items()}
 
     @property
     def cpu_s(self) -> dict[str, float]:

@@ -168,10 +168,15 @@ class Pulls:
         """Be ready for so many calls in a row: no pass ends within them, and no batch is ready."""
         if not self._on:
             return
+        if drain and self.drains:
+            self._drain()
         if self._length and count <= self._length < self._taken + count:
             self._begin_again()
-        if not drain or not self.drains:
-            return
+            if drain and self.drains:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Take away what is ready."""
         rested_s = time.perf_counter() - self._called_s
         for taken in range(_MOST_READY):
             took_s = self._timed()[1].wall_s

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BAR_IN, ROW_GAP_IN, FRAME_IN = 0.24, 0.14, 1.1
+BAR_IN, ROW_GAP_IN, FRAME_IN, TITLE_IN = 0.24, 0.14, 1.1, 0.5
 TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 
@@ -47,19 +47,20 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
         save_figure(figure, path)
 
 
-def bar_chart_svg(series: Sequence[Bars]) -> str:
+def bar_chart_svg(series: Sequence[Bars], title: str | None = TITLE) -> str:
     """The same as an ``<svg>`` element."""
-    with _drawn(series) as figure:
+    with _drawn(series, title) as figure:
         return svg_of(figure)
 
 
 @contextmanager
-def _drawn(series: Sequence[Bars]) -> Iterator[Figure]:
+def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure]:
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
     tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
     row_in = BAR_IN * len(series) + ROW_GAP_IN
-    with figure_of(FRAME_IN + row_in * len(tasks), TITLE) as figure:
+    frame_in = FRAME_IN if title else FRAME_IN - TITLE_IN
+    with figure_of(frame_in + row_in * len(tasks), title) as figure:
         from matplotlib.patches import Patch
 
         axes = figure.subplots()

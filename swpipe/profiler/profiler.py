@@ -24,9 +24,6 @@ from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
 from swpipe.profiler.trial_state import trial_state
 
-NO_WORK_S, NO_WORK_SHARE = 20e-6, 0.01
-"""A task that takes less, in seconds and as a part of an iteration, may have nothing to do."""
-
 
 @suggests_keywords
 class TaskProfiler:
@@ -229,10 +226,8 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
     if pulls is not None:
         times.put_first(PULL, rounds.pulls)
     exposed, failed = _alone(saved), _alone(rounds.failed)
-    host_s, blocked_s, usual_s = times.host_s, times.blocked_s, times.median_s
-    core_s = times.core_s
+    host_s, blocked_s, core_s = times.host_s, times.blocked_s, times.core_s
     names = [name for name in host_s if name in exposed or name in failed]
-    least_s = min(NO_WORK_S, NO_WORK_SHARE * step.value_s)
     result = ProfileResult(
         batch="",
         mode="pipelined" if timer.pipelined else "serial",
@@ -254,11 +249,6 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         num_rounds=len(rounds.base_s),
         not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
         interrupted=rounds.interrupted,
-        no_work=tuple(
-            name
-            for name, each in exposed.items()
-            if usual_s[name] + device_s.get(name, 0.0) < least_s and not each.is_clear
-        ),
         other_load=rounds.other_load,
         collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
         loader=None if pulls is None else pulls.pace,

@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from swpipe.core.messages import listed
-from swpipe.core.tables import table
+from swpipe.core.tables import table, wrapped
 from swpipe.profiler.spread import Estimate, ms, short_ms
 
 _SIGMAS = 2.0
@@ -176,11 +176,11 @@ def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
             times_s = [of.exposed_s[name] for of in ranks]
             exposed = _cells(RankEnds.of(ranks, times_s, [of.spread_s[name] for of in ranks]))
         rows.append((name, *exposed, *_cells(host)))
-    titles = [f"over {len(ranks)} ranks"]
-    for what in ("exposed ms", "host ms"):
-        titles += [f"{what}\nmedian", "\nworst", "\nrank"]
+    titles = [f"{len(ranks)} ranks, ms"]
+    for what in ("exposed", "host"):
+        titles += [f"{what}\nmedian", "\nworst", "\non"]
     yield table(titles, rows)
-    yield from (wait.text for wait in waits)
+    yield from (wrapped(wait.text) for wait in waits)
     if not waits:
         yield "no rank waits for another by more than the measurement's error"
 

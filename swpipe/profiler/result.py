@@ -22,7 +22,7 @@ from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
 
 _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
-_OF_EARLIER_VERSIONS = {"disturbed", "joint"}
+_OF_EARLIER_VERSIONS = {"disturbed", "joint", "no_work"}
 
 
 class Report(Rows):
@@ -32,7 +32,7 @@ class Report(Rows):
 
     @abstractmethod
     def format_report(self) -> str:
-        """The table that ``print_report`` prints."""
+        """The table that ``print_report`` prints, above a legend."""
 
     @abstractmethod
     def to_json(self) -> str:
@@ -64,7 +64,8 @@ class Report(Rows):
 
     def print_report(self, file: TextIO | None = None) -> None:
         """Print one row per task; to standard output by default."""
-        (sys.stdout if file is None else file).write(self.format_report() + "\n")
+        text = f"{self.format_report()}\n{result_text.LEGEND}\n"
+        (sys.stdout if file is None else file).write(text)
 
     def plot(self, path: str | Path) -> None:
         """Draw a bar chart with error bars; the suffix of ``path`` selects the format.
@@ -118,8 +119,6 @@ class ProfileResult(Figures, Report):
             and were not measured.
         not_measured: Task to the reason why it could not be measured. It has no exposed time.
         interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
-        no_work: Tasks that have nothing to do: they take less than 20 us and 1% of an iteration,
-            and iterations are no shorter without them.
         other_load: What other processes used of the machine; None where it does not tell.
         ranks: The times of all ranks, alike in the results of all of them; empty where there is
             one. See ``rank_waits``.
@@ -146,17 +145,6 @@ class ProfileResult(Figures, Report):
             row["not_measured"] = self.not_measured.get(name, "")
             rows.append(row)
         return rows
-
-    def add_to_tensorboard(self, writer: Any, step: int | None = None) -> None:
-        """Add scalars in milliseconds: the baseline, and each task's exposed time.
-
-        Args:
-            writer: A ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
-            step: The global step that they belong to.
-        """
-        writer.add_scalar(f"swpipe/{self.mode}/baseline_ms", 1e3 * self.baseline_s, step)
-        for name, exposed_s in self.exposed_s.items():
-            writer.add_scalar(f"swpipe/{self.mode}/exposed_ms/{name}", 1e3 * exposed_s, step)
 
     def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"

@@ -6,56 +6,60 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from swpipe.core.messages import listed
-from swpipe.core.tables import table
+from swpipe.core.tables import table, wrapped
 from swpipe.profiler.figures import Figures
 from swpipe.profiler.rank_times import rank_lines
-from swpipe.profiler.spread import ms
+from swpipe.profiler.spread import Estimate, ms, short_ms
 
-_READ = (
-    "exposed: how much shorter a mean iteration is if the task costs nothing; ±: 95 of 100\n"
-    "such intervals contain the true value; < x: not told apart from 0; own: what the task takes\n"
-    "of that itself; in others: what these take less without it, as a backward does if its\n"
-    "forward is replayed; no work: it takes no time, and iterations are no shorter without it"
+LEGEND = (
+    "exposed: how much shorter a mean iteration is if the task costs nothing, with a\n"
+    "95% interval; < x: not told apart from 0; own: what the task takes of that\n"
+    "itself"
 )
+"""How to read a table."""
+
 _NO_ADVICE = (
     "no change is known that promises more than the measurement's error; more seconds, and an idle "
     "machine, make that smaller"
 )
 _SLOW = 0.05
+_ABREAST = 2  # batches
 _MOST_PUT_BACK = 12
 
 
 def one(result: Figures) -> str:
     """A table with one row per task."""
-    times = {"host ms": result.host_s, "blocked ms": result.blocked_s}
+    times = {"host": result.host_s, "blocked": result.blocked_s}
     if result.device_s:
-        times["device ms"] = result.device_s
-    times["replay ms"] = result.replay_s
+        times["device"] = result.device_s
     rows = []
     for name in result.host_s:
-        less_s = {} if name in result.no_work else result.in_others_s.get(name, {})
-        others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
-        exposed, spread, share, own = _exposed(result, name)
-        cells = (ms(of[name]) if name in of else "" for of in times.values())
-        rows.append((name, exposed, spread, share, own, *cells, others))
-    titles = ("task", "exposed ms", "± ms", "% of baseline", "own ms", *times, "in others ms")
-    return _with_notes([result], table(titles, rows))
+        cells = (short_ms(of[name]) if name in of else "" for of in times.values())
+        rows.append((name, *_exposed(result, name), *cells))
+    titles = [f"{title}\nms" for title in ("exposed", "own", *times)]
+    titles.insert(1, "\n%")
+    return _with_notes([result], table(["task", *titles], rows))
 
 
 def several(results: Sequence[Figures]) -> str:
-    """A table with one row per task, and columns per batch."""
+    """A table with one row per task, and columns per batch; more below it where they are many."""
     if not results:
         return "no batches were profiled"
     if len(results) == 1:
         return one(results[0])
-    titles = ["task"]
-    for result in results:
-        titles += [f"{result.batch}\nexposed ms", "\n± ms", "\nown ms"]
-    rows = []
-    for name in dict.fromkeys(name for result in results for name in result.host_s):
-        cells = (_exposed(result, name) for result in results)
-        rows.append([name, *(c for value, spread, _, own in cells for c in (value, spread, own))])
-    return _with_notes(results, table(titles, rows))
+    names = list(dict.fromkeys(name for result in results for name in result.host_s))
+    tables = []
+    for first in range(0, len(results), _ABREAST):
+        some = results[first : first + _ABREAST]
+        titles = ["task"]
+        for result in some:
+            titles += [f"{result.batch}\nexposed ms", "\nown ms"]
+        rows = []
+        for name in names:
+            cells = (_exposed(result, name) for result in some)
+            rows.append([name, *(cell for exposed, _, own in cells for cell in (exposed, own))])
+        tables.append(table(titles, rows))
+    return _with_notes(results, "\n\n".join(tables))
 
 
 def _with_notes(results: Sequence[Figures], rows: str) -> str:
@@ -65,9 +69,10 @@ def _with_notes(results: Sequence[Figures], rows: str) -> str:
     notes = (
         note for result, batch in zip(results, on, strict=True) for note in _notes(result, batch)
     )
-    back = (f"put back: {put_back(result.put_back)}" for result in results)
+    back = (wrapped(f"put back: {put_back(result.put_back)}") for result in results)
     said = dict.fromkeys([*notes, *back])
-    return "\n".join([*busy, *map(_summary, results), rows, *said, _READ])
+    head = map(wrapped, [*busy, *map(_summary, results)])
+    return "\n".join([*head, rows, *said])
 
 
 def _summary(result: Figures) -> str:
@@ -84,26 +89,36 @@ def _summary(result: Figures) -> str:
 # --------------------------------------------------------------------------------------- cells
 
 
-def _exposed(result: Figures, name: str) -> tuple[str, str, str, str]:
-    """Exposed time, its spread, its share, and the task's own; "<": not told apart from 0."""
+def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
+    """Exposed time with its interval, its share, and the task's own; "<": not told apart from 0."""
     exposed = result.exposed(name)
     if exposed is None:
-        return "not measured" if name in result.host_s else "", "", "", ""
-    if name in result.no_work:
-        return "no work", "", "", ""
-    value_s, spread_s = exposed
-    below = 0 < spread_s >= abs(value_s)
-    shown_s = max(0.0, value_s) + spread_s if below else value_s
-    shown_s = min(shown_s, result.baseline_s)  # an iteration cannot get shorter by more
-    share = shown_s / result.baseline_s if result.baseline_s else 0.0
-    sign, own = ("< ", "") if below else ("", ms(result.own_s[name]))
-    return f"{sign}{ms(shown_s)}", ms(spread_s), f"{sign}{100 * share:.1f}", own
+        return "not measured" if name in result.host_s else "", "", ""
+    below = 0 < exposed.spread_s >= exposed.value_s
+    shown_s = max(0.0, exposed.value_s) + exposed.spread_s if below else exposed.value_s
+    # An iteration cannot get shorter by more.
+    shown = Estimate(min(shown_s, result.baseline_s), exposed.spread_s)
+    share = 100 * shown.value_s / result.baseline_s if result.baseline_s else 0.0
+    if below:
+        return f"< {short_ms(shown.value_s)}", f"< {share:.1f}", ""
+    return shown.text, f"{share:.1f}", short_ms(result.own_s[name])
 
 
 # --------------------------------------------------------------------------------------- notes
 
 
 def _notes(result: Figures, on_batch: str) -> Iterator[str]:
+    for name, less_s in result.in_others_s.items():
+        if less_s:
+            others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
+            yield wrapped(f"without {name}{on_batch}, others take less: {others} ms")
+    for line in _lines(result, on_batch):
+        yield wrapped(line)
+    if result.ranks:
+        yield from rank_lines(result.ranks, result.rank_waits)
+
+
+def _lines(result: Figures, on_batch: str) -> Iterator[str]:
     if result.busy_s:
         yield f"limits iterations{on_batch}: {_limits(result)}"
     blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
@@ -114,8 +129,6 @@ def _notes(result: Figures, on_batch: str) -> Iterator[str]:
         yield f"do next{on_batch}, {number}: {advice.text}"
     if not result.advice:
         yield f"do next{on_batch}: {_NO_ADVICE}"
-    if result.ranks:
-        yield from rank_lines(result.ranks, result.rank_waits)
     if result.interrupted:
         yield f"interrupted{on_batch}: not all rounds were measured"
     if result.already_shortcut:

@@ -57,7 +57,7 @@ def ms(seconds: float) -> str:
 def short_ms(seconds: float) -> str:
     """Milliseconds, with three digits that count, such as "1.25", "12.5" and "125"."""
     value = 1e3 * seconds
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
 def student_95(freedom: int) -> float:

@@ -1,11 +1,12 @@
 """What a report needs, measured one after the other, with all state restored.
 
     record     two iterations: what the tasks touch, and so which of them may overlap
+    trace      some iterations, for the timeline and the critical path
     profile    exposed times and advice, in the plain loop or under the plan
-    trace      some more iterations, for the timeline and the critical path
-    doctor     what keeps work from overlapping, by the same profile
     try        the plans that are advised, in turns with the present one
+    doctor     what keeps work from overlapping, by the same profile
 
+Where others use too much of the machine, the last two are left out: nothing would follow.
 On several ranks each does the same; a step takes as long as on the slowest rank. The report is of
 the rank that the others wait for.
 """
@@ -37,6 +38,7 @@ from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
 from swpipe.profiler.advice import MOST
 from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
+from swpipe.profiler.rounds import visits
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial_state import trial_state
 from swpipe.reporting.account import Ceiling, account_of
@@ -46,12 +48,16 @@ from swpipe.tuning.autotuning import Loop, keeps_order
 
 NOW = "the present plan"
 
-ROUNDS = 5
-"""Visits to each task, and trials of each plan."""
+ROUNDS, LEAST_ROUNDS = 5, 3
+"""Visits to each task, and trials of each plan: unless these take too long, and then at least."""
 
-_WARM_UP = 3
+_PROFILE_S, _TRIAL_S = 25.0, 12.0
+"""Too long: a report on a step of 100 ms takes a minute at most."""
+
+_WARM_UP, _VISITED, _TRIED = 3, 5, 13  # iterations
 _LEAST_TRACED, _MOST_TRACED = 12, 60
 _TRACED_S = 1.0  # so that a few slow iterations do not decide
+_LEAST_S = 1e-6
 
 
 @suggests_keywords
@@ -65,12 +71,13 @@ def report(
     context: type[TypedContext] | None = None,
     loader: Iterable[Any] | None = None,
     ready_made: Mapping[str, PipelinePlan] | None = None,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     progress: Callable[[str], object] = lambda line: None,
 ) -> StepReport:
     """Measure a loop, and report what bounds it, what overlap can still gain, and what to do next.
 
-    It takes some tens of iterations for each task. All state is restored, as after a profile.
+    It takes some tens of iterations for each task, and a minute at most where a step takes 100 ms.
+    All state is restored, as after a profile.
 
     Args:
         tasks: In serial order.
@@ -85,7 +92,7 @@ def report(
             tried where nothing else is advised but to make tasks faster; not those for other tasks,
             and those that could give other numbers than the serial loop.
         rounds: Visits to each task, and trials of each plan; 2 or more. More make intervals
-            narrower.
+            narrower. None: 5, or down to 3 where steps are long.
         progress: Called with one line before each step.
 
     Raises:
@@ -105,7 +112,7 @@ def report_on(
     *,
     name: str,
     ready_made: Mapping[str, PipelinePlan],
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
 ) -> StepReport:
     """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
     recording = loop.record()
@@ -125,12 +132,30 @@ def report_on(
         streams=loop.has_streams,
         cpu_s=cpu_s,
     )
+    told = StepReport(
+        name=name,
+        plan=runs_under,
+        account=account,
+        changes=(),
+        profile=profile,
+        measured=trace,
+        rank=rank,
+        machine={
+            "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
+            "cores": str(cores()),
+            "torch": torch.__version__,
+            "Python": platform.python_version(),
+        },
+    )
+    if any(loop.gather(told.cannot_tell)):
+        return told
     costs = replace(profile.costs, memory=loop.measure_memory())
     predicted = None
     with suppress(PlanError):  # too large to simulate
         predicted = simulate(runs_under, costs, streams=loop.has_streams)
     memory = None if predicted is None else predicted.memory
-    changes, not_kept = _tried(loop, runs_under, profile, account.ceiling, rounds, pulls)
+    trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
+    changes, not_kept = trials.of_advice(profile, account.ceiling)
     if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
         fitting = {
             name: replace(one, tasks=())
@@ -139,8 +164,8 @@ def report_on(
             and dict(one.schedule) != dict(runs_under.schedule)
             and keeps_order(loop, recording, one)
         }
-        tried = _trial(loop, runs_under, fitting, rounds, pulls)
-        best = _best(loop, runs_under, fitting, tried, rounds, pulls)
+        tried = trials.saved(fitting)
+        best = trials.best(fitting, tried)
         changes, not_kept = (*best, *changes)[:MOST], {**not_kept, **tried}
     loop.progress("looking for what keeps work from overlapping")
     findings = diagnose(
@@ -151,25 +176,14 @@ def report_on(
         context=loop.context,
         profile=found.profile,
     ).findings
-    return StepReport(
-        name=name,
-        plan=runs_under,
-        account=account,
+    return replace(
+        told,
         changes=changes,
-        profile=profile,
-        measured=trace,
         predicted=None if predicted is None else predicted.trace(),
         predicted_s=None if predicted is None else predicted.ii_us / 1e6,
         memory=memory if memory is not None and memory.bytes else None,
         # Whether the machine is busy is said first, of the time in which the profile was taken.
         findings=tuple(o for o in loop.gather(findings)[rank] if o.rule != "busy-machine"),
-        rank=rank,
-        machine={
-            "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
-            "cores": str(cores()),
-            "torch": torch.__version__,
-            "Python": platform.python_version(),
-        },
         not_kept=not_kept,
     )
 
@@ -183,32 +197,46 @@ class _Measured(NamedTuple):
 
 
 def _measure(
-    loop: Loop, plan: PipelinePlan, rounds: int, pulls: Pulls | None, *, pipelined: bool
+    loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls | None, *, pipelined: bool
 ) -> _Measured:
-    """A profile, and a trace of more iterations; the state is as before."""
-    loop.progress("measuring what each task costs the step")
+    """A trace of some iterations, and a profile; the state is as before."""
+    loop.progress("recording a timeline")
     with SWPipeline(
         plan, loop.tasks, device=loop.device, context=loop.context, check_effects=False
     ) as pipe:
-        profile = TaskProfiler(pipe).profile(
-            loop.batches[0], num_rounds=rounds, pipelined=pipelined, loader=pulls
-        )
-        loop.progress("recording a timeline")
-        wanted = int(_TRACED_S / profile.baseline_s) if profile.baseline_s else _MOST_TRACED
-        steps = max(loop.gather(min(_MOST_TRACED, max(_LEAST_TRACED, wanted))))
         batches: Iterator[Any] = cycle(loop.batches)
         if pulls is not None:
-            steps = pulls.in_turns(steps)
-            pulls.settle(_WARM_UP + steps, drain=True)
+            pulls.measure()
             batches = pulls.batches()
         with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
             pipe.run(islice(batches, _WARM_UP))
+            timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
+            step_s = max(loop.gather(max(timed_s, _LEAST_S) / _WARM_UP))
+            steps = min(_MOST_TRACED, max(_LEAST_TRACED, int(_TRACED_S / step_s)))
+            if pulls is not None:
+                steps = pulls.in_turns(steps)
+                pulls.settle(steps, drain=True)
             begin_s = time.process_time()
             with pipe.trace() as trace:
                 pipe.run(islice(batches, steps))
             cpu_s = (time.process_time() - begin_s) / steps
+        loop.progress("measuring what each task costs the step")
+        kinds = len(loop.tasks) + (pulls is not None)
+        round_s = len(visits([()] * kinds)) * _VISITED * step_s
+        profile = TaskProfiler(pipe).profile(
+            loop.batches[0],
+            num_rounds=_rounds(rounds, round_s, _PROFILE_S),
+            pipelined=pipelined,
+            loader=pulls,
+        )
     # Threads of OpenMP may use a core while they wait.
     return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
+
+
+def _rounds(asked: int | None, round_s: float, most_s: float) -> int:
+    """How many rounds there are: as many as are asked for, or else as fit."""
+    fits = int(most_s / round_s) if round_s else ROUNDS
+    return asked or min(ROUNDS, max(LEAST_ROUNDS, fits))
 
 
 def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelinePlan:
@@ -237,74 +265,68 @@ def _ordered_like(inferred: PipelinePlan, plan: PipelinePlan) -> PipelinePlan:
 # ---------------------------------------------------------------------------------------- trials
 
 
-def _tried(
-    loop: Loop,
-    plan: PipelinePlan,
-    profile: ProfileResult,
-    ceiling: Ceiling,
-    rounds: int,
-    pulls: Pulls | None,
-) -> tuple[tuple[PromisedChange, ...], dict[str, Estimate]]:
-    """What is advised, with what the advised plans gave; and what those gave that saved nothing.
+class _Trials(NamedTuple):
+    """Trials of plans in turns with the present one, of which a step takes ``step_s``."""
 
-    No plan promises more than the ceiling.
-    """
-    plans = {each.change: PipelinePlan.from_json(each.plan) for each in profile.advice if each.plan}
-    tried = _trial(loop, plan, plans, rounds, pulls)
-    not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
-    changes = []
-    for each in profile.advice:
-        most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
-        if each.change not in not_kept:
-            one = replace(each, saved_s=most_s)
-            changes.append(PromisedChange(one, tried.get(each.change)))
-    return (*changes,), not_kept
+    loop: Loop
+    plan: PipelinePlan
+    pulls: Pulls | None
+    rounds: int | None
+    step_s: float
 
+    def of_advice(
+        self, profile: ProfileResult, ceiling: Ceiling
+    ) -> tuple[tuple[PromisedChange, ...], dict[str, Estimate]]:
+        """What is advised, with what the plans gave; and what those gave that saved nothing.
 
-def _trial(
-    loop: Loop,
-    plan: PipelinePlan,
-    plans: Mapping[str, PipelinePlan],
-    rounds: int,
-    pulls: Pulls | None,
-) -> dict[str, Estimate]:
-    """How much shorter an iteration is under each of some plans, in turns with the present one."""
-    if plans:
+        No plan promises more than the ceiling.
+        """
+        plans = {one.change: PipelinePlan.from_json(one.plan) for one in profile.advice if one.plan}
+        tried = self.saved(plans)
+        not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
+        changes = []
+        for each in profile.advice:
+            most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
+            if each.change not in not_kept:
+                one = replace(each, saved_s=most_s)
+                changes.append(PromisedChange(one, tried.get(each.change)))
+        return (*changes,), not_kept
+
+    def saved(self, plans: Mapping[str, PipelinePlan]) -> dict[str, Estimate]:
+        """How much shorter an iteration is under each of some plans."""
+        if not plans:
+            return {}
+        loop = self.loop
         loop.progress(f"trying {'; '.join(plans)}")
-    saved: dict[str, list[float]] = {change: [] for change in plans}
-    for turn in range(rounds if plans else 0):
-        own_s = try_plans(
-            loop.tasks,
-            {NOW: plan, **plans} if turn % 2 else {**plans, NOW: plan},
-            [loop.batches[turn % len(loop.batches)]],
-            device=loop.device,
-            context=loop.context,
-            loader=pulls,
-        )
-        all_s: list[Mapping[str, float]] = loop.gather(own_s)
-        step_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
-        for change in plans:
-            saved[change].append(step_s[NOW] - step_s[change])
-    return {change: mean_of(differences) for change, differences in saved.items()}
+        saved: dict[str, list[float]] = {change: [] for change in plans}
+        round_s = (1 + len(plans)) * _TRIED * self.step_s
+        for turn in range(_rounds(self.rounds, round_s, _TRIAL_S)):
+            own_s = try_plans(
+                loop.tasks,
+                {NOW: self.plan, **plans} if turn % 2 else {**plans, NOW: self.plan},
+                [loop.batches[turn % len(loop.batches)]],
+                device=loop.device,
+                context=loop.context,
+                loader=self.pulls,
+            )
+            all_s: list[Mapping[str, float]] = loop.gather(own_s)
+            step_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
+            for change in plans:
+                saved[change].append(step_s[NOW] - step_s[change])
+        return {change: mean_of(differences) for change, differences in saved.items()}
 
+    def best(
+        self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]
+    ) -> tuple[PromisedChange, ...]:
+        """The plan that saved most, if that is more than nothing, and so again in its own trial.
 
-def _best(
-    loop: Loop,
-    plan: PipelinePlan,
-    plans: Mapping[str, PipelinePlan],
-    tried: Mapping[str, Estimate],
-    rounds: int,
-    pulls: Pulls | None,
-) -> tuple[PromisedChange, ...]:
-    """The plan that saved most, if that is more than nothing, and so again in a trial of its own.
-
-    Of several the best one has had luck, too.
-    """
-    for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
-        if tried[name].is_clear:
-            again = _trial(loop, plan, {name: plans[name]}, rounds, pulls)[name]
-            if again.is_clear:
-                words = f"run it under the ready-made plan {name}"
-                advice = Advice(words, "", *tried[name], plan=plans[name].to_json())
-                return (PromisedChange(advice, again),)
-    return ()
+        Of several the best one has had luck, too.
+        """
+        for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
+            if tried[name].is_clear:
+                again = self.saved({name: plans[name]})[name]
+                if again.is_clear:
+                    words = f"run it under the ready-made plan {name}"
+                    advice = Advice(words, "", *tried[name], plan=plans[name].to_json())
+                    return (PromisedChange(advice, again),)
+        return ()

@@ -16,6 +16,7 @@ from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.records import first_lines
+from swpipe.core.tables import wrapped
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import RankEnds, host_ends
@@ -24,12 +25,13 @@ from swpipe.reporting.account import (
     BETWEEN,
     LOADER,
     START,
+    WORTH,
     Ceiling,
     StepAccount,
     StepPart,
     StepVerdict,
 )
-from swpipe.reporting.charts import SHOWN, exposed_chart, timeline_chart
+from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
 from swpipe.trace import PeakMemory, Trace
 
 _APART = 0.05  # of a step: smaller differences are not told
@@ -100,8 +102,8 @@ class StepReport:
     changes: tuple[PromisedChange, ...]
     profile: ProfileResult
     measured: Trace
-    predicted: Trace | None
-    predicted_s: float | None
+    predicted: Trace | None = None
+    predicted_s: float | None = None
     findings: tuple[Finding, ...] = ()
     rank: int = 0
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -144,6 +146,10 @@ class StepReport:
             return f"{capitalised(self.changes[0].advice.change)}."
         if self.ceiling.is_worth_it:
             return "Measure longer, or say of more tasks what they touch."
+        if len(busy := self.profile.limiting) > 1:
+            return (
+                f"Overlap can gain nothing more. Make tasks of all of these faster: {listed(busy)}."
+            )
         longest = max(self.parts, key=lambda part: part.seconds)
         return f"Overlap can gain nothing more. Make {longest.task} take less time."
 
@@ -166,7 +172,7 @@ class StepReport:
 
     def format(self) -> str:
         """The verdict, the ceiling and the next step, a line each."""
-        return "\n".join(self._lines())
+        return "\n".join(map(wrapped, self._lines()))
 
     def __str__(self) -> str:
         return self.format()
@@ -200,7 +206,7 @@ class StepReport:
             yield self.memory.format()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for tools; times in milliseconds, to the microsecond.
+        """The report as plain data, for tools; times in milliseconds.
 
         Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None where the machine was too busy to
         tell), ``why``, ``step``, ``parts``, ``ceiling``, ``next_step``, ``changes``, ``findings``,
@@ -257,7 +263,7 @@ class StepReport:
 
 
 def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+    return round(1e3 * seconds, 6)
 
 
 def _estimate(of: Estimate) -> dict[str, float]:
@@ -295,10 +301,11 @@ def page_of(report: StepReport) -> str:
         spent=", ".join(f"{c} {_percent(s)}" for c, s in report.verdict.shares.items()),
         reconciled=_reconciled(report),
         exposed=exposed_chart(report.profile),
+        hidden=[shown_name(n) for n in report.profile.tasks if not is_known(report.profile, n)],
         timeline=timeline_chart(_timelines(report)),
         shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.{_timed_apart(report)}",
         ranks=_ranks(report),
-        memory="" if report.memory is None else capitalised(report.memory.format()),
+        memory=report.memory and capitalised(report.memory.format().removeprefix("memory: ")),
     )
 
 
@@ -334,15 +341,16 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
     for part in report.parts:
         name = PULL if part.task in (LOADER, START) else part.task
         parts[name] += part.seconds
-        causes[name].append(part.cause)
+        if part.share >= WORTH:
+            causes[name].append(part.cause)
     for name in dict.fromkeys([*profile.host_s, *parts]):
         exposed, seconds = profile.exposed(name), parts[name]
         takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
         yield {
-            "task": LOADER if name == PULL else name,
+            "task": shown_name(name),
             "part": short_ms(seconds),
             "share": _percent(seconds / profile.baseline_s),
-            "cause": " and ".join(causes[name]) or "hidden",
+            "cause": ", ".join(dict.fromkeys(causes[name])) or ("" if seconds else "hidden"),
             "removed": "" if exposed is None else exposed.text,
             "takes": short_ms(takes_s) if name in profile.host_s else "",
             "note": _note(report, name, seconds),
@@ -403,9 +411,9 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
     ends |= host_ends(ranks)
     return [
         {
-            "task": LOADER if name == PULL else name,
+            "task": shown_name(name),
             "median": short_ms(one.median_s),
-            "worst": f"{short_ms(one.worst_s)} ± {short_ms(one.spread_s)}",
+            "worst": Estimate(one.worst_s, one.spread_s).text,
             "rank": str(one.rank),
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }

@@ -37,7 +37,7 @@ MEASURED = {
         "serial # ms # ms # ms # #",
     ),
     "faster_plan": (
-        "task exposed ms ± ms % of baseline own ms host ms blocked ms replay ms in others ms",
+        "task exposed own host blocked",
         "promised # ± # ms:",
         "before ms after ms saved ms ± ms beyond ±",
     ),
@@ -62,7 +62,7 @@ MEASURED = {
 What else they say, such as which task bounds a step, is what was found on one machine.
 """
 
-DRAWN = ("for x, y in loader:", "io       ▌", "comm   ----")
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   --")
 """How blocks begin that nothing printed as they stand."""
 
 KINDS = re.compile(

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.doctor import Diagnosis, diagnose
@@ -150,6 +157,32 @@ class Slow(SequentialSampler):
         for index in super().__iter__():
             self._host.sleep(1e-3)
             yield index
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Rows from 0; each worker reads its part of them, or all."""
+
+    def __init__(self, *, parts: bool, value: float = 1.0) -> None:
+        self.parts, self.value = parts, value
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        first, step = (info.id, info.num_workers) if self.parts else (0, 1)
+        return (torch.full((8,), self.value * row) for row in range(first, 4096, step))
+
+
+def test_workers_that_all_read_the_whole_are_found() -> None:
+    """Not those that share the rows, nor where rows are equal anyway, nor one worker."""
+
+    def found(workers: int = 2, **given: Any) -> bool:
+        loader = DataLoader(Streamed(**given), 4, num_workers=workers)
+        return ("repeated-rows", "loader") in rules(diagnose(training(), loader, rounds=2))
+
+    assert found(parts=False)
+    assert not found(parts=True)
+    assert not found(parts=False, value=0.0)
+    assert not found(1, parts=False)
 
 
 def test_workers_that_are_too_slow_are_found(host: TimedHost) -> None:

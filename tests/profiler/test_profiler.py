@@ -12,9 +12,8 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResults
-from tests.profiler.sleepers import overlapped, sleepers
+from tests.profiler.sleepers import overlapped
 from tests.support.notes import Notes
-from tests.support.virtual_clock import TimedHost
 
 QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
@@ -228,13 +227,3 @@ def test_copies_for_tasks_that_modify_the_batch() -> None:
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
         TaskProfiler(pipe).profile(batch, copy=torch.clone, **QUICK)
     assert batch.item() == 0.0
-
-
-def test_a_task_that_does_nothing_is_marked(host: TimedHost) -> None:
-    """It takes no time, and nothing else takes less without it; a short task is not that."""
-    tasks = sleepers(host, read=1, nothing=0, train=2, short=0.1)
-    with SWPipeline(overlapped({"default": [task.name for task in tasks]}), tasks) as pipe:
-        for pipelined in (False, True):
-            result = TaskProfiler(pipe).profile(None, pipelined=pipelined)
-            assert result.no_work == ("nothing",)
-            assert "no work" in result.format_report()

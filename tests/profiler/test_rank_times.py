@@ -36,16 +36,18 @@ def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
 RANKS = (rank(0, 2, 5.5), rank(1, 8, 0.0), rank(2, 5, 3))
 
 VIEW = """\
-over 3 ranks      exposed ms                         host ms
-                      median        worst    rank     median        worst    rank
---------------  ------------  -----------  ------  ---------  -----------  ------
-iteration               12.5  12.5 ± 0.00       0
-read                    5.00  8.00 ± 0.10       1       5.00  8.00 ± 0.20       1
-forward                 8.00  8.00 ± 0.10       0       7.00  9.50 ± 0.20       0
-backward                4.00  4.00 ± 0.10       0       4.00  4.00 ± 0.20       0
-rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank 1 takes longer in read 6.000
-rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank 1 takes longer in read 3.000
-"""  # noqa: E501
+3 ranks, ms      exposed                         host
+                  median        worst    on    median        worst    on
+-------------  ---------  -----------  ----  --------  -----------  ----
+iteration           12.5  12.5 ± 0.00     0
+read                5.00  8.00 ± 0.10     1      5.00  8.00 ± 0.20     1
+forward             8.00  8.00 ± 0.10     0      7.00  9.50 ± 0.20     0
+backward            4.00  4.00 ± 0.10     0      4.00  4.00 ± 0.20     0
+rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank
+  1 takes longer in read 6.000
+rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank
+  1 takes longer in read 3.000
+"""
 
 
 def test_the_median_the_worst_and_who_waits_for_whom() -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from swpipe import DeclaredIO, IterContext, PipelineTask
 from tests.support.virtual_clock import TimedHost
 
 
-def takes(host: TimedHost, *, computes_ms: float = 0, waits_ms: float = 0) -> Callable[..., None]:
+class Clock(Protocol):
+    """Takes time, real or virtual; in seconds."""
+
+    def compute(self, seconds: float) -> None: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+def takes(host: Clock, *, computes_ms: float = 0, waits_ms: float = 0) -> Callable[..., None]:
     """A task's function: on the CPU for so long, then off it.
 
     It keeps no reference to the clock, whose generator would be taken for a state of the task.

@@ -132,7 +132,7 @@ def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
     """And where the worst rank is; without other ranks there is no such section."""
     profile = replace(found.profile, collectives=("train",))
     page = replace(found, profile=profile).to_html()
-    assert "rank 0 waits for rank 1: 4.000" in page
+    assert "Rank 0 waits for rank 1: 4.000" in page
     assert "No rank waits" in found.to_html()
     assert re.search("<th>step</th><td>22.5</td><td>25.0 ± 0.00</td><td>1</td>", page)
     alone = replace(found, profile=replace(profile, ranks=())).to_html()
@@ -144,7 +144,7 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
     busy = replace(found, profile=replace(found.profile, other_load=OtherLoad(1.5, 2)))
     assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
     assert "Too busy to tell" in busy.to_html()
-    assert str(busy).splitlines()[1:] == ["Measure again while nothing else runs."]
+    assert str(busy).splitlines()[2:] == ["Measure again while nothing else runs."]
     assert busy.to_dict()["bound"] is None
     idle = replace(found, profile=replace(found.profile, other_load=OtherLoad(0.1, 2)))
     assert "machine is busy" not in idle.to_html()

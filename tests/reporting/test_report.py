@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import swpipe.profiler.rounds
 from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, report, task
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
+from swpipe.profiler.other_load import OtherLoad
 from swpipe.reporting import StepReport, measuring
 from swpipe.reporting.account import account_of
+from tests.reporting.known_loops import CASES, plan_of, tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
@@ -46,6 +50,38 @@ def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
     assert sum(part.share for part in found.parts) == pytest.approx(1)
     for part in found.parts:
         assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
+
+
+@pytest.mark.parametrize("tasks", [2, 12])
+def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost, tasks: int) -> None:
+    """With more tasks there are fewer rounds; not where their number is given."""
+    each_ms = 80 / tasks
+    loop = tasks_of(host, {f"feed {number}": each_ms for number in range(tasks)} | {"train": 20})
+    found = report(loop, range(4))
+    assert host.now_ns < 60e9
+    assert found.profile.num_rounds == (5 if tasks == 2 else 3)
+    assert found.changes[0].kept
+
+
+def test_on_a_busy_machine_a_report_ends_after_the_profile(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tried, since nothing would follow."""
+    load = SimpleNamespace(others=lambda: OtherLoad(1.5, 2))
+    monkeypatch.setattr(swpipe.profiler.rounds, "load_so_far", lambda **given: load)
+    said: list[str] = []
+    found = report(image_loop(host, decode=12, train=7), range(8), rounds=2, progress=said.append)
+    assert found.cannot_tell
+    assert found.changes == found.findings == ()
+    assert said[-1] == "measuring what each task costs the step"
+    assert "What to change" not in found.to_html()
+
+
+def test_threads_that_are_all_busy_are_all_named(host: TimedHost) -> None:
+    """To make one of them faster saves nothing."""
+    case = CASES["a plan with two busy threads"]
+    found = report(tasks_of(host, case.tasks), range(4), plan=plan_of(case), rounds=2)
+    assert found.next_step.endswith("Make tasks of all of these faster: io, default.")
 
 
 def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
@@ -149,7 +185,7 @@ def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
         "To reach it, decode, log must run beside that, on other threads. Decode is not moved: it "
         "might save 1.500 ± 1.800 ms, and may save nothing. Plans that were tried saved: idle "
     )
-    assert f"no plan: {found.why_no_plan}" in str(found)
+    assert f"no plan: {found.why_no_plan}" in " ".join(str(found).split())
     assert "Decode is not moved" in found.to_html()
 
 
@@ -224,8 +260,8 @@ def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost, waiting: St
     ahead = report(tasks, batches, plan=AHEAD, rounds=2)
     assert ahead.memory is not None
     assert ahead.memory.bytes == 2 * 4096
-    assert str(ahead).splitlines()[-1].startswith("memory: at most 8 KiB in 2 iterations; ")
-    assert "Memory: at most 8 KiB in 2 iterations; " in ahead.to_html()
+    assert "\nmemory: at most 8 KiB in 2 iterations; " in str(ahead)
+    assert "At most 8 KiB in 2 iterations; " in ahead.to_html()
     assert waiting.memory is None
 
 
@@ -235,5 +271,6 @@ def test_the_text_has_what_the_page_begins_with(waiting: StepReport) -> None:
     assert lines[0].startswith("input-bound. For 60% of its time it waits for its input: decode.")
     assert lines[1] == "step: 20.0 ± 0.00 ms"
     assert lines[2].startswith("ceiling: any overlap can save 8.00 ms at most (40%); then")
-    assert lines[3] == "next step: Run decode on a thread of its own, one iteration ahead."
-    assert lines[4].endswith("when it was tried, it saved 8.00 ± 0.00 ms")
+    assert lines[4] == "next step: Run decode on a thread of its own, one iteration ahead."
+    assert lines[5].endswith("when it was tried, it saved 8.00 ± 0.00 ms")
+    assert max(map(len, lines)) <= 80  # of a terminal

@@ -1,0 +1,177 @@
+"""What a report promises of a plan, beside what training under that plan obtains.
+
+The workloads of the guide, a loop over compressed files, and six loops of known tasks on a real
+clock. Training is plain and under the advised plan in turns, apart from the report; fill and drain
+of a turn do not count.
+Promise and gain must agree within both of their 95% intervals, in each of three reports.
+
+``python -m bench.promises [LOOP ...]`` measures some of the loops, once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.data_bound import files, loop_tasks
+from bench.measure import Row, Spread, sharpen_timers
+from bench.measure import report as print_rows
+from bench.verdicts import CLOCK, TOO_BUSY, loader_of
+from swpipe import PipelinePlan, SWPipeline
+from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe.profiler.spread import Estimate, mean_of
+from swpipe.reporting.measuring import report_on
+from swpipe.tasks.workload import workloads
+from swpipe.tuning.autotuning import Loop
+from tests.reporting.known_loops import CASES, tasks_of
+
+MODELS, ON_RANKS = ("images", "clicks"), "clicks, two ranks"
+NEEDS = dict.fromkeys(("clicks", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu"))
+OWN, FILES = "my_loop:loop", "a data-bound loop"
+KNOWN = (
+    *("a decode", "two that feed", "a task that waits", "a loader in turn"),
+    *("a loader in turn and a decode", "a fast one and a decode"),
+)
+RUNS, ROUNDS, TURN_S = 3, 6, 1.0
+_BATCHES = 8  # of a job, over and over
+
+
+class Kept(NamedTuple):
+    """What was promised, and obtained; None where no plan was advised, as ``said`` has it."""
+
+    said: str
+    step: Estimate
+    promise: Estimate | None = None
+    gain: Estimate | None = None
+
+    def row(self, name: str) -> Row:
+        if self.promise is None or self.gain is None:
+            return Row(name, self.said, bar=1.0 if self.said == TOO_BUSY else None)
+        within_s = self.promise.spread_s + self.gain.spread_s
+        return Row(
+            name,
+            f"promised {self.promise.text} ms",
+            f"got {self.gain.text} of {self.step.text} ms",
+            Spread.of([abs(self.promise.value_s - self.gain.value_s) / within_s]),
+            1.0,
+        )
+
+
+@contextmanager
+def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, PipelinePlan]]]:
+    """A loop by its name, and its ready-made plans, as the command line opens it."""
+    if name in CASES:
+        case = CASES[name]
+        tasks = tasks_of(CLOCK, case.tasks)
+        yield Loop(tasks, range(_BATCHES), "cpu", loader=loader_of(case)), {}
+    elif name == OWN:
+        tasks, batches = importlib.import_module("docs.examples.my_loop").loop()
+        yield Loop(tasks, batches[:_BATCHES], "cpu"), {}
+    elif name == FILES:
+        feeding = {"read", "inflate", "features"}
+        tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
+        yield Loop(tasks, files(cache), "cpu"), {}
+    else:
+        work = workloads()[name.partition(",")[0]]
+        if name == ON_RANKS:
+            assert work.on_ranks is not None
+            work = work.on_ranks
+        options = {option.name: option.default for option in work.options}
+        job = work.open_job(work.configure({**options, "device": "cpu", "cache_dir": cache}))
+        plans = {plan: make() for plan, make in work.plans.items() if plan != "serial"}
+        schedule = plans[work.usual_plan].schedule
+        with closing(job):
+            loop = Loop(
+                [*job.tasks()],
+                [*job.batches(_BATCHES)],
+                "cpu",
+                context=job.context,
+                ordered=frozenset(t for t, entry in schedule.items() if entry.globally_ordered),
+                over_ranks=job.over_ranks,
+            )
+            yield loop, plans
+
+
+def kept(name: str, cache: Path) -> Kept:
+    """A report on a loop, and training under the plan that it advises."""
+    with opened(name, cache) as (loop, plans):
+        found = report_on(loop, None, name=name, ready_made=plans)
+        step, advice = found.profile.step, [c.advice for c in found.changes if c.advice.plan]
+        if found.cannot_tell or not advice:
+            return Kept(TOO_BUSY if found.cannot_tell else found.next_step[:60], step)
+        gain = gained(loop, found.plan, PipelinePlan.from_json(advice[0].plan))
+        return Kept("", step, Estimate(advice[0].saved_s, advice[0].spread_s), gain)
+
+
+def gained(loop: Loop, now: PipelinePlan, then: PipelinePlan) -> Estimate:
+    """How much shorter a step of training is under another plan."""
+
+    def pulled() -> Iterator[Any]:
+        while True:
+            yield from loop.batches if loop.loader is None else loop.loader
+
+    said: Any = {"context": loop.context, "check_effects": False}
+    with SWPipeline(now, loop.tasks, **said) as one, SWPipeline(then, loop.tasks, **said) as other:
+        pipes = (one, other)
+        step_s = max(_turn_s(pipe, pulled(), 8) for pipe in pipes)
+        steps = max(16, round(TURN_S / step_s))
+        saved_s = []
+        for turn in range(ROUNDS):
+            order = pipes if turn % 2 else pipes[::-1]
+            took_s = {id(pipe): _turn_s(pipe, pulled(), steps) for pipe in order}
+            saved_s.append(took_s[id(one)] - took_s[id(other)])
+    return mean_of(saved_s)
+
+
+def _turn_s(pipe: SWPipeline[Any], batches: Iterator[Any], steps: int) -> float:
+    """A step in a turn, from one retirement to another: both while the pipeline is full."""
+    depth = pipe.plan.depth
+    contexts = pipe.iterate(islice(batches, steps + 3 * depth + 2))
+    ends_s = [time.perf_counter() for _ in contexts]
+    first, last = 2 * depth + 1, len(ends_s) - depth - 1
+    took_s = (ends_s[last] - ends_s[first]) / (last - first)
+    return took_s if is_alone() else max(gather(took_s))  # ranks do the same number of steps
+
+
+def measured(name: str, cache: Path) -> Row:
+    """A row, and a line of progress."""
+    begin_s = time.monotonic()
+    if name == ON_RANKS:
+        from tests.support.ranks import Ranks
+
+        with Ranks(2, deadline_s=400.0) as ranks:
+            found: Kept = ranks.run(kept, name, cache)[0]
+    else:
+        found = kept(name, cache)
+    row = found.row(name)
+    took = f"{time.monotonic() - begin_s:.0f} s"
+    print(f"{took}, {name}: {row.ours}, {row.beside} {row.verdict}", file=sys.stderr, flush=True)
+    return row
+
+
+def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
+    """A row per loop and report."""
+    there = [n for n in (*MODELS, ON_RANKS) if all(map(find_spec, NEEDS.get(n, ())))]
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as cache:
+        wanted = [*names] or [*there, OWN, FILES, *KNOWN]
+        found = [measured(name, Path(cache)) for name in wanted for _ in range(runs)]
+    torch.set_num_threads(threads)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sharpen_timers()
+    sys.exit(print_rows(rows(sys.argv[1:], 1)))

@@ -1,0 +1,328 @@
+"""What a report says of loops whose truth is known, on a real clock: tasks, loaders, two ranks.
+
+The loops are those of ``tests/reporting/known_loops.py``, and two under DistributedDataParallel.
+Tasks compute for so long by their thread's clock, without the interpreter lock, or sleep; loaders
+are a ``DataLoader`` with workers, or have a thread. The step is timed in a run without a report.
+
+The verdict and the first advice must be right for each loop, and two intervals at most may miss the
+truth. Beside two busy processes, "too busy to tell" is right, too.
+
+``python -m bench.verdicts [--busy 2] [LOOP ...]`` measures some of the loops, on an idle machine or
+beside so many busy processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from bench.measure import Row, Spread, sharpen_timers, tolerated
+from bench.measure import report as print_rows
+from swpipe import IterContext, PipelinePlan, SWPipeline, report, task
+from swpipe.reporting import StepReport
+from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
+
+BUSY = 2
+TOO_BUSY = "too busy to tell"
+MISSES = 2
+"""Intervals that may miss the truth: of 24 at 95%, one or two do."""
+
+_APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: what waking up takes counts as well
+_TRUTH_S, _WARM_UP = 1.5, 5
+_READY = 8
+
+STRAGGLER, EVEN = "one of two ranks reads longer", "two even ranks"
+_READS_MS = {STRAGGLER: (10, 60), EVEN: (10, 10)}
+_TRAINS_MS = 20
+
+
+# ------------------------------------------------------------------------------------- real time
+
+
+class RealClock:
+    """Takes real time: on the CPU without the interpreter lock, or off it."""
+
+    def compute(self, seconds: float) -> None:
+        end_s = time.thread_time() + seconds
+        while time.thread_time() < end_s:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 400)  # about 0.1 ms
+
+    def sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+CLOCK = RealClock()
+
+
+class _Sleeps(Dataset[int]):
+    """Each batch takes so long."""
+
+    def __init__(self, seconds: float, length: int) -> None:
+        self.seconds, self.length = seconds, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(self.seconds)
+        return number
+
+
+class _InTurn:
+    """The same in the call, and not known to be apart from the loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self.dataset = _Sleeps(seconds, 100_000)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.dataset[number] for number in range(100_000))
+
+
+class _SlowStart:
+    """Makes batches on a thread, which each pass starts, and which takes a while to begin."""
+
+    def __init__(self, seconds: float, starts_s: float, length: int) -> None:
+        self.dataset, self.starts_s = _Sleeps(seconds, length), starts_s
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        ready: queue.Queue[int] = queue.Queue(_READY)
+        left = threading.Event()
+
+        def make() -> None:
+            time.sleep(self.starts_s)
+            for number in range(len(self)):
+                batch = self.dataset[number]
+                while ready.full() and not left.is_set():
+                    time.sleep(1e-3)
+                if left.is_set():
+                    return
+                ready.put(batch)
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        try:
+            for _ in range(len(self)):
+                yield ready.get()
+        finally:
+            left.set()
+
+
+def loader_of(case: Case) -> Any:
+    """The loader of a case; None if batches cost nothing."""
+    if case.loader is None:
+        return None
+    kind, ms, *passes = case.loader
+    if kind == "in turn":
+        return _InTurn(ms / 1e3)
+    if passes:
+        starts_ms, length = passes
+        return _SlowStart(ms / 1e3, starts_ms / 1e3, length)
+    workers = 2
+    return DataLoader(_Sleeps(workers * ms / 1e3, 100_000), batch_size=None, num_workers=workers)
+
+
+# ------------------------------------------------------------------------------------- judgement
+
+
+class Found(NamedTuple):
+    """What a report said of a loop, beside what is true.
+
+    Attributes:
+        step_ms: The truth, timed without a report.
+        said: The verdict and the first advice.
+        is_right: Whether both are.
+        contains: Whether each interval contains the truth.
+    """
+
+    name: str
+    step_ms: float
+    truth: str
+    said: str
+    is_right: bool
+    contains: bool
+    took_s: float
+
+    @property
+    def row(self) -> Row:
+        apart = Spread.of([0.0]) if self.is_right else None
+        return Row(self.name, self.said, self.truth, apart, 1.0)
+
+
+def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: float) -> Found:
+    """What a report on a case said, held against the truth."""
+    truth = f"{case.bound}, {step_ms:.1f} ms: {case.first or 'anything'}"
+    if found.cannot_tell:
+        return Found(name, step_ms, truth, TOO_BUSY, False, True, took_s)
+    step = found.profile.step
+    right = found.verdict.bound == case.bound and found.next_step.startswith(case.first)
+    contains = abs(1e3 * step.value_s - step_ms) <= 1e3 * step.spread_s + _APART * step_ms
+    promised = ""
+    if found.changes:
+        promised = f" ({found.changes[0].promised})"
+        if case.saves is not None:
+            advice = found.changes[0].advice
+            off_ms = abs(1e3 * advice.saved_s - case.saves)
+            contains &= off_ms <= 1e3 * advice.spread_s + _SAVED_APART * case.saves
+    said = f"{found.verdict.bound}, {step.text} ms: {found.next_step[:48]}{promised}"
+    return Found(name, step_ms, truth, said, right, contains, took_s)
+
+
+def in_process(name: str) -> Found:
+    """A loop of this process."""
+    case = CASES[name]
+    begin_s = time.monotonic()
+    tasks, plan = tasks_of(CLOCK, case.tasks), plan_of(case)
+    step_ms = _timed_ms(case, tasks, plan)
+    found = report(tasks, range(8), plan=plan, loader=loader_of(case))
+    return judged(case, name, step_ms, found, time.monotonic() - begin_s)
+
+
+def _timed_ms(case: Case, tasks: Sequence[Any], plan: PipelinePlan | None) -> float:
+    """A step, in a run without a report: whole passes, if their start counts."""
+    passes = case.loader is not None and len(case.loader) > 2
+    steps = max(12, round(_TRUTH_S / case.step * 1e3))
+    loader = loader_of(case)
+    with SWPipeline(plan or PipelinePlan.serial(tasks), tasks) as pipe:
+        if passes:
+            pipe.run(range(2))  # the first iterations allocate
+            return 1e3 * pipe.run(loader).seconds / len(loader)
+        batches = iter(range(10_000) if loader is None else loader)
+        pipe.run(islice(batches, _READY + _WARM_UP))
+        return 1e3 * pipe.run(islice(batches, steps)).seconds / steps
+
+
+def _on_rank(name: str) -> tuple[StepReport, float]:
+    """A report on this rank of two: DDP's all-reduce is in train."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch, reads_s = torch.randn(4, 16), _READS_MS[name][rank] / 1e3
+
+    @task(pure=True)
+    def read(ctx: IterContext) -> None:
+        time.sleep(reads_s)
+        ctx.x = ctx.batch
+
+    @task
+    def train(ctx: IterContext) -> None:
+        ctx.loss = model(ctx.x).square().mean()
+        optimizer.zero_grad()
+        ctx.loss.backward()
+        optimizer.step()
+        CLOCK.compute(_TRAINS_MS / 1e3)
+
+    tasks, steps = [read, train], round(_TRUTH_S / 0.06)
+    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
+        pipe.run([batch] * _WARM_UP)
+        step_ms = 1e3 * pipe.run([batch] * steps).seconds / steps
+    return report(tasks, [batch] * 3), step_ms
+
+
+def on_two_ranks(name: str) -> Found:
+    """A loop of two ranks: who waits for whom is part of the truth."""
+    from tests.support.ranks import Ranks
+
+    begin_s = time.monotonic()
+    with Ranks(2, deadline_s=300.0) as ranks:
+        found, step_ms = ranks.run(_on_rank, name)[0]
+    reads_ms = max(_READS_MS[name])
+    bound = "input-bound" if reads_ms > _TRAINS_MS else "compute-bound"
+    saves_ms = min(reads_ms, _TRAINS_MS)
+    case = Case({}, None, step_ms, bound, "Run read on a thread of its own", saves_ms)
+    judgement = judged(case, name, step_ms, found, time.monotonic() - begin_s)
+    waits = "Rank 0 waits" in found.verdict.why and "for rank 1" in found.verdict.why
+    return judgement._replace(is_right=judgement.is_right and waits == (name == STRAGGLER))
+
+
+# ----------------------------------------------------------------------------------------- table
+
+_SPINNER = """
+import os, sys
+while True:
+    for _ in range(10**6):
+        pass
+    os.kill(int(sys.argv[1]), 0)
+"""
+"""Ends when the process of that number has ended."""
+
+
+@contextmanager
+def beside(busy: int) -> Iterator[None]:
+    """Other processes keep cores busy meanwhile.
+
+    They are orphans: what this process starts counts as its own.
+    """
+    start = f"'{sys.executable}' -c '{_SPINNER}' {os.getpid()} >/dev/null 2>&1 & echo $!"
+    pids = [int(subprocess.check_output(["sh", "-c", start])) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+def measured(names: Iterable[str] = (), busy: int = 0) -> list[Found]:
+    """Reports on the named loops, or on all; one line of progress for each."""
+    found = []
+    with beside(busy):
+        for name in [*names] or [*CASES, STRAGGLER, EVEN]:
+            one = (in_process if name in CASES else on_two_ranks)(name)
+            if busy and one.said == TOO_BUSY:
+                one = one._replace(is_right=True)
+            mark = "right" if one.is_right else "WRONG"
+            print(
+                f"{mark}, {one.took_s:.0f} s, {name}: {one.truth} | {one.said}"
+                f"{'' if one.contains else ' | the interval misses the truth'}",
+                file=sys.stderr,
+                flush=True,
+            )
+            found.append(one)
+    return found
+
+
+def rows_of(found: Sequence[Found], where: str) -> list[Row]:
+    """A row per loop, and one on the intervals."""
+    missed = sum(not one.contains for one in found)
+    what = f"intervals that miss the truth, {where}"
+    return [*(one.row for one in found), tolerated(what, missed, MISSES, "")]
+
+
+def rows() -> list[Row]:
+    """All loops on an idle machine, and beside busy processes."""
+    alone = rows_of(measured(), "idle")
+    return alone + rows_of(measured(busy=BUSY), f"beside {BUSY} busy processes")
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure some of the loops; return 1 where one is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.verdicts", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="LOOP")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sharpen_timers()
+    return print_rows(rows_of(measured(options.names, options.busy), f"{options.busy} busy"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
