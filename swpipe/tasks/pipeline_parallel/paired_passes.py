@@ -7,7 +7,7 @@ of a pair, the one within the other; where both come to their modules, plans of 
     F                                    receive ── run ── loss, hand on
 
 A chunk has such plans if it has ``build_schedule_plan``, with the arguments of Megatron's: token
-ids for stage 0, ``decoder_input`` for others. A pair of other chunks runs F, and then B.
+ids for stage 0, ``decoder_input`` for others. A pair of others, or with hooks, runs F and then B.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from swpipe.tasks.pipeline_parallel.split_backward import Grads, whole_pass
 from swpipe.tasks.pipeline_parallel.torch_pipelining import wait_for
 
 
-def has_plans(chunk: object) -> bool:
-    """Whether a chunk has plans of its layers."""
-    return hasattr(chunk, "build_schedule_plan")
+def has_plans(chunk: nn.Module) -> bool:
+    """Whether a chunk has plans of its layers, and no hooks of modules, which these do not call."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return hasattr(chunk, "build_schedule_plan") and not any(
+        getattr(module, name) for module in chunk.modules() for name in hooks
+    )
 
 
 def plan_of(chunk: Any, args: Any, is_first: bool, **keywords: Any) -> Any:
@@ -148,7 +151,8 @@ def planned_micros(
         part.micro: Action(stage, "I", part.micro) in actions
         for row in schedule.rows
         for pair in row
-        if isinstance(pair, Pair) and all(has_plans(chunks.get(one.stage)) for one in pair)
+        if isinstance(pair, Pair)
+        and all(one.stage in chunks and has_plans(chunks[one.stage]) for one in pair)
         for part in pair
         if part.stage == stage
     }

@@ -112,6 +112,7 @@ class _Pipelines(threading.local):
                 context=PairContext,
                 check_ranks=False,  # it would compare all ranks: see same_order
                 check_effects=False,
+                stall_timeout_s=None,  # one thread, which waits for collectives with a timeout
             )
             while len(self._made) > MOST_PIPELINES:
                 self._made.popitem(last=False)[1].close()

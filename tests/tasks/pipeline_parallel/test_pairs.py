@@ -21,7 +21,7 @@ from swpipe.plans.pipeline_parallel import (
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime
 from swpipe.tasks.transformer import TransformerModelChunkSchedulePlan
 from tests.support.ranks import Ranks
-from tests.tasks.pipeline_parallel.small_gpt import batch
+from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank
 
 DEADLINE_S = 240.0
 CONFIG = TransformerConfig(
@@ -117,3 +117,23 @@ def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
     schedule = torch_schedule("dualpipev", 2, 6)
     found = four_ranks.run(different, schedule, 2, deadline_s=DEADLINE_S)
     assert found == [([], pairs_on(schedule, rank // 2)) for rank in range(4)]
+
+
+def with_hooks() -> tuple[int, int]:
+    """How often a hook of a layer was called, and how many pairs ran; on each rank."""
+    schedule, rank = torch_schedule("dualpipev", 2, 6), dist.get_rank()
+    own = dict(on_rank(schedule, rank))
+    calls: list[int] = []
+    for chunk in own.values():
+        for layer in chunk.layers.values():
+            layer.register_forward_hook(lambda *given: calls.append(1))
+    inputs, target = batch(12)
+    with counted() as sides:
+        PipelineRuntime(schedule, dict(own), mean_loss).train(inputs, target=target)
+    return len(calls), sides.count("fb")
+
+
+def test_hooks_of_modules_are_called(two_ranks: Ranks) -> None:
+    """Plans of layers do not call them: such chunks run their pairs one after the other."""
+    found = two_ranks.run(with_hooks, deadline_s=DEADLINE_S)
+    assert found == [(2 * 2 * 6, 0)] * 2  # of two stages, two layers each
