@@ -1,4 +1,4 @@
-"""Four layers of experts on two ranks: forward over backward, beside one after the other.
+"""Layers of experts on two ranks, all or every other one: forward over backward, beside serially.
 
 The link is emulated: an exchange takes 5 ms and no core. The microbatches are made so large that a
 serial run spends half of its time in exchanges. Both run the same tasks, and train the same bits.
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from bench.emulated_link import EmulatedLink
 from bench.measure import Row, Spread, compared, interleaved, sharpen_timers
 
-LAYERS, MICROBATCHES, LATENCY_MS = 4, 8, 5.0
-BAR = 0.75
+MICROBATCHES, LATENCY_MS = 8, 5.0
+BARS = {("moe",) * 4: 0.75, ("dense", "moe") * 2: 0.85}
+"""By the types of layers."""
 
 EXCHANGES = {"f": 3, "b": 2}
 """Of a layer: counts, dispatch and combine of tokens; combine and dispatch of gradients."""
@@ -33,6 +34,7 @@ class Measured:
 
     Attributes:
         rows: Sequences in a microbatch.
+        layers: With experts.
         serial_ms: One task after the other, a figure per round.
         overlapped_ms: By the plan.
         work_ms: Of one microbatch without latency: forward, backward, and of the latter the part
@@ -41,6 +43,7 @@ class Measured:
     """
 
     rows: int
+    layers: int
     serial_ms: list[float]
     overlapped_ms: list[float]
     work_ms: dict[str, float]
@@ -49,35 +52,34 @@ class Measured:
     @property
     def serial_bound_ms(self) -> float:
         """Work and exchanges in sequence."""
-        each = self.work_ms["f"] + self.work_ms["b"] + _exchange_ms("f") + _exchange_ms("b")
+        each = self.work_ms["f"] + self.work_ms["b"] + sum(map(self.exchange_ms, "fb"))
         return MICROBATCHES * each
 
     @property
     def bound_ms(self) -> float:
         """The least that the schedule can take."""
         ahead, back, late = (self.work_ms[part] for part in ("f", "b", "dw"))
-        chains = ahead + _exchange_ms("f"), back - late + _exchange_ms("b")
+        chains = ahead + self.exchange_ms("f"), back - late + self.exchange_ms("b")
         period = max(ahead + back, *chains)
         return chains[0] + (MICROBATCHES - 1) * period + max(back, chains[1])
 
+    def exchange_ms(self, side: str) -> float:
+        return self.layers * EXCHANGES[side] * LATENCY_MS
 
-def _exchange_ms(side: str) -> float:
-    return LAYERS * EXCHANGES[side] * LATENCY_MS
 
-
-def on_rank(rounds: int, size: int, rows: int | None) -> Measured:
+def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) -> Measured:
     """Train on microbatches in both ways, in turn."""
     from docs.examples.moe_gpt import GPTModel, TransformerConfig
     from swpipe.tasks.transformer import training_pipeline
 
     sharpen_timers()
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=len(types),
         hidden_size=size,
         num_attention_heads=4,
         vocab_size=64,
         max_sequence_length=32,
-        layer_types=("moe",) * LAYERS,
+        layer_types=types,
         num_experts=4,
         moe_router_topk=2,
         moe_ffn_hidden_size=2 * size,
@@ -100,7 +102,8 @@ def on_rank(rounds: int, size: int, rows: int | None) -> Measured:
 
     with EmulatedLink() as link:
         link.latency_ms = LATENCY_MS
-        trial, exchanged = 8, MICROBATCHES * (_exchange_ms("f") + _exchange_ms("b"))
+        layers = types.count("moe")
+        trial, exchanged = 8, MICROBATCHES * layers * sum(EXCHANGES.values()) * LATENCY_MS
         for _ in range(4 if rows is None else 0):
             data = batches(trial)
             rest_ms = torch.tensor(ms(pipes[0], True) - exchanged)
@@ -118,7 +121,7 @@ def on_rank(rounds: int, size: int, rows: int | None) -> Measured:
     pairs = zip(*(model.parameters() for model in models), strict=True)
     same = all(torch.equal(one.grad, other.grad) for one, other in pairs)
     mean = {part: sum(each[part] for each in work) / len(work) for part in ("f", "b", "dw")}
-    return Measured(len(data[0]["labels"]), *found, mean, same)
+    return Measured(len(data[0]["labels"]), layers, *found, mean, same)
 
 
 def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -137,22 +140,31 @@ def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 def rows(rounds: int = 7, size: int = 128, rows_of_a_microbatch: int | None = None) -> list[Row]:
     """The ratio with its bar, and the bound."""
+    return [
+        row
+        for types, bar in BARS.items()
+        for row in _rows(types, bar, rounds, size, rows_of_a_microbatch)
+    ]
+
+
+def _rows(types: tuple[str, ...], bar: float, *given: int | None) -> list[Row]:
     from bench.contest import on_ranks
 
-    found: Measured = on_ranks(on_rank, rounds, size, rows_of_a_microbatch)[0]
+    found: Measured = on_ranks(on_rank, types, *given)[0]
     if not found.same:
         raise ValueError("the overlapped run trained other numbers than the serial one")
     serial = Spread.of(found.serial_ms).median
-    exchanged = MICROBATCHES * (_exchange_ms("f") + _exchange_ms("b"))
+    exchanged = MICROBATCHES * sum(map(found.exchange_ms, "fb"))
     both = found.overlapped_ms, found.serial_ms
-    what = f"layer overlap, {LAYERS} layers, {MICROBATCHES} microbatches, L = {LATENCY_MS:g} ms"
+    kinds = " ".join(dict.fromkeys(types))
+    what = f"layer overlap, {len(types)} layers ({kinds}), L = {LATENCY_MS:g} ms"
     return [
         Row(
             f"{what}: of the serial time, exchanges",
             f"{exchanged / serial:.0%}",
             f"{found.rows} sequences a microbatch",
         ),
-        compared(f"{what}: over serial", *both, "ms", "serial", BAR, digits=1),
+        compared(f"{what}: over serial", *both, "ms", "serial", bar, digits=1),
         Row(
             f"{what}: the schedule's bound, over serial",
             f"{found.bound_ms / found.serial_bound_ms:.3f}",

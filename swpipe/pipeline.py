@@ -148,7 +148,10 @@ class SWPipeline(ShortcutControl[C]):
             pull_check=PreparedCheck if verified.program.depth > 1 else None,
             releases=verified.releases,
         )
-        if check_effects is not False and (check_effects is not None or engine.program.depth > 1):
+        entries, streams = self.plan.schedule.values(), self.device.has_streams
+        lanes = {(entry.thread_group, streams and entry.stream) for entry in entries}
+        overlaps = verified.program.depth > 1 or len(lanes) > 1
+        if check_effects is not False and (check_effects is not None or overlaps):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, verified, check_effects)

@@ -41,6 +41,7 @@ class TransformerConfig:
     mtp_loss_scaling_factor: float = 0.1
     tie_embeddings: bool = False
     delay_wgrad_compute: bool = False
+    ep_overlap_early_attn_memory_release: bool = False
     seed: int = 0
 
 
@@ -138,11 +139,13 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared_expert = None if shared is None else Mlp(config.hidden_size, shared)
 
-    def route(self, hidden):
-        """Rows (N·k, hidden), weights (N, k), and where the rows go."""
+    def route(self, hidden, padding_mask=None):
+        """Rows (N·k, hidden), weights (N, k), 0 of tokens that are none, and where the rows go."""
         flat = hidden.flatten(0, 1)
         probabilities = functional.softmax(self.router(flat).float(), dim=-1).to(flat.dtype)
         weights, chosen = probabilities.topk(self.topk, dim=-1)
+        if padding_mask is not None:
+            weights = weights.masked_fill(padding_mask.flatten()[:, None], 0.0)
         order = torch.argsort(chosen.flatten(), stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts).view(-1, self.local)
         each = [1] * self.ranks
@@ -211,11 +214,11 @@ class TransformerLayer(nn.Module):
     def attend(self, hidden, mask=None):
         return hidden + self.self_attention(self.input_norm(hidden), mask)
 
-    def feed_forward(self, hidden):
+    def feed_forward(self, hidden, padding_mask=None):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
-    def forward(self, hidden, mask=None):
-        return self.feed_forward(self.attend(hidden, mask))
+    def forward(self, hidden, mask=None, *rest):
+        return self.feed_forward(self.attend(hidden, mask), *rest)
 
 
 class MoeTransformerLayer(TransformerLayer):
@@ -225,9 +228,9 @@ class MoeTransformerLayer(TransformerLayer):
         self.expert_group = group
         return MixtureOfExperts(self.config, group)
 
-    def route(self, hidden):
+    def route(self, hidden, padding_mask=None):
         normed = self.mlp_norm(hidden)
-        rows, weights, routing = self.mlp.route(normed)
+        rows, weights, routing = self.mlp.route(normed, padding_mask)
         return Routed(
             rows, weights, normed if self.mlp.shared_expert is not None else None, routing
         )
@@ -240,8 +243,8 @@ class MoeTransformerLayer(TransformerLayer):
         merged = self.mlp.merge(rows, weights, routing).view(hidden.shape)
         return hidden + (merged if shared is None else merged + shared)
 
-    def feed_forward(self, hidden):
-        rows, weights, normed, routing = self.route(hidden)
+    def feed_forward(self, hidden, padding_mask=None):
+        rows, weights, normed, routing = self.route(hidden, padding_mask)
         rows, shared = self.through_experts(Exchange.apply(rows, routing, True), normed, routing)
         return self.merge(Exchange.apply(rows, routing, False), weights, shared, hidden, routing)
 
@@ -272,8 +275,8 @@ class MultiTokenPredictionLayer(nn.Module):
         steps = self.number + 1
         return functional.pad(values[:, steps:], (0, min(steps, values.shape[1])))
 
-    def forward(self, hidden, embedded, mask=None):
-        return self.transformer_layer.feed_forward(self.attend(hidden, embedded, mask))
+    def forward(self, hidden, embedded, mask=None, *rest):
+        return self.transformer_layer.feed_forward(self.attend(hidden, embedded, mask), *rest)
 
 
 # ----------------------------------------------------------------------------------------- model
@@ -348,18 +351,27 @@ class GPTModel(nn.Module):
     def predictors(self):
         return list(self.mtp)
 
-    def forward(self, inputs, position_ids=None, attention_mask=None, labels=None, loss_mask=None):
+    def forward(
+        self,
+        inputs,
+        position_ids=None,
+        attention_mask=None,
+        labels=None,
+        loss_mask=None,
+        padding_mask=None,
+    ):
         """Logits, or with labels the loss of each token, (batch, sequence); of a chunk without the
         output layer hidden states. ``inputs`` are ids, or what the chunk before has returned.
         """
         hidden = self.embed(inputs, position_ids) if self.pre_process else inputs
         for layer in self.decoder_layers:
-            hidden = layer(hidden, attention_mask)
+            hidden = layer(hidden, attention_mask, padding_mask)
         if not self.post_process:
             return hidden
         further, last = [], hidden
         for mtp in self.predictors if labels is not None else ():
-            last = mtp(last, self.embed(mtp.moved(inputs), position_ids), attention_mask)
+            embedded = self.embed(mtp.moved(inputs), position_ids)
+            last = mtp(last, embedded, attention_mask, padding_mask)
             further.append(self.further_losses(mtp, last, labels, loss_mask))
         return self.output(hidden, labels, loss_mask, further)
 

@@ -39,10 +39,18 @@ _MISSING = object()
 
 
 def build_step(
-    iterations: InFlightIterations, ins: Instruction, task: PipelineTask, *, observed: bool
+    iterations: InFlightIterations,
+    ins: Instruction,
+    task: PipelineTask,
+    in_turn: Callable[[], None],
+    *,
+    observed: bool,
 ) -> Step:
-    """Compose what a lane does at a task's instruction."""
-    step = _call(iterations, task)
+    """Compose what a lane does at a task's instruction.
+
+    ``in_turn`` waits until the iterations before have passed the lane, where it has workers.
+    """
+    step = _call(iterations, task, in_turn)
     if iterations.check is not None:
         step = _checked(iterations, iterations.check, task, step)
     if observed:
@@ -54,7 +62,7 @@ def build_step(
     return step
 
 
-def _call(iterations: InFlightIterations, task: PipelineTask) -> Step:
+def _call(iterations: InFlightIterations, task: PipelineTask, in_turn: Callable[[], None]) -> Step:
     slots, depth = iterations.slots, iterations.depth
     shortcuts = iterations.engine.shortcuts
     shortcut_names, run_shortcut = shortcuts.names, shortcuts.run
@@ -63,7 +71,7 @@ def _call(iterations: InFlightIterations, task: PipelineTask) -> Step:
     def call(i: int) -> None:
         ctx = slots[i % depth].ctx
         if name in shortcut_names:
-            run_shortcut(task, ctx)
+            run_shortcut(task, ctx, in_turn)
         else:
             fn(ctx)
 

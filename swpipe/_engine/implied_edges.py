@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 
@@ -17,7 +17,10 @@ class Hop(NamedTuple):
 
 
 def reduce_edges(
-    edges: Iterable[Hop], fixed: Iterable[Hop], order: Sequence[int]
+    edges: Iterable[Hop],
+    fixed: Iterable[Hop],
+    order: Sequence[int],
+    several: Set[int] = frozenset(),
 ) -> list[list[Hop]]:
     """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
 
@@ -28,6 +31,8 @@ def reduce_edges(
         edges: To be kept or dropped.
         fixed: What holds anyway.
         order: All places; hops of weight 0 lead from earlier ones to later ones.
+        several: Places that are not in order with themselves, from one period to the next: what
+            comes after one by some weight need not by a greater one. Edges between two stay.
     """
     always = set(fixed)
     kept = set(edges) - always
@@ -38,10 +43,10 @@ def reduce_edges(
     for producer, consumer, weight in (*kept, *always):
         if 0 <= weight <= lightest[producer].get(consumer, weight):
             lightest[producer][consumer] = weight
-    kept = {
-        hop for hop in kept if lightest[hop.producer].get(hop.consumer, hop.weight) >= hop.weight
-    }
-    kept -= _implied([hop for hop in kept if hop.weight >= 0], lightest, order)
+    ordered = {hop for hop in kept if not {hop.producer, hop.consumer} <= several}
+    lighter = {h for h in ordered if lightest[h.producer].get(h.consumer, h.weight) < h.weight}
+    kept -= lighter
+    kept -= _implied([hop for hop in ordered - lighter if hop.weight >= 0], lightest, order)
     for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
         waits[hop.consumer].append(hop)
     return waits

@@ -112,7 +112,7 @@ class InFlightIterations:
         generators: Who may use the random number generators.
         caller_stream: The stream that was current for the caller when the run began.
         events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
-        waiting: Memory that was let go and waits for the device, by place.
+        waiting: Memory that was let go and waits for the device, by place and worker.
     """
 
     def __init__(self, engine: Engine, first: int) -> None:
@@ -130,7 +130,7 @@ class InFlightIterations:
             for name, ins in engine.program.instructions.items()
             if ins.record and name not in SOURCES
         }
-        self.waiting: dict[int, Any] = {}
+        self.waiting: dict[tuple[int, int], Any] = {}
 
     def stream_of(self, ins: Instruction) -> Stream:
         """The stream that an instruction submits to."""

@@ -22,6 +22,11 @@ A plan may say that nothing runs between two calls (``within_calls``). In each p
 then begin after the head of the caller's lane, and ``<retire>`` comes after their last tasks. The
 head is ``<admit>`` or, where that does not come first, ``<begin>``, which does nothing.
 
+A group may have several *workers*, threads that take turns: what its lane does in a period, the
+worker does whose turn the period is, and no other. So a lane's order binds periods that are a
+multiple of the number of workers apart, and what must keep order nearer by takes waits between
+workers: a declared dependence, global order, a stream's.
+
 Stages are shifted: ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1. If a plan's depth is
 more than its last stage + 1, its tasks move back, and worker lanes may run that far ahead.
 
@@ -30,7 +35,8 @@ edges that cross lanes. An *event wait* makes a stream wait for work on another 
 that cross streams and are not ``host_only``. An edge that others imply is dropped, in each kind on
 its own:
 
-- Host waits are a graph over (period, position): a path of no greater lag implies a wait. Lanes do
+- Host waits are a graph over (period, position): a path of no greater lag implies a wait, if one of
+  its ends is in order with itself, period by period: not in a group of several workers. Lanes do
   their host waits even for iterations that do not exist: prologue and epilogue are no special case.
 - Event waits are a graph over iterations: a path of no greater distance through event waits and
   stream order implies a wait. Its distances are >= 0, so that an iteration on it exists whenever
@@ -62,7 +68,10 @@ SOURCES = (ADMIT, PULL)
 
 
 class HostWait(NamedTuple):
-    """Keep this lane until ``lane`` has passed ``position`` in the period ``lag`` before."""
+    """Keep this lane until ``lane`` has passed ``position`` in the period ``lag`` before.
+
+    That lane may be this one, where it has workers: it was another one's turn then.
+    """
 
     lane: int
     position: int
@@ -105,10 +114,25 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One thread group: its name and its instructions, in the order in which it runs them."""
+    """One thread group: its name and its instructions, in the order in which it runs them.
+
+    ``workers`` threads take turns, period by period.
+    """
 
     group: str
     instructions: tuple[Instruction, ...]
+    workers: int = 1
+
+    def turn(self, period: int) -> int:
+        """Whose turn a period is: iteration i of the run is that of worker i modulo ``workers``."""
+        return (period - self.instructions[0].stage) % self.workers
+
+    @property
+    def threads(self) -> tuple[str, ...]:
+        """The name of each worker; of one alone it is that of the group."""
+        if self.workers == 1:
+            return (self.group,)
+        return tuple(f"{self.group} {number}" for number in range(self.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +179,7 @@ class _Layout:
         deps: What is declared, admission and retirement; weights are distances.
         host_only: Those of them that no stream waits for.
         groups: Lane to its name.
+        workers: Lane to the number of its threads.
         within_call: What keeps lanes within the caller's calls, in each period; weights are lags.
     """
 
@@ -167,6 +192,7 @@ class _Layout:
     deps: Sequence[Hop]
     host_only: frozenset[Hop]
     groups: tuple[str, ...]
+    workers: tuple[int, ...]
     within_call: Sequence[Hop]
 
     @property
@@ -209,13 +235,18 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
             record=place in recorded
             or (streams and record_all and (name == RETIRE or name not in OWN)),
-            publish=place in published or name == PULL,
+            # Where one of several workers fails, it is known which of them are past that iteration.
+            publish=place in published
+            or name == PULL
+            or (
+                layout.workers[layout.lane[place]] > 1 and place == members[layout.lane[place]][-1]
+            ),
         )
 
     return Program(
         lanes=tuple(
-            Lane(group, tuple(map(instruction, places)))
-            for group, places in zip(layout.groups, members, strict=True)
+            Lane(group, tuple(map(instruction, places)), workers)
+            for group, places, workers in zip(layout.groups, members, layout.workers, strict=True)
         ),
         depth=depth,
         ring=depth + max([dep.weight for dep in layout.deps]),
@@ -240,6 +271,7 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     entries = [schedule[name] for name in order]
     groups = plan.thread_groups
     lanes = {group: lane for lane, group in enumerate(groups)}
+    workers_of = {entry.thread_group: entry.workers for entry in entries}
     # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
     queues: dict[StreamRef, int] = {}
     named = [entry.stream if streams else None for entry in entries]
@@ -271,6 +303,7 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
             if d.host_only
         ),
         groups=groups,
+        workers=tuple([workers_of[group] for group in groups]),
         within_call=within_call,
     )
 
@@ -291,17 +324,21 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 
 def _host_waits(layout: _Layout) -> list[list[Hop]]:
     """Place to the host waits there, none implied by others; weights are lags."""
-    stage, lane = layout.stage, layout.lane
-    crossing = [
-        Hop(p, c, stage[c] - stage[p] + distance)
-        for p, c, distance in layout.deps
-        if lane[p] != lane[c]
-    ]
-    crossing += [hop for hop in layout.within_call if lane[hop.producer] != lane[hop.consumer]]
+    stage, lane, workers = layout.stage, layout.lane, layout.workers
+    hops = [Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
+    hops += layout.within_call
     for chain in (layout.ordered, *_by_stream(layout)):
-        crossing += [hop for hop in _ring(chain) if lane[hop.producer] != lane[hop.consumer]]
-    program_order = [hop for chain in layout.members for hop in _ring(chain)]
-    return reduce_edges(crossing, program_order, range(len(lane)))
+        hops += _ring(chain)
+    # From one thread to another; so many periods apart a lane has the same worker.
+    crossing = [
+        hop
+        for hop in hops
+        if lane[hop.producer] != lane[hop.consumer] or hop.weight % workers[lane[hop.producer]]
+    ]
+    chains = zip(layout.members, workers, strict=True)
+    program_order = [hop for chain, again in chains for hop in _ring(chain, again)]
+    several = {place for place, n in enumerate(lane) if workers[n] > 1}
+    return reduce_edges(crossing, program_order, range(len(stage)), several)
 
 
 def _by_stream(layout: _Layout) -> Iterable[list[int]]:
@@ -313,12 +350,12 @@ def _by_stream(layout: _Layout) -> Iterable[list[int]]:
     return chains.values()
 
 
-def _ring(chain: Sequence[int]) -> list[Hop]:
-    """A chain within a period, closed from its last task to its first of the period after."""
+def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
+    """A chain within a period, closed from its last task to its first, ``again`` periods later."""
     if not chain:
         return []
     hops = [Hop(a, b, 0) for a, b in pairwise(chain)]
-    return [*hops, Hop(chain[-1], chain[0], 1)]
+    return [*hops, Hop(chain[-1], chain[0], again)]
 
 
 # ------------------------------------------------------------------------------------ event waits
@@ -331,23 +368,27 @@ def _event_waits(layout: _Layout) -> list[list[Hop]]:
     fixed: list[Hop] = []
     for hop in (hop for hop in layout.deps if hop not in layout.host_only):
         (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
-    for chain in _fifo_chains(layout):
-        for a, b, lag in _ring(chain):
+    several = set[int]()
+    for chain, again in _fifo_chains(layout):
+        several.update(chain if again > 1 else ())
+        for a, b, lag in _ring(chain, again):
             # The later task on iteration i runs after the sooner one on i - distance; where that
             # lies in the future, a weaker truth will do: stream order holds between iterations.
             fixed.append(Hop(a, b, max(0, lag + stage[a] - stage[b])))
-    return reduce_edges(crossing, fixed, sorted(range(len(stage)), key=lambda k: (stage[k], k)))
+    order = sorted(range(len(stage)), key=lambda k: (stage[k], k))
+    return reduce_edges(crossing, fixed, order, several)
 
 
-def _fifo_chains(layout: _Layout) -> Iterable[list[int]]:
+def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:
     """Tasks whose device work is known to be queued in period order on one stream.
 
     Tasks that name a stream are submitted in that order. Those on the caller's stream are only
-    where one thread submits them.
+    where one thread submits them: of one of several workers, every so many periods.
     """
     chains: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
         # A batch's event is recorded for some batches only: nothing leads through it.
         if layout.order[place] not in SOURCES:
             chains[(queue, 0 if queue else lane)].append(place)
-    return chains.values()
+    for (queue, lane), chain in chains.items():
+        yield chain, 1 if queue else layout.workers[lane]

@@ -32,7 +32,8 @@ def format_program(program: Program) -> str:
     ]
     for lane in program.lanes:
         items = [item for ins in lane.instructions for item in _items(ins, groups)]
-        lines.append(f"{_quoted(lane.group)}: {' -> '.join(items)}")
+        workers = f" x {lane.workers}" if lane.workers > 1 else ""
+        lines.append(f"{_quoted(lane.group)}{workers}: {' -> '.join(items)}")
     return "\n".join(lines)
 
 

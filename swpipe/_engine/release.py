@@ -22,7 +22,8 @@ Guarantees
       autograd, for the backward, may be used after (1). It is held instead (``Device.hold``): its
       memory goes when whoever drops it last was done on all streams. Whether others refer to it is
       asked when it is no attribute any more: what nobody refers to then, nobody can reach again.
-    - At each place the memory of one iteration waits, and of two while the host does. So the host
+    - At each place the memory of one iteration waits, and of two while the host does; of a group of
+      several workers, for each of them. So the host
       is ahead of the device by no more than one iteration, counted from such a place.
     - A run that ends holds what still waits.
     - What no task is known to use goes at the end of the iteration: a task may set it, and read it
@@ -54,20 +55,22 @@ from swpipe.core.releases import Release, Releases
 from swpipe.device import Event
 
 
-def with_releases(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
-    """Let go what the plan lets go before and after a task's turn."""
+def with_releases(
+    iterations: InFlightIterations, ins: Instruction, step: Step, worker: int = 0
+) -> Step:
+    """Let go what the plan lets go before and after a task's turn, of one of several workers."""
     releases = iterations.engine.releases
     if releases is not None:
         for release in releases.at.get(ins.task, ()):
-            step = _with_release(iterations, releases, release, step)
+            step = _with_release(iterations, releases, release, step, worker)
     return step
 
 
 def _with_release(
-    iterations: InFlightIterations, releases: Releases, release: Release, step: Step
+    iterations: InFlightIterations, releases: Releases, release: Release, step: Step, worker: int
 ) -> Step:
     slots, depth, after = iterations.slots, iterations.depth, release.after
-    let_go = _let_go(iterations, release)
+    let_go = _let_go(iterations, release, worker)
 
     def released(i: int) -> None:
         ctx = slots[i % depth].ctx  # a run that is given up forgets its slots meanwhile
@@ -174,10 +177,13 @@ def _at_once(iterations: InFlightIterations, i: int, values: list[Any]) -> None:
     values.clear()
 
 
-def _let_go(iterations: InFlightIterations, release: Release) -> Callable[[int, list[Any]], None]:
+def _let_go(
+    iterations: InFlightIterations, release: Release, worker: int
+) -> Callable[[int, list[Any]], None]:
     if not release.behind:
         return partial(_at_once, iterations)
     # One for both lists of instructions, with observers and without.
-    waiting = iterations.waiting.get(id(release)) or WaitingMemory(iterations, release)
-    iterations.waiting[id(release)] = waiting
+    place = id(release), worker
+    waiting = iterations.waiting.get(place) or WaitingMemory(iterations, release)
+    iterations.waiting[place] = waiting
     return waiting.add

@@ -6,6 +6,9 @@
         period: <admit> a b <retire> <--(1)-->   period: c d
       retired context --> user                 (2) failure anywhere: every wait raises Cancelled
 
+    a group of two workers                   worker 0: c 0 d 0 ---> c 2 d 2 --->
+                                             worker 1:    c 1 d 1 --(3)--> c 3 d 3
+
 Guarantees
     - A lane runs its instructions in order, period by period; between lanes the program's host
       waits hold (1). A lane publishes its progress past an instruction for which others wait after
@@ -14,6 +17,9 @@ Guarantees
       lane starts another task, and the caller gets the failure itself, with a note that names task,
       iteration and group. A KeyboardInterrupt or SystemExit on the caller's thread is raised even
       after another failure, and any exception of the caller's even after ``stop``.
+    - Of several workers each goes through the periods of its own iterations, and whoever waits for
+      their lane waits for the one whose turn it was. One that fails first lets the others pass the
+      iterations before (3): the failure of the first of these is the one that is kept.
     - ``InFlightIterations.total``, the number of iterations, is set before the end of the data is
       published (``swpipe._engine.admission``); every task comes after the pull of its iteration,
       and so knows whether that iteration exists.
@@ -37,9 +43,10 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import is_grad_enabled, is_inference_mode_enabled
@@ -65,10 +72,28 @@ _LEAVE_S = 1.0  # for an interrupt that is on its way
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
 
 
+class WorkersProgress:
+    """The progress of a lane whose workers take turns, to wait for as for that of one thread.
+
+    Args:
+        workers: Those of the lane.
+        first: The number of the run's first iteration.
+    """
+
+    def __init__(self, workers: Sequence[LaneRunner], first: int) -> None:
+        self._counters = [worker.progress for worker in workers]
+        self._lane, self._size, self._first = workers[0].lane, workers[0].size, first
+
+    def wait(self, count: int) -> None:
+        """Sleep until the worker whose turn that is has reached ``count``."""
+        turn = self._lane.turn(self._first + (count - 1) // self._size)
+        self._counters[turn].wait(count)
+
+
 class BoundWait(NamedTuple):
     """A wait for another lane's progress: ``period * size + base``."""
 
-    progress: ProgressCounter
+    progress: ProgressCounter | WorkersProgress
     size: int  # instructions in the lane that is waited for
     base: int  # its progress within a period once it has passed the instruction
 
@@ -84,9 +109,10 @@ class BoundInstruction(NamedTuple):
 
 
 class LaneRunner:
-    """A lane that runs; ``period`` and ``position`` say where it is."""
+    """A thread that runs a lane, one of several; ``period`` and ``position`` say where it is."""
 
-    def __init__(self, lane: Lane, progress: ProgressCounter) -> None:
+    def __init__(self, lane: Lane, worker: int, progress: ProgressCounter) -> None:
+        self.lane, self.worker = lane, worker
         self.group = lane.group
         self.instructions = lane.instructions
         self.size = len(lane.instructions)
@@ -125,7 +151,12 @@ class Run:
         # watchdog has done so, to interrupt it.
         self.driver: dict[str, int] = {}
         self._handed_out: TypedContext | None = None
-        self.lanes = tuple(LaneRunner(lane, engine.host.counter()) for lane in engine.program.lanes)
+        # By the program's lanes: the workers of each.
+        self.groups = tuple(
+            tuple(LaneRunner(lane, n, engine.host.counter()) for n in range(lane.workers))
+            for lane in engine.program.lanes
+        )
+        self.lanes = tuple(chain.from_iterable(self.groups))
         for lane in self.lanes:
             lane.torch_state = None if lane is self.lanes[0] else ThreadTorchState()
             lane.ops = tuple(self._op(ins, lane, observed=False) for ins in lane.instructions)
@@ -134,9 +165,12 @@ class Run:
     def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> BoundInstruction:
         waits = []
         for wait in ins.host_waits:
-            other = self.lanes[wait.lane]
-            base = wait.position + 1 - wait.lag * other.size
-            waits.append(BoundWait(other.progress, other.size, base))
+            workers = self.groups[wait.lane]
+            progress: ProgressCounter | WorkersProgress = workers[0].progress
+            if len(workers) > 1:
+                progress = WorkersProgress(workers, self.iterations.first)
+            size = workers[0].size
+            waits.append(BoundWait(progress, size, wait.position + 1 - wait.lag * size))
         if ins.task == BEGIN:
             step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
         elif ins.task in SOURCES:
@@ -146,8 +180,10 @@ class Run:
             if observed:
                 step = observe(self.iterations, ins, step)
         else:
-            step = build_step(self.iterations, ins, self.engine.tasks[ins.task], observed=observed)
-            step = with_releases(self.iterations, ins, step)
+            task = self.engine.tasks[ins.task]
+            in_turn = functools.partial(self._let_earlier_pass, lane)
+            step = build_step(self.iterations, ins, task, in_turn, observed=observed)
+            step = with_releases(self.iterations, ins, step, lane.worker)
         if lane.torch_state is not None:
             step = with_torch_state(self.iterations, lane.torch_state, step)
         return BoundInstruction(tuple(waits), ins.stage, step, ins.publish, ins)
@@ -165,7 +201,8 @@ class Run:
         self._order_streams_after_the_callers()
         for lane in self.lanes[1:]:
             target = functools.partial(self._work, lane)
-            lane.thread = self.engine.host.start(f"swpipe-{lane.group}", target)
+            name = f"swpipe-{lane.lane.threads[lane.worker]}"
+            lane.thread = self.engine.host.start(name, target)
         self.in_call = False
 
     @property
@@ -274,7 +311,7 @@ class Run:
         pull = self.engine.program.instructions.get(PULL)
         if pull is None or self.finished:
             return
-        admitted, lane = self.admission.admitted, self.lanes[pull.lane]
+        admitted, (lane,) = self.admission.admitted, self.groups[pull.lane]
         self.in_call = True  # else nobody looks whether it stalls
         self.admission.go_on(admitted)
         with suppress(Cancelled):
@@ -314,19 +351,37 @@ class Run:
         last_stage = self.engine.program.depth - 1  # that of <retire>
         try:
             self.engine.device.use_on_this_thread()
-            period = 0
+            first, turn, step = self.iterations.first, lane.lane.turn, lane.lane.workers
+            period = next(p for p in range(step) if turn(first + p) == lane.worker)
             # To the last period of the run, even where this lane has no task left by then: another
             # lane's wait for an instruction of this one may stand for a wait for a third lane.
             while period - last_stage < self.iterations.total and not self.ended:
                 self._run_period(lane, period)
-                period += 1
+                period += step
         except BaseException as error:  # noqa: BLE001 - kept for the caller (2)
+            with suppress(Cancelled):
+                self._let_earlier_pass(lane)
             self.fail(error, lane)
         else:
             lane.progress.advance(FOREVER)  # nobody waits for the periods after the last one
         finally:
             if lane.torch_state is not None:
                 lane.torch_state.reset()
+
+    def _let_earlier_pass(self, lane: LaneRunner) -> None:
+        """Wait until all iterations before the worker's own are past its lane.
+
+        Raises:
+            Cancelled: One of them has failed, or something else.
+        """
+        for period in range(max(0, lane.period - lane.lane.workers + 1), lane.period):
+            worker = self.worker(lane.instruction.lane, period)
+            worker.progress.wait((period + 1) * lane.size)  # (3)
+
+    def worker(self, lane: int, period: int) -> LaneRunner:
+        """Whose turn a period is, in a lane of the program."""
+        workers = self.groups[lane]
+        return workers[workers[0].lane.turn(self.iterations.first + period)]
 
     def _retire_step(self, ins: Instruction) -> Step:
         iterations, depth = self.iterations, self.engine.program.depth

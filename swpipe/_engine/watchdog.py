@@ -174,7 +174,7 @@ class Watchdog:
 def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
     """The wait that the lane is in; None when it is inside a task."""
     for wait in lane.instruction.host_waits:
-        other = run.lanes[wait.lane]
+        other = run.worker(wait.lane, lane.period - wait.lag)
         if other.progress.count < (lane.period - wait.lag) * other.size + wait.position + 1:
             return wait
     return None
@@ -191,7 +191,7 @@ def _doing(run: Run, lane: LaneRunner) -> str:
         seeded = task is not None and task.random
         access = ", or waiting for access to the random number generators" if seeded else ""
         return f"inside {place}{access}"
-    other = run.lanes[wait.lane]
+    other = run.worker(wait.lane, lane.period - wait.lag)
     producer = other.instructions[wait.position]
     of = _place(run, wait.producer, lane.period - wait.lag - producer.stage)
     return f"{place} waits for {of} (thread group {other.group!r})"

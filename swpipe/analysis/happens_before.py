@@ -13,6 +13,8 @@ Program order, host waits, stream order, event waits and back-pressure order, an
 notes at each instruction what is known to lie before it (vector clocks, with a bit for each run of
 a task; Fidge 1988, Mattern 1989). The result does not depend on the order that is walked.
 
+Of a group of several workers each is a thread of its own, which runs every so many periods.
+
 Two relations:
 
 - *host*: the first task's function has returned before the other one's is called. Lanes pass their
@@ -81,11 +83,13 @@ class _Walk:
         self._program = program
         self._iterations = iterations
         self.bits = {ins.task: 1 << n * iterations for n, ins in enumerate(order)}
-        lanes = [_Known(0, 0, {})] * len(program.lanes)
+        lanes = [[_Known(0, 0, {})] * lane.workers for lane in program.lanes]
         passed: dict[tuple[str, int], _Known] = {}
         for period in range(iterations + program.depth - 1):
             for ins in order:
-                known = lanes[ins.lane]
+                workers = lanes[ins.lane]
+                turn = (period - ins.stage) % len(workers)
+                known = workers[turn]
                 for wait in ins.host_waits:
                     if period >= wait.lag:
                         told, streams = passed[wait.producer, period - wait.lag], known.ahead
@@ -99,7 +103,7 @@ class _Walk:
                         )
                 if 0 <= period - ins.stage < iterations:
                     known = self._run(ins, period - ins.stage, known)
-                lanes[ins.lane] = passed[ins.task, period] = known
+                workers[turn] = passed[ins.task, period] = known
 
     def _run(self, ins: Instruction, i: int, known: _Known) -> _Known:
         """What the lane knows after the instruction's turn on iteration i."""

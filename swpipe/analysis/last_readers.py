@@ -117,7 +117,7 @@ def with_releases(
 
 
 def _recording(program: Program, releases: Releases) -> Program:
-    """The program, with the events that are asked for: at a place, by the next iteration."""
+    """The program, with the events that are asked for: at a place, by the next of its thread."""
     asked = {task for found in releases.at.values() for one in found for task in one.behind}
     if not asked:
         return program
@@ -130,7 +130,7 @@ def _recording(program: Program, releases: Releases) -> Program:
         )
         for lane in program.lanes
     )
-    return replace(program, lanes=lanes, ring=program.ring + 1)
+    return replace(program, lanes=lanes, ring=program.ring + max(one.workers for one in lanes))
 
 
 class ReleasePlaces:

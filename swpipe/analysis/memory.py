@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
@@ -77,7 +78,7 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
     """An upper bound on what the iterations in flight hold."""
     plan = before.plan
     blocks, places = memory.under(plan.keep), ReleasePlaces(before)
-    waits = before.streams and plan.names_streams
+    waits, several = before.streams and plan.names_streams, plan.most_workers > 1
 
     def copies(block: Block) -> int:
         end, goes, later = block.end, bool(block.users), block.later
@@ -86,17 +87,20 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
         elif waits and block.attribute and not later and (block.removed or end == KEPT):
             return plan.depth + (plan.launch_limit or 0)
         end = RETIRE if end == KEPT else end
-        # What holds n iterations apart holds further apart: search by halves.
         apart = range(1 - later, plan.depth)
-        free = bisect_left(apart, True, key=lambda n: before.host(end, block.begin, n))
-        return 1 + free + (goes and waits)
+        ordered = partial(before.host, end, block.begin)
+        if several:  # at most one of those that are as far apart, or a multiple of it
+            free = next((k for k, n in enumerate(apart) if ordered(n)), len(apart))
+        else:  # what holds n iterations apart holds further apart: search by halves
+            free = bisect_left(apart, True, key=ordered)
+        return 1 + free + (goes and waits) * plan.most_workers
 
     held = [Held(one.attribute, one.begin, copies(one), one.bytes) for one in blocks]
-    working: dict[str, Held] = {}  # of each thread, one task runs at a time
+    working: dict[str, Held] = {}  # each thread of a group runs one task at a time
     for task, size in memory.working.items():
         group = plan.schedule[task].thread_group
         if size > (working[group].bytes_each if group in working else 0):
-            working[group] = Held(WORKING, task, 1, size)
+            working[group] = Held(WORKING, task, plan.workers(group), size)
     held += working.values()
     held.sort(key=lambda h: (-h.total_bytes, h.attribute, h.task))
     return Footprint(tuple(held), before.streams)

@@ -345,6 +345,14 @@ def _mend(plan: PipelinePlan, violation: Violation) -> str:
             "of a state that no device work uses"
         )
     stage = {name: plan.schedule[name].stage for name in (consumer, producer)}
+    if consumer == producer:
+        silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
+        word = "declare it (pure=True, or states in io), if that is not so; else " if silent else ""
+        return (
+            f"its {plan.schedule[consumer].workers} workers run it on several iterations at once: "
+            f'{word}leave workers out, or add cross_iter_deps=[("{consumer}", "{consumer}")], '
+            "with which they take turns"
+        )
     edge = f'deps=[("{consumer}", "{producer}")]'
     changed = replace(plan, deps=[*plan.deps, (consumer, producer)])
     if distance:

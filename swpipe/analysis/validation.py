@@ -134,7 +134,11 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
             f"pull_group is {shown(group)}: give the name of a thread group other than "
             f"{DEFAULT_GROUP!r}, or leave it out to pull batches on the caller's thread"
         )
-    elif all(type(e.stage) is int and e.stage < MOST_ITERATIONS for e in plan.schedule.values()):
+    elif all(
+        type(e.stage) is type(e.workers) is int and max(e.stage, e.workers) < MOST_ITERATIONS
+        for e in plan.schedule.values()
+    ):
+        yield from _workers(plan)
         yield from _depth(plan)
     ahead: object = plan.run_ahead
     if ahead is not None and (type(ahead) is not int or not 0 <= ahead <= MOST_ITERATIONS):
@@ -144,6 +148,30 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         )
 
 
+def _workers(plan: PipelinePlan) -> Iterator[Problem]:
+    """What the tasks of a group with several workers have in common."""
+    for group in plan.thread_groups:
+        entries = {n: e for n, e in plan.schedule.items() if e.thread_group == group}
+        counts = sorted({entry.workers for entry in entries.values()})
+        stages = sorted({entry.stage for entry in entries.values()})
+        if counts[-1:] <= [1]:
+            continue
+        text = f"thread_group {shown(group)} has {counts[-1]} workers, "
+        if group in (DEFAULT_GROUP, plan.pull_group):
+            whose = "the caller" if group == DEFAULT_GROUP else "the loader's calls"
+            text += f"and is the thread of {whose}, which is one: give its tasks one of their own"
+        elif len(counts) > 1:
+            text += "and not in all of its tasks: they go together, so give all of them one number"
+        elif len(stages) > 1:
+            text += (
+                f"and tasks in stages {listed([*map(str, stages)])}: each worker does all tasks of "
+                "an iteration, one after the other, so give them one stage"
+            )
+        else:
+            continue
+        yield Problem(text, tuple(entries))
+
+
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:
     least, depth = max(plan.least_depth, 1), plan.pipeline_depth
     depth = least if depth is None else depth
@@ -151,11 +179,12 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
         stage = max(plan.max_stage, 0)
         last = [n for n, e in plan.schedule.items() if e.stage == stage]
         pulled = "" if plan.pull_group is None else f" and pull_group {shown(plan.pull_group)}"
-        needs = "need" if pulled else "needs"
+        workers = f" and {plan.most_workers} workers" if plan.most_workers > 1 else ""
+        needs = "need" if pulled or workers else "needs"
         yield Problem(
             f"pipeline_depth is {shown(depth)}, but stage {stage} of {listed([*map(repr, last)])}"
-            f"{pulled} {needs} {least} iterations in flight: set it to {least} or more, or leave "
-            "it out",
+            f"{pulled}{workers} {needs} {least} iterations in flight: set it to {least} or more, "
+            "or leave it out",
             tuple(last),
         )
     elif depth > MOST_ITERATIONS:
@@ -168,6 +197,9 @@ def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
     if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
         rule = f"stages are integers from 0 to {MOST_ITERATIONS - 1}"
         found.append(f"stage is {shown(entry.stage)}; {rule}")
+    if type(entry.workers) is not int or not 1 <= entry.workers < MOST_ITERATIONS:
+        rule = f"give the number of threads, an integer from 1 to {MOST_ITERATIONS - 1}"
+        found.append(f"workers is {shown(entry.workers)}; {rule}")
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
         rule = f"give a name, {DEFAULT_GROUP!r} for the caller's own thread"
         found.append(f"thread_group is {shown(entry.thread_group)}; {rule}")

@@ -16,7 +16,7 @@ again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,13 +233,27 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
     table = {name: one for name, one in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems
-    problems = race_problems(table, [before])
+    problems = [*_silent_workers(resolved.plan, declared), *race_problems(table, [before])]
     if PULL in table:  # these are effects that were given
         problems = stale_problems(resolved.plan, table) + problems
         if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
             said = _in_order(resolved, declared.named)  # as a serial run has it
             problems = race_problems(said, [before])
     return problems
+
+
+def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]:
+    """Tasks that would run beside themselves, and neither they nor the plan say that they may."""
+    said = {consumer for consumer, producer, _ in plan.cross_iter_deps if consumer == producer}
+    for name in sorted(declared.silent - said):
+        if (workers := plan.schedule[name].workers) > 1:
+            yield Problem(
+                f"nothing is declared of what {name!r} touches, and its {workers} workers would "
+                "run it on as many iterations at once: say pure=True, if it uses its context and "
+                "what nobody changes, and changes its context only; name its states; or leave "
+                "workers out",
+                (name,),
+            )
 
 
 def tasks_given(

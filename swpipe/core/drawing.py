@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PipelinePlan, StreamRef
+from swpipe.core.plan import PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.resolved import ResolvedPlan
 
 CALLERS_STREAM = "caller's"
@@ -17,6 +17,11 @@ def stream_name(stream: StreamRef) -> str:
     if stream is None:
         return CALLERS_STREAM
     return stream if isinstance(stream, str) else f"torch.Stream({stream.stream_id})"
+
+
+def group_name(entry: TaskSchedule) -> str:
+    """A task's thread group, and how many workers it has."""
+    return entry.thread_group + (f" x {entry.workers}" if entry.workers > 1 else "")
 
 
 def format_grid(
@@ -40,7 +45,7 @@ def format_grid(
         entry, mark = plan.schedule[name], "!" if name in faulty else ""
         iterations = (period - entry.stage for period in range(periods))
         cells = [f"{i if i >= 0 else '.'}{mark}" for i in iterations]
-        rows.append([f"{name} [{entry.thread_group}]", *cells])
+        rows.append([f"{name} [{group_name(entry)}]", *cells])
     head, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
         "  ".join([row[0].ljust(head), *map(str.rjust, row[1:], others)]).rstrip() for row in rows
@@ -59,7 +64,7 @@ def format_stages(resolved: ResolvedPlan) -> str:
         entry = resolved.plan.schedule[name]
         ordered = "yes" if entry.globally_ordered else ""
         stream, after = stream_name(entry.stream), ", ".join(waits[name])
-        rows.append((entry.stage, name, entry.thread_group, stream, ordered, after))
+        rows.append((entry.stage, name, group_name(entry), stream, ordered, after))
     titles = ("stage", "task", "thread group", "stream", "globally ordered")
     keep = resolved.plan.keep
     kept = "" if keep is None else f", keeps {listed(keep)}"

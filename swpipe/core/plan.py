@@ -66,12 +66,16 @@ class TaskSchedule:
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
         globally_ordered: Submit such tasks one at a time, in the same order on every rank: for
             collectives, and for tasks that launch them, such as backward under DDP.
+        workers: How many threads the group has: iteration i is the work of number i modulo
+            ``workers``, in all of the group's tasks, which have one stage and say the same here. So
+            a task may take as many periods. For tasks that do not depend on the iteration before.
     """
 
     stage: int = 0
     stream: StreamRef = None
     thread_group: str = DEFAULT_GROUP
     globally_ordered: bool = False
+    workers: int = 1
 
 
 @suggests_keywords
@@ -199,9 +203,22 @@ class PipelinePlan:
         return max((s.stage for s in self.schedule.values()), default=-1)
 
     @property
+    def most_workers(self) -> int:
+        """How many threads the group has that has most."""
+        return max((entry.workers for entry in self.schedule.values()), default=1)
+
+    @property
     def least_depth(self) -> int:
-        """How many iterations are in flight at least: one for each stage, and one being pulled."""
-        return self.max_stage + (1 if self.pull_group is None else 2)
+        """How many iterations are in flight at least.
+
+        One for each stage, one that is being pulled, and one for each further worker.
+        """
+        return self.max_stage + self.most_workers + (self.pull_group is not None)
+
+    def workers(self, group: str) -> int:
+        """How many threads a group has."""
+        found = (e.workers for e in self.schedule.values() if e.thread_group == group)
+        return next(found, 1)
 
     @property
     def depth(self) -> int:

@@ -99,7 +99,8 @@ class _WordWatch:
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
         self.check, self.task, self.ctx = check, task, ctx
         self.operators = use_recorder(check.device)
-        self.runs = check.pure_runs.get(task.name)
+        worker = ctx.iter_idx % check.plan.schedule[task.name].workers
+        self.runs = check.pure_runs.get((task.name, worker))
 
     def __enter__(self) -> None:
         if self.runs is not None:
@@ -153,8 +154,8 @@ class RunCheck:
 
     def __init__(self, checked: CheckedPlan, first: int) -> None:
         self._checked, self._first = checked, first
-        self._plan, self.device = checked.verified.plan, checked.device
-        self._threads = len(self._plan.thread_groups) > 1
+        self.plan, self.device = checked.verified.plan, checked.device
+        self._threads = len(self.plan.thread_groups) > 1
         tasks = checked.verified.tasks
         known = items_in(declared_owners(tasks)).tensors.values()
         self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
@@ -162,7 +163,13 @@ class RunCheck:
             checked.verified.resolved, tasks, checked.orders, self._gradients
         )
         self._pure, self._apart = PureUses(), ApartStates(tasks)
-        self.pure_runs = {task.name: PureRuns(self.device) for task in tasks if task.pure}
+        # By worker, whose runs follow each other.
+        self.pure_runs = {
+            (task.name, worker): PureRuns(self.device)
+            for task in tasks
+            if task.pure
+            for worker in range(self.plan.schedule[task.name].workers)
+        }
         self._lock = threading.Lock()
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
@@ -199,7 +206,7 @@ class RunCheck:
         """Whether a task runs on the thread that began the run, and none beside it."""
         if threading.get_ident() != self._caller or self._running:
             return False
-        number, depth = watch.ctx.iter_idx, self._plan.depth
+        number, depth = watch.ctx.iter_idx, self.plan.depth
         others = range(max(self._first, number - depth + 1), number + depth)
         return not self._threads or all(one in self._checked.every for one in others)
 
@@ -218,7 +225,7 @@ class RunCheck:
             touched = [*self._touched(run, watch), *self._used_gradients(watch)]
             memory = {place.number: how for place, how in touched if place.kind == "memory"}
             for problem in self._apart.broken(run, memory):
-                raise refusal(self._plan, [problem])
+                raise refusal(self.plan, [problem])
             for place, access in touched:
                 self._places.add(place, run, access, watch.ctx)
             self._places.forget(run)
@@ -227,7 +234,7 @@ class RunCheck:
         """Refuse that a task used what may have gone, since nobody had said that it does."""
         releases, used = self._checked.verified.releases, watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
-            raise refusal(self._plan, [unsaid])
+            raise refusal(self.plan, [unsaid])
 
     def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
         """Refuse what a pure task did against its word."""
@@ -239,7 +246,7 @@ class RunCheck:
                 if fault.number:
                     place = Place("memory", fault.number, fault.name)
                     what = str(locations_of(place, [task], ctx, self._gradients)[0])
-                raise refusal(self._plan, [told(task, fault, what)])
+                raise refusal(self.plan, [told(task, fault, what)])
 
     def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[Place, Access]]:
         """Each place that a task touched, and how; gradients left aside."""

@@ -139,6 +139,8 @@ class KeptOrders:
             return True  # only one of the two is in flight
         if place.name == TORCH and {first, then} <= self._random:
             return True  # each is seeded for itself
+        if self._guaranteed.plan.most_workers > 1:  # what is kept need not be kept further apart
+            return self._guaranteed.keeps(first, then, distance)
         not_at, at = self._begins.get((first, then), (-1, depth + 1))
         if not_at < distance < at:
             kept = self._guaranteed.keeps(first, then, distance)

@@ -261,13 +261,14 @@ _WRITES = (
     "changes its context only. Make a new tensor, or take pure=True away and declare "
     'io=[DeclaredIO(state="its name")]'
 )
+_KEEP_IN_ORDER = "take pure=True away (a function given to ahead belongs into the body then)"
 _TRAINS = (
     "reads {what}, which requires grad, so training may change it while the task runs ahead. "
-    "Freeze it (requires_grad_(False)), or take pure=True away"
+    f"Freeze it (requires_grad_(False)), or {_KEEP_IN_ORDER}"
 )
 _CHANGED = (
     "reads {what}, which something has changed since the task read it last: it finds other values "
-    "than in a plain loop when it runs ahead. Take pure=True away, or let nobody change it"
+    f"than in a plain loop when it runs ahead. Let nobody change it, or {_KEEP_IN_ORDER}"
 )
 _SWITCHED = (
     "runs {what} whose mode, train or eval, the task or something beside it switches while the "

@@ -99,6 +99,7 @@ def ahead(
     *functions: Callable[[Any], Any],
     device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
+    workers: int = 1,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]: ...
 
@@ -109,6 +110,7 @@ def ahead(
     *functions: Callable[[Any], Any],
     device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
+    workers: int = 1,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]:
     """The batches of a loader, made ahead of the loop's body, on threads of their own.
@@ -135,7 +137,10 @@ def ahead(
         device: Where the batches are copied after the functions, from pinned memory and on a
             stream of its own. None, or a CPU: nowhere.
         prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
-            or more with functions, a device or a prepared loader.
+            or more with functions, a device or a prepared loader. One more for each further worker.
+        workers: How many threads the functions have, each for batches of its own: for functions
+            that take longer than the body. They gain where these wait, or leave the interpreter
+            lock, as reading and decoding do.
         check_effects: As for ``SWPipeline``: whether the functions do what they should.
 
     Returns:
@@ -144,8 +149,8 @@ def ahead(
 
     Raises:
         TypeError: A function cannot be called, or the loader cannot be iterated over.
-        ValueError: ``prefetch`` is too small; or another loop pulls ahead from the iterator; or
-            ``device`` is not on this machine.
+        ValueError: ``prefetch`` is too small; or ``workers`` is below 1, or has no functions; or
+            another loop pulls ahead from the iterator; or ``device`` is not on this machine.
     """
     for one in functions:
         if not callable(one):
@@ -153,10 +158,15 @@ def ahead(
                 f"ahead() takes a loader and functions from a batch to a batch, and {shown(one)} "
                 "cannot be called"
             )
+    if type(workers) is not int or workers < 1 or (workers > 1 and not functions):
+        raise ValueError(
+            f"workers is {shown(workers)}: give how many threads the functions have, 1 or more, "
+            "and functions; what the loader does itself has DataLoader(num_workers=)"
+        )
     where = resolve(device)
     tasks = _tasks(functions)
     if device is not None and not on_cpu(torch.device(where.name)):
-        tasks.append(copy_task(where, buffers=prefetch + 1))
+        tasks.append(copy_task(where, buffers=prefetch + workers))
     least = 2 if tasks or is_prepared(loader) else 1
     if type(prefetch) is not int or prefetch < least:
         beside = " with functions, a device or a prepared loader" if least > 1 else ""
@@ -168,8 +178,9 @@ def ahead(
         tuple(tasks) or (HAND_OVER,),
         pull_ahead=True,
         said=False,
-        depth=prefetch + 1,
+        depth=prefetch + workers,
         keep=None,
+        workers=workers,
         device=where,
         check_effects=check_effects,
     )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swpipe._values.stateful import has_state_dict
-from swpipe.core.loaders import unprepared
+from swpipe.core.loaders import SEQUENCES, unprepared
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 
 
@@ -22,6 +22,19 @@ def goes_on(loader: Any) -> bool:
     begin = getattr(type(loader), "__iter__", None)
     pythons = hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
     return pythons or isinstance(loader, _BaseDataLoaderIter)
+
+
+def may_keep_rows(loader: Any) -> bool:
+    """Whether code of the user's in this process may be past a batch that nobody got.
+
+    A stream may go on in the next pass where it stopped, and a ``collate_fn`` keep rows for it.
+    """
+    loader = torchs(loader)
+    if not isinstance(loader, DataLoader):
+        return type(loader) not in SEQUENCES
+    streams = isinstance(loader.dataset, IterableDataset)
+    collates = loader.collate_fn not in (default_collate, default_convert)
+    return loader.num_workers == 0 and (streams or collates)
 
 
 def has_own_state(loader: Any) -> bool:

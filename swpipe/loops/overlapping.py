@@ -96,7 +96,6 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
-    _frames = 3  # from a warning to whoever iterates
 
     def __init__(
         self,
@@ -195,6 +194,7 @@ def overlap(
     check_effects: bool | float | None = None,
     keep: Sequence[str] | None = None,
     run_ahead: int | None = None,
+    workers: int = 1,
 ) -> OverlappedLoop[C]:
     """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
 
@@ -223,10 +223,13 @@ def overlap(
         keep: The attributes that the body reads; all others go as soon as no task can use them
             any more, as for ``PipelinePlan.keep``. None: all stay.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
+        workers: How many threads the tasks that run ahead have, each for batches of its own; one
+            batch more is in flight for each. For tasks that take longer than the rest of the loop.
 
     Raises:
-        ValueError: ``pull_ahead`` is True over an iterator that another loop pulls from; or
-            ``start_iteration`` is no number of an iteration; or ``device`` is not on this machine.
+        ValueError: ``workers`` is below 1; or ``pull_ahead`` is True over an iterator that another
+            loop pulls from; or ``start_iteration`` is no number of an iteration; or ``device`` is
+            not on this machine.
         PlanError: There are no tasks, or two have the same name; or one is called "copy", and
             ``device`` adds that task.
         TypeError: One of the tasks is neither a task nor a function with a name, or the loader
@@ -258,6 +261,7 @@ def overlap(
         context=context,
         check_effects=check_effects,
         run_ahead=run_ahead,
+        workers=workers,
     )
 
 
@@ -270,6 +274,7 @@ def loop_over(
     said: bool,
     depth: int | None,
     keep: Sequence[str] | None,
+    workers: int = 1,
     **options: Any,
 ) -> L:
     """A loop of a kind, for ``overlap`` and ``ahead``, whose arguments the others are.
@@ -282,6 +287,7 @@ def loop_over(
         said: That workers which live on draw and count nothing is said, too.
         depth: As in a plan; None for the default.
         keep: As in a plan.
+        workers: As for ``overlap``.
         options: Of the pipeline.
     """
     if isinstance(loader, ResumableLoop):
@@ -309,8 +315,10 @@ def loop_over(
         behind = (HAND_OVER,)
     given = (*leading, *behind)
     if leading:
-        plan = prefetch_plan(leading, behind, pull_group=_GROUP)
+        plan = prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
     else:
+        if workers != 1:
+            why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
         plan = PipelinePlan.serial(given)
         if ahead:
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)

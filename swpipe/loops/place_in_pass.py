@@ -175,7 +175,8 @@ def _led_back(
         f"{what if own is None else f'the state of the loader ({kind}) does not lead to'} the "
         f"batches that were handed out last, up to batch {saved['batches']} of the pass: what "
         "decides which come is in no state, such as a random generator that swpipe does not know, "
-        "or is not as it was. Resume with the same data, seeds and epoch (set_epoch); let "
+        "or rows that a dataset or collate_fn keeps; or it is not as it was. Resume with the same "
+        "data, seeds and epoch (set_epoch); let "
         "samplers and the dataset have their generators as attributes; or, if other "
         "batches do not matter, say load_state_dict(state, check=False)"
     )

@@ -32,6 +32,8 @@ from swpipe.loops.live_loaders import (
     has_place,
     is_prepared_with_state,
     length_of,
+    lives_on,
+    may_keep_rows,
     torchs,
 )
 from swpipe.loops.loader_draws import LoaderDraws
@@ -83,6 +85,8 @@ class ResumableLoop(Generic[Out]):
 
     counted = False
     _said = True  # that workers which live on draw and count nothing
+    _told_lost = _told_live = False
+    _frames = 3  # from a warning to whoever iterates
 
     def __init__(
         self,
@@ -206,6 +210,15 @@ class ResumableLoop(Generic[Out]):
                 "counted is in no state: let each pass have new ones, by "
                 "DataLoader(persistent_workers=False); or, if they draw and count nothing, save by "
                 "state_dict(check=False)"
+            )
+        if lives_on(self._loader) and not self._told_live:
+            self._told_live = True
+            warnings.warn(
+                "the loader's workers will live on in the next pass, in which no state can be "
+                "saved: let each pass have new ones, by DataLoader(persistent_workers=False); or, "
+                "if they draw and count nothing, save by state_dict(check=False)",
+                RuntimeWarning,
+                stacklevel=6,
             )
         if is_prepared_with_state(self._loader):
             raise RuntimeError(
@@ -402,7 +415,21 @@ class ResumableLoop(Generic[Out]):
         self._dropped = True
 
     def _check_lost(self, left: LoaderPass) -> None:
-        """Refuse a new pass after one that was left, where what was dropped shows in it."""
+        """Refuse a new pass after one that was left, where what was dropped shows in it.
+
+        Where it may show, and nobody can see whether it does, a warning says so, once.
+        """
+        if left.lost and may_keep_rows(self._loader) and not self._told_lost:
+            self._told_lost = True
+            warnings.warn(
+                "the last pass was left, and the batches that were pulled ahead were dropped. If "
+                "the loader goes on where it stopped, as a stream does, or a collate_fn that keeps "
+                "rows, a plain loop would get them now: give its iterator, of which none is "
+                "dropped (ahead(iter(loader))), or let a worker make them "
+                "(DataLoader(num_workers=1)). If each pass begins anew, nothing is lost",
+                RuntimeWarning,
+                stacklevel=self._frames + 2,
+            )
         if left.lost and not self._said and has_live_workers(self._loader):
             raise RuntimeError(
                 "the last pass was left, and the loader's workers, which live on, have made "

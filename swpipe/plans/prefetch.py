@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from swpipe.core.keywords import suggests_keywords
+from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
 from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
 from swpipe.device import BatchCopy, Device, copy_task
@@ -22,6 +23,7 @@ def prefetch_plan(
     carried: Iterable[tuple[TaskRef, TaskRef]] = (),
     group: str = "io",
     depth: int = 3,
+    workers: int = 1,
     pull_group: str | None = "loader",
     streams: Mapping[TaskRef, StreamRef] | None = None,
     device: Device | torch.device | str | None = None,
@@ -45,8 +47,11 @@ def prefetch_plan(
         carried: (consumer, producer): the consumer on one iteration comes after the producer on
             the one before, such as ("forward", "step") where the step updates what forward reads.
         group: Name of the feeding thread group.
-        depth: How many iterations may be in flight, besides one that is pulled; 2 or more. How far
-            their work is launched ahead of a device is apart from it (``PipelinePlan.run_ahead``).
+        depth: How many iterations may be in flight, besides one that is pulled and one for each
+            further worker; 2 or more. How far their work is launched ahead of a device is apart
+            from it (``PipelinePlan.run_ahead``).
+        workers: How many threads feed: so many batches are prepared at once, where one takes longer
+            than ``compute``. ``feed`` must not depend on the batch before.
         pull_group: Name of the thread group that calls the loader; None for the caller's thread.
         streams: Streams of tasks whose device work runs on a stream of its own. If ``feed`` has a
             ``copy_task``, its tasks up to it have the stream "copy", and the others "ahead", where
@@ -55,11 +60,14 @@ def prefetch_plan(
             has this task in ``plan.tasks``. ``feed`` may then be empty. None: no such task.
 
     Raises:
-        ValueError: A list is empty, the depth is below 2, or the device is not on this machine.
+        ValueError: A list is empty, the depth is below 2, or ``workers`` below 1, or the device is
+            not on this machine.
         PlanError: With ``device``, a task is called "copy".
     """
     feed, compute = refs_in(feed), refs_in(compute)
-    total = depth + (pull_group is not None)
+    if type(workers) is not int or workers < 1:
+        raise ValueError(f"workers is {shown(workers)}: give 1 thread or more")
+    total = depth + workers - 1 + (pull_group is not None)
     if device is not None:
         feed = (copy_before((*feed, *compute), device, buffers=max(total, 1)), *feed)
     if not feed or not compute:
@@ -69,8 +77,7 @@ def prefetch_plan(
     stream_of = _streams_of_copy(feed)
     stream_of |= {name_of(task): stream for task, stream in (streams or {}).items()}
     schedule: dict[str | PipelineTask, TaskSchedule] = {
-        task: TaskSchedule(stage=0, stream=stream_of.get(name_of(task)), thread_group=group)
-        for task in feed
+        task: TaskSchedule(0, stream_of.get(name_of(task)), group, workers=workers) for task in feed
     }
     schedule |= {
         task: TaskSchedule(stage=1, stream=stream_of.get(name_of(task))) for task in compute

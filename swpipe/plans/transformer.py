@@ -1,20 +1,22 @@
 """Plans that run one microbatch's forward over another's backward, layer by layer.
 
 A layer is a chain of steps. An exchange (dispatch and combine, of "moe" layers) has two: start and
-wait.
+wait. The exchange of counts, which precedes them, begins in "attn.route".
 
-    forward    attn  post_attn  dispatch.start .wait  mlp  combine.start .wait  [mtp_post_process]
+    forward    attn[.route]  dispatch.start .wait  mlp  combine.start .wait  [mtp_post_process]
     backward   [mtp_post_process]  combine.start .wait  mlp  mlp.dw  dispatch.start .wait
-               post_attn  attn  attn.dw
+               attn  attn.dw
 
 One layer's forward and another's backward, in the order in which they are submitted: exchanges
 overlap with what stands below them. Steps ".dw" compute delayed weight gradients::
 
-    comm   ---- combine b ----   -- dispatch f --   -- dispatch b --   ------- combine f -------
-    comp   attn f  post_attn f   mlp b  mlp.dw b    mlp f              post_attn b  attn b  .dw
+    comm   -- combine b --   -- dispatch f --   -- dispatch b --   -- combine f --
+    comp   attn f            mlp b  mlp.dw b    mlp f              attn b  attn.dw b
 
-Layer i of the one meets layer last - i of the other. Source: seed "model_chunk_schedule_plan",
-``TransformerLayerSchedulePlan.run`` and ``TransformerModelChunkSchedulePlan.run``.
+Layers meet by kind: the forward's first "moe" layer the backward's last one, and so on, so that
+exchanges overlap with exchanges; others fill the time of these. Source: seed
+"model_chunk_schedule_plan", ``TransformerLayerSchedulePlan.run`` and
+``TransformerModelChunkSchedulePlan.run``.
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ class LayerKind:
         moe: It exchanges tokens with the experts of other ranks.
         mtp: It is one for multi-token prediction.
         delayed: Its weight gradients have steps of their own.
+        early: Attention's backward comes before the forward's experts, which frees its memory early
+            and leaves less to overlap with their combine.
     """
 
     moe: bool = False
     mtp: bool = False
     delayed: bool = False
+    early: bool = False
 
 
 class LayerStep(NamedTuple):
@@ -63,7 +68,8 @@ class LayerStep(NamedTuple):
         side: "f" for forward, "b" for backward.
         layer: Index in the chunk, from 0; None for what is before or after the layers.
         node: The node's attribute in the plan of the layer, or of the chunk.
-        part: "start" or "wait" of an exchange, "dw" of weight gradients, "" of all else.
+        part: "start" or "wait" of an exchange, "route" of attention that also routes tokens, "dw"
+            of weight gradients, "" of all else.
     """
 
     side: Side
@@ -85,7 +91,7 @@ class LayerStep(NamedTuple):
     @property
     def issues_collectives(self) -> bool:
         """Exchanges, and the router, which starts that of counts."""
-        return self.part == "start" or (self.side, self.node) == ("f", "post_attn")
+        return self.part in ("start", "route")
 
     @property
     def is_weight_gradient(self) -> bool:
@@ -95,6 +101,8 @@ class LayerStep(NamedTuple):
 
 Steps: TypeAlias = tuple[LayerStep, ...]
 
+_Numbered: TypeAlias = tuple[int, LayerKind]
+
 
 def layer_steps(side: Side, layer: int, kind: LayerKind) -> Steps:
     """A layer's forward ("f") or backward ("b") in serial order."""
@@ -102,9 +110,9 @@ def layer_steps(side: Side, layer: int, kind: LayerKind) -> Steps:
 
 
 def _steps(side: Side, layer: int, kind: LayerKind) -> Iterator[LayerStep]:
-    nodes = ["attn", "post_attn", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process"]
+    nodes = ["attn", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process"]
     left_out = {
-        *(() if kind.moe else ("post_attn", *EXCHANGES)),
+        *(() if kind.moe else EXCHANGES),
         *(() if kind.mtp else ("mtp_post_process",)),
     }
     for node in nodes if side == "f" else reversed(nodes):
@@ -114,7 +122,8 @@ def _steps(side: Side, layer: int, kind: LayerKind) -> Iterator[LayerStep]:
             yield LayerStep(side, layer, node, "start")
             yield LayerStep(side, layer, node, "wait")
             continue
-        yield LayerStep(side, layer, node)
+        routes = side == "f" and kind.moe and node == "attn"
+        yield LayerStep(side, layer, node, "route" if routes else "")
         if side == "b" and kind.delayed and node in ("attn", "mlp"):
             yield LayerStep(side, layer, node, "dw")
 
@@ -123,7 +132,7 @@ _PAIR = (
     ("b", "mtp_post_process", ""),
     ("b", "moe_combine", "start"),
     ("f", "attn", ""),
-    ("f", "post_attn", ""),
+    ("f", "attn", "route"),
     ("b", "moe_combine", "wait"),
     ("f", "moe_dispatch", "start"),
     ("b", "mlp", ""),
@@ -133,7 +142,6 @@ _PAIR = (
     ("f", "mlp", ""),
     ("b", "moe_dispatch", "wait"),
     ("f", "moe_combine", "start"),
-    ("b", "post_attn", ""),
     ("b", "attn", ""),
     ("b", "attn", "dw"),
     ("f", "moe_combine", "wait"),
@@ -145,11 +153,22 @@ The wait for the combine's gradients comes before the dispatch of tokens, which 
 their counts; the wait for dispatched tokens comes after the dispatch of gradients has begun.
 """
 
+_MOVED = (("b", "moe_dispatch", "wait"), ("b", "attn", ""))
+"""What comes before the forward's experts where attention's backward comes early."""
 
-def pair_order(forward: Steps, backward: Steps) -> Steps:
-    """The order of one layer's forward and another's backward; either may be ()."""
+
+def pair_order(forward: Steps, backward: Steps, early: bool = False) -> Steps:
+    """The order of one layer's forward and another's backward; either may be ().
+
+    ``early`` is as of the backward's kind.
+    """
+    places = [*_PAIR]
+    if early:
+        places = [place for place in _PAIR if place not in _MOVED]
+        at = places.index(("f", "moe_dispatch", "wait"))
+        places[at:at] = _MOVED
     by_place = {(step.side, step.node, step.part): step for step in (*forward, *backward)}
-    return tuple(by_place[place] for place in _PAIR if place in by_place)
+    return tuple(by_place[place] for place in places if place in by_place)
 
 
 def chunk_order(
@@ -160,9 +179,9 @@ def chunk_order(
 ) -> Steps:
     """The order of a chunk's forward and another's backward, with what is around the layers.
 
-    The common layers are paired; then come the rest of backward, and the rest of forward. The
-    weight gradients of the first layer's attention come after ``post_layers``, where gradients are
-    sent on.
+    Layers meet by kind; then come the rest of backward, and the rest of forward. The weight
+    gradients of the first layer's attention come after ``post_layers``, where gradients are sent
+    on.
 
     Args:
         forward: The kinds of the one's layers; None for no forward.
@@ -171,11 +190,9 @@ def chunk_order(
     """
     steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
     steps += _around("b", backward, "begin", "post_process")
-    ahead = [layer_steps("f", i, kind) for i, kind in enumerate(forward or ())]
-    back = [layer_steps("b", i, kind) for i, kind in enumerate(backward or ())][::-1]
+    ahead, back = [*enumerate(forward or ())], [*enumerate(backward or ())][::-1]
     last = LayerStep("b", 0, "attn", "dw")
-    pairs = zip_longest(ahead, back, fillvalue=())
-    ordered = [step for pair in pairs for step in pair_order(*pair)]
+    ordered = _met(ahead, back)
     steps += [step for step in ordered if step != last]
     if hooks:
         steps += [*_around("f", forward, "post_layers"), *_around("b", backward, "post_layers")]
@@ -183,6 +200,44 @@ def chunk_order(
     steps += _around("f", forward, "post_process", "end")
     steps += _around("b", backward, "pre_process", "end")
     return tuple(steps)
+
+
+def _met(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
+    """The order of all layers: those with experts meet, others fill the time of their exchanges.
+
+    The forward's others run while gradients are combined, the backward's while rows are::
+
+        b.combine.start  (f dense)  f.attn  ...  b.attn  (next b dense)  f.combine.wait
+    """
+    found: list[LayerStep] = []
+    pair: list[LayerStep] = []
+    while True:
+        (dense_f, ahead), (dense_b, back) = _until_moe(ahead), _until_moe(back)
+        meets = bool(ahead and back)
+        if meets or (pair and not back):
+            waits = [k for k, step in enumerate(pair) if step.side == "f" and step.part == "wait"]
+            at = waits[-1] if waits else 0
+            pair[at:at] = [step for layer in dense_b for step in _pair(None, layer)]
+            dense_b = []
+        found += pair
+        if not meets:
+            rest = zip_longest([*dense_f, *ahead], [*dense_b, *back])
+            return found + [step for layers in rest for step in _pair(*layers)]
+        pair = [*_pair(ahead[0], back[0])]
+        at = next(k for k, step in enumerate(pair) if step.side == "f")
+        pair[at:at] = [step for layer in dense_f for step in _pair(layer, None)]
+        ahead, back = ahead[1:], back[1:]
+
+
+def _until_moe(layers: list[_Numbered]) -> tuple[list[_Numbered], list[_Numbered]]:
+    at = next((k for k, (_, kind) in enumerate(layers) if kind.moe), len(layers))
+    return layers[:at], layers[at:]
+
+
+def _pair(one: _Numbered | None, other: _Numbered | None) -> Steps:
+    ahead = () if one is None else layer_steps("f", *one)
+    back = () if other is None else layer_steps("b", *other)
+    return pair_order(ahead, back, other is not None and other[1].early)
 
 
 def _around(side: Side, kinds: Sequence[LayerKind] | None, *nodes: str) -> list[LayerStep]:

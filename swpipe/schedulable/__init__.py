@@ -4,7 +4,12 @@ from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.executors import SequentialExecutor, ThreadedExecutor
 from swpipe.schedulable.schedulable_pipeline import Pipeline, SchedulablePipeline
 from swpipe.schedulable.schedule import Schedule, Stage
-from swpipe.schedulable.schedule_rules import ScheduleValidationError, SchedulingError
+from swpipe.schedulable.schedule_rules import (
+    ScheduleValidationError,
+    SchedulingError,
+    topological_sort,
+    validate,
+)
 from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import StreamPool
 
@@ -22,4 +27,6 @@ __all__ = [
     "Task",
     "TaskContext",
     "ThreadedExecutor",
+    "topological_sort",
+    "validate",
 ]

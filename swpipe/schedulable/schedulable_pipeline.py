@@ -29,7 +29,7 @@ from swpipe.schedulable.executors import (
     threads_of,
 )
 from swpipe.schedulable.schedule import Schedule, Stage
-from swpipe.schedulable.schedule_rules import check_stages
+from swpipe.schedulable.schedule_rules import check_stages, in_words_of
 from swpipe.schedulable.slot_context import RESULT, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 from swpipe.schedulable.training_tasks import training_tasks
@@ -87,7 +87,8 @@ class SchedulablePipeline:
             kind = DelegatedPipeline
             options.setdefault("check_effects", False)
         self.plan: PipelinePlan = plan
-        self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
+        with in_words_of(schedule):
+            self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
         first.pipe = weakref.ref(self.pipe)
         try:
             for task in tasks:
@@ -183,7 +184,8 @@ class SchedulablePipeline:
             RuntimeError: The pipeline was shut down; otherwise as ``SWPipeline.progress``.
             BaseException: Whatever a task or the iterator raised first.
         """
-        return _result(self.pipe.progress(iterator))
+        with in_words_of(self.schedule):
+            return _result(self.pipe.progress(iterator))
 
     def step(self, batch: Any) -> Any:
         """``progress(iter([batch]))``: the batch alone goes through all tasks."""
@@ -198,12 +200,14 @@ class SchedulablePipeline:
         Raises:
             BaseException: As for ``progress``.
         """
-        ctx = self.pipe.push(batch)
+        with in_words_of(self.schedule):
+            ctx = self.pipe.push(batch)
         return None if ctx is None else _result(ctx)
 
     def flush(self) -> list[Any]:
         """``drain`` for pushed batches."""
-        return [_result(ctx) for ctx in self.pipe.flush()]
+        with in_words_of(self.schedule):
+            return [_result(ctx) for ctx in self.pipe.flush()]
 
     def drain(self) -> list[Any]:
         """Pull no more; finish what is in flight, and return the results, oldest first.
@@ -211,7 +215,8 @@ class SchedulablePipeline:
         Raises:
             BaseException: As for ``progress``.
         """
-        return [_result(ctx) for ctx in self.pipe.drain()]
+        with in_words_of(self.schedule):
+            return [_result(ctx) for ctx in self.pipe.drain()]
 
     def shutdown(self) -> None:
         """Stop the threads and drop what is in flight; twice is as good as once."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from swpipe.core.dependence import CycleError
 from swpipe.core.messages import listed
@@ -18,7 +21,7 @@ from swpipe.schedulable.schedule import (
     writers_of,
 )
 from swpipe.schedulable.slot_context import BATCH, DataSlot
-from swpipe.schedulable.stream_pool import StreamPool
+from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 _SAID = {
     "none": "it has no tasks: give a Stage at least one",
@@ -73,6 +76,37 @@ class SchedulingError(ScheduleValidationError):
     """Among the problems is a cycle: its tasks would each have to come after the next."""
 
 
+_FIELDS = (
+    (r'cross_iter_deps=\[\("(.+?)", "(.+?)", (\d+)\)\]', r"cross_iter_depends_on=[('\2', -\3)]"),
+    (r'same_period_deps=\[\("(.+?)", "(.+?)"\)\]', r"same_progress_sync=['\2']"),
+    (r'\bdeps=\[\("(.+?)", "(.+?)"\)\]', r"depends_on=['\2']"),
+)
+"""An edge of a plan, as a mend names it, and the field of the consumer's ``Task`` that says it."""
+
+
+@contextmanager
+def in_words_of(schedule: Schedule) -> Iterator[None]:
+    """Plan errors within the block name fields of tasks and lookaheads, not of the plan."""
+
+    def lookaheads(match: re.Match[str]) -> str:
+        numbers = [str(schedule.max_lookahead - int(n)) for n in match.group(1, 2) if n]
+        return f"lookahead {' to '.join(numbers)} or {'less' if match[3] == 'later' else 'more'}"
+
+    def told(text: str) -> str:
+        for edge, field in _FIELDS:
+            text = re.sub(edge, rf"{field} to '\1'", text)
+        return re.sub(r"stage (\d+)(?: to (\d+))? or (later|earlier)", lookaheads, text)
+
+    try:
+        yield
+    except PlanError as error:
+        said = [replace(problem, text=told(problem.text)) for problem in error.problems]
+        ours = ScheduleValidationError(said, error.grid)
+        for note in getattr(error, "__notes__", ()):
+            ours.add_note(note)
+        raise ours.with_traceback(error.__traceback__) from None
+
+
 def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] = ()) -> None:
     """Refuse a schedule that cannot run.
 
@@ -99,6 +133,31 @@ def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] =
         raise SchedulingError([*problems, cycle])
     if problems:
         raise ScheduleValidationError(problems)
+
+
+def validate(schedule: Schedule, stream_pool: StreamPool | None = None) -> None:
+    """Refuse a schedule that cannot run, as ``SchedulablePipeline`` does.
+
+    Args:
+        schedule: The schedule.
+        stream_pool: Its streams; None for those that it names.
+
+    Raises:
+        ScheduleValidationError: Lists all that is wrong.
+        SchedulingError: The same; there is a cycle.
+    """
+    named = dict.fromkeys([DEFAULT, *schedule.stream_slots])
+    check_stages(schedule, stream_pool or StreamPool(named))
+
+
+def topological_sort(schedule: Schedule) -> tuple[Task, ...]:
+    """The order of the tasks within a period: topological, ties by declaration.
+
+    Raises:
+        ScheduleValidationError: As of ``validate``.
+    """
+    validate(schedule)
+    return period_order(schedule)
 
 
 def _problem(said: str, /, *tasks: str, of: str = "", **values: object) -> Problem:

@@ -25,9 +25,10 @@ nesting, and what each ``DeclaredIO`` captured. Objects that were shared are sha
 - A task with a substitute (``swpipe.shortcut.substitute``) is neither run nor cached.
 
 Assumptions
-    - Two runs of one task never overlap. Runs of different tasks may, and tasks may be enabled and
-      disabled meanwhile: runs only look up a set and a dict, which is atomic in Python, also
-      without the interpreter lock.
+    - Runs of different tasks may overlap, and tasks may be enabled and disabled meanwhile: runs
+      only look up a set and a dict, which is atomic in Python, also without the interpreter lock.
+      Those of one task, which several workers may call at once, take turns, and the first
+      iteration is the one that is cached.
     - No code relies on one produced tensor being the same object as an upstream attribute: each
       tensor is cached separately.
     - What a task changes outside the context is declared as its io.
@@ -63,6 +64,7 @@ class Shortcuts:
         self._caches: dict[str, dict[bool, Cache]] = {}
         self._substitutes: dict[str, Callable[[Any], None]] = {}
         self._lock = threading.Lock()  # names and caches change together
+        self._turns: dict[str, threading.Lock] = {}  # of the runs of each task
 
     def enable(
         self, task_names: Iterable[str], substitute: Callable[[Any], None] | None = None
@@ -124,12 +126,13 @@ class Shortcuts:
         caches = self._caches.get(task_name, {}).values()
         return sum(cache.in_backward.seconds for cache in list(caches))
 
-    def run(self, task: PipelineTask, ctx: Any) -> None:
+    def run(self, task: PipelineTask, ctx: Any, in_turn: Callable[[], None] = lambda: None) -> None:
         """Run a task and cache what it produces, or replay its cache.
 
         Args:
             task: The task. If it was disabled in the meantime, it runs normally.
             ctx: The iteration's context: any object with a ``__dict__``.
+            in_turn: Called before it is cached: waits until all earlier iterations have run it.
 
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
@@ -142,12 +145,15 @@ class Shortcuts:
             task.fn(ctx)
             return
         grad_mode = torch.is_grad_enabled()
-        cache = caches.get(grad_mode)
-        if cache is None:
-            caches[grad_mode] = self._run_and_cache(task, ctx, self._device)
-            self._accept(ctx)
-        else:
-            cache.replay(task, ctx)
+        if grad_mode not in caches:
+            in_turn()
+        with self._turns.setdefault(task.name, threading.Lock()):
+            cache = caches.get(grad_mode)
+            if cache is None:
+                caches[grad_mode] = self._run_and_cache(task, ctx, self._device)
+                self._accept(ctx)
+            else:
+                cache.replay(task, ctx)
 
     def _accept(self, ctx: Any) -> None:
         """A task that was just cached may have modified outputs of others; so will its replays."""

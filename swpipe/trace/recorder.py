@@ -83,7 +83,7 @@ class Recorder:
         streams: Mapping[Any, Stream],
         last: int | None = None,
     ) -> None:
-        self._rows = tuple(Row("thread", lane.group) for lane in program.lanes)
+        self._rows = [[Row("thread", name) for name in lane.threads] for lane in program.lanes]
         self._last = last
         before_ns = time.perf_counter_ns()
         self.origin_ns = time.time_ns()
@@ -119,9 +119,9 @@ class Recorder:
                     log.runs.pop()
                 return
             start_ns -= self._origin_ns
-            log.runs.append(
-                (ins.task, iteration, self._rows[ins.lane], start_ns, end_ns, log.wait_ns)
-            )
+            rows = self._rows[ins.lane]
+            row = rows[iteration % len(rows)]
+            log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
             if self._last is not None and ins.task != ADMIT:  # which may find no iteration

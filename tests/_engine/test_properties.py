@@ -130,8 +130,8 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-@settings(max_examples=150, derandomize=True)
-@given(cases())
+@settings(max_examples=250, derandomize=True)
+@given(cases() | cases(most_workers=4))
 def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
     """Outputs and parameters; each batch once, in order; never more than the depth in flight.
 

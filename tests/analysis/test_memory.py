@@ -190,3 +190,18 @@ def test_a_budget_that_nothing_fits_is_told_so() -> None:
 def test_bytes_in_words(size: int, words: str) -> None:
     """In the largest unit that fits."""
     assert in_words(size) == words
+
+
+def test_each_worker_holds_a_copy() -> None:
+    """Of what begins and ends in their group there is one for each, however deep the plan is."""
+    plan = chain((0, 0, 1), ("io", "io", "default"))
+    entry = replace(plan.schedule["a"], workers=3)
+    several = replace(plan, schedule={**plan.schedule, "a": entry, "b": entry}, pipeline_depth=8)
+    assert copies(plan, deleted("a", "b")) == 1
+    assert copies(several, deleted("a", "b")) == 3
+    assert copies(several, deleted("a", "c")) == 8
+    memory = TaskMemory((), {"a": 8, "b": 5})
+    (working,) = bytes_in_flight(
+        HappensBefore.of(resolve_plan(several), streams=False), memory
+    ).held
+    assert working == Held(WORKING, "a", 3, 8)

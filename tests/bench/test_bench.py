@@ -28,6 +28,7 @@ from bench import (
     step_times,
     streams,
     v_schedule,
+    workers,
 )
 from bench.measure import Row, Spread, interleaved, ratios, table
 from bench.standin import GroupQueues, TaskQueues
@@ -231,11 +232,11 @@ def test_streams_run() -> None:
 
 def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
     """The same bits; and the bound is that of a forward, periods of both, and a backward."""
-    for measured in two_ranks.run(layer_overlap.on_rank, 1, 16, 1):
+    for measured in two_ranks.run(layer_overlap.on_rank, ("dense", "moe"), 1, 16, 1):
         assert measured.same
         assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
     work_ms = {"f": 10.0, "b": 20.0, "dw": 5.0}
-    made = layer_overlap.Measured(1, [], [], work_ms, same=True)
+    made = layer_overlap.Measured(1, 4, [], [], work_ms, same=True)
     assert made.serial_bound_ms == 8 * (10 + 20 + 60 + 40)
     assert made.bound_ms == (10 + 60) + 7 * (10 + 60) + (20 - 5 + 40)
 
@@ -312,3 +313,24 @@ def test_each_way_to_pull_ahead_hands_out_the_same(name: str) -> None:
     if data_bound.absent(name):
         pytest.skip("not installed")
     assert [*ahead.WAYS[name](batch for batch in range(7))] == [*range(7)]
+
+
+@pytest.mark.parametrize("name", [*workers.OTHERS])
+def test_each_way_to_decode_on_several_threads_hands_out_the_same(name: str) -> None:
+    """All files, in order."""
+    if data_bound.absent(name):
+        pytest.skip("not installed")
+    for decode, data in workers.files().values():
+        found = [*workers.OTHERS[name](data, decode, 2)]
+        assert all(torch.equal(a, decode(b)) for a, b in zip(found, data, strict=True))
+        ours = workers.by_swpipe(data, decode, 2)
+        assert all(torch.equal(a, b) for a, b in zip(ours, found, strict=True))
+
+
+@pytest.mark.slow
+def test_several_threads_are_held_against_the_least_and_the_best_other() -> None:
+    """Eight numbers of threads, and one bar for each kind of file."""
+    rows = workers.rows(rounds=1, batches=3, read_s=0.002)
+    assert [row.bar for row in rows[:8]] == [workers.WAITING_MOST] * 8
+    bars = [row.bar for row in rows[8:] if row.bar is not None]
+    assert len(bars) == len(workers.files())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, ClassVar
 
@@ -135,17 +136,26 @@ class OverlapWithinBody(_Loop):
 class Ahead(_Loop):
     """``for rows, x in ahead(loader, decode)``."""
 
+    workers = 1
+
     def __init__(self, training: Training) -> None:
         super().__init__(training)
 
         def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
             return rows, training.decode(rows)
 
-        self.loop = swpipe.ahead(training.loader, decode, device="cpu")
+        loader, workers = training.loader, self.workers
+        self.loop = swpipe.ahead(loader, decode, device="cpu", workers=workers)
 
     def _begin(self) -> Generator[Tensor]:
         for rows, x in self.loop:
             yield trained(self.training, rows, x)
+
+
+class AheadByWorkers(Ahead):
+    """The same with decode on three batches at once."""
+
+    workers = 3
 
 
 # ------------------------------------------------------------------------------------ by a plan
@@ -225,6 +235,15 @@ class PulledByAGroup(Piped):
 
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         return piped(tasks, pull_group="loader")
+
+
+class PulledForWorkers(Piped):
+    """The same for three threads that decode."""
+
+    def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
+        plan = piped(tasks, pull_group="loader")
+        entry = TaskSchedule(stage=0, thread_group="io", workers=3)
+        return replace(plan, schedule={**plan.schedule, "decode": entry})
 
 
 class WithinCalls(Piped):
@@ -341,6 +360,6 @@ def trained(training: Training, rows: Tensor, x: Tensor) -> Tensor:
 
 
 WAYS = (
-    Ahead, Overlap, OverlapInTurn, OverlapWithinBody,
-    Serial, Piped, PulledByAGroup, WithinCalls, Looped, Scheduled,
+    Ahead, AheadByWorkers, Overlap, OverlapInTurn, OverlapWithinBody,
+    Serial, Piped, PulledByAGroup, PulledForWorkers, WithinCalls, Looped, Scheduled,
 )  # fmt: skip

@@ -11,7 +11,7 @@ pytest.importorskip("hypothesis")  # a GPU machine's own packages may lack it
 from tests.device.kinds import Kind
 from tests.device.virtual.guards import Guard, run_keeping
 from tests.support.device_work import SIMULATED
-from tests.support.strategies import Case, keeping_case, random_case
+from tests.support.strategies import Case, keeping_case, random_case, worked_case
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="no CUDA device poisons what was freed")
 
@@ -20,7 +20,7 @@ SEEDS_TO_TRY = 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [random_case, keeping_case])
+@pytest.mark.parametrize("cases", [random_case, keeping_case, worked_case])
 def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     kind: Kind, cases: Callable[[int], Case]
 ) -> None:

@@ -62,7 +62,7 @@ MEASURED = {
 What else they say, such as which task bounds a step, is what was found on one machine.
 """
 
-DRAWN = ("for x, y in loader:", "io       ▌", "comm   ----")
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   --")
 """How blocks begin that nothing printed as they stand."""
 
 KINDS = re.compile(

@@ -689,3 +689,21 @@ def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPa
     before = len(seen)
     assert finished(checked(one, [train]), 3) == 3
     assert len(seen) == before + (2 + 3) * 4  # of four parameters, once they are known
+
+
+def test_tasks_of_one_period_on_two_threads_are_watched_without_a_word() -> None:
+    """As those of neighbouring iterations are; a plan of one thread and one stage is not."""
+    total = torch.zeros(3, 4)
+
+    def fill(ctx: Any) -> None:
+        total.add_(ctx.batch)
+
+    def read(ctx: Any) -> None:
+        ctx.mean = total.mean()
+
+    done, error = stopped(checked(on_threads("fill", "read"), [fill, read], share=None))
+    assert done <= 1
+    assert 'add deps=[("read", "fill")]' in str(error)
+    alone = PipelinePlan({"fill": TaskSchedule(0), "read": TaskSchedule(0)})
+    with checked(alone, [fill, read], share=None) as pipe:
+        assert pipe._driver.engine.check is None

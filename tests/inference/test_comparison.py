@@ -47,7 +47,7 @@ def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
 
 def compare(given: PipelinePlan, effects: EffectTable) -> Comparison:
     """The plan beside the effects."""
-    return comparison.compare(resolve_plan(given), effects)
+    return comparison.compare_with_plan(resolve_plan(given), effects)
 
 
 def edges(found: Any) -> list[tuple[str, str, int]]:

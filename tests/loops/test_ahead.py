@@ -20,15 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import swpipe
 from swpipe._engine import watchdog
 from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
+from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import Rows, batches
 from tests.support.scripts import Script, Scripts
+from tests.support.sequencer import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
 
@@ -153,6 +155,83 @@ def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was
     assert found == [*range(8)]
 
 
+class Stream(IterableDataset[Tensor]):
+    """Goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.rows = itertools.count()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(torch.tensor, self.rows)
+
+
+class Packer:
+    """Hands out a row of the batch before with each."""
+
+    left = torch.zeros(4)
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        packed = torch.stack([self.left, *rows[:-1]])
+        self.left = rows[-1]
+        return packed
+
+
+class OwnLoader:
+    """Of no class that is known."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.numbers
+
+
+def passes(loader: Iterable[Any], *, left_at: int = 3) -> list[Any]:
+    """The batches of three passes, left early."""
+    return [batch for _ in range(3) for batch in itertools.islice(loader, left_at)]
+
+
+KEEP_ROWS: list[Callable[[], Iterable[Any]]] = [
+    lambda: DataLoader(Stream(), batch_size=2),
+    lambda: DataLoader(Rows(), batch_size=2, collate_fn=Packer()),
+    OwnLoader,
+]
+
+
+@pytest.mark.parametrize("loader", KEEP_ROWS)
+def test_what_a_stream_loses_where_a_pass_is_left_is_told_once(
+    loader: Callable[[], Iterable[Any]],
+) -> None:
+    """Nobody can see whether it goes on where it stopped."""
+    with swpipe.ahead(loader(), device="cpu") as loop:
+        with pytest.warns(RuntimeWarning, match="were dropped.*give its iterator") as told:
+            found = passes(loop)
+        assert [one.filename for one in told] == [__file__]
+    with pytest.raises(AssertionError):
+        same(found, passes(loader()))  # or the warning would be needless
+
+
+def test_the_iterator_of_a_stream_loses_nothing() -> None:
+    """That is the mend."""
+    with swpipe.ahead(iter(DataLoader(Stream(), batch_size=2)), device="cpu") as loop:
+        same(passes(loop), passes(DataLoader(Stream(), batch_size=2)))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Rows(), batch_size=2),
+        lambda: DataLoader(Stream(), batch_size=2, num_workers=1),
+        lambda: [torch.ones(1), torch.zeros(1)] * 3,
+    ],
+)
+def test_what_begins_anew_is_left_without_a_word(loader: Callable[[], Iterable[Any]]) -> None:
+    """A data set with indices, workers, and a list."""
+    with swpipe.ahead(loader(), device="cpu") as loop:
+        same(passes(loop), passes(loader()))
+
+
+@pytest.mark.filterwarnings("ignore:the last pass was left")
 def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
     """A new pass waits for the pull of the one that was left."""
     inside: list[int] = []
@@ -446,6 +525,7 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the last pass was left")
 @settings(max_examples=80)
 @given(programs())
 def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
@@ -743,3 +823,33 @@ def test_a_function_that_draws_is_refused() -> None:
 
     with pytest.raises(PlanError, match="'noise'.*pure"):
         list(swpipe.ahead(list(torch.split(Rows().rows, 2)), noise, device="cpu"))
+
+
+def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None:
+    """Each waits for the others; batches come in order, and a failure in its turn."""
+    together = threading.Barrier(3)
+
+    def read(number: int) -> int:
+        if number < 6:
+            together.wait(PATIENCE_S)
+        if number >= 7:
+            raise ValueError(f"number {number}")
+        return -number
+
+    found = list[int]()
+    loop = swpipe.ahead(range(12), read, workers=3)
+    assert loop.pipe.plan.depth == 5
+    with pytest.raises(ValueError, match="number 7"):
+        found.extend(loop)
+    assert found == [-number for number in range(7)]
+
+
+@pytest.mark.parametrize("workers", [0, 2.0, True])
+def test_workers_are_a_number_of_threads(workers: Any) -> None:
+    """In a sentence; and what the loader does itself has workers of its own."""
+    with pytest.raises(ValueError, match="how many threads the functions have, 1 or more"):
+        swpipe.ahead(range(3), abs, workers=workers)
+    with pytest.raises(ValueError, match=r"DataLoader\(num_workers=\)"):
+        swpipe.ahead(range(3), workers=2)
+    with pytest.raises(ValueError, match="give 1 thread or more"):
+        prefetch_plan(["read"], ["train"], workers=workers)

@@ -383,6 +383,7 @@ def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
     return next(copy.deepcopy(loop.state_dict(**options)) for c in loop if c.iter_idx == number)
 
 
+@pytest.mark.filterwarnings("ignore:the loader's workers will live on")
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("rows", [BeginsWhereItWasSet, hugging_face])
 def test_later_passes_have_all_rows_where_workers_live_on(

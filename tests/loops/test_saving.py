@@ -475,6 +475,7 @@ def living(rows: Rows) -> DataLoader[torch.Tensor]:
     return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
 
 
+@pytest.mark.filterwarnings("ignore:the loader's workers will live on")
 def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
     """What they drew before a state was loaded is not drawn on.
 
@@ -502,7 +503,9 @@ def test_workers_that_live_on_are_refused_where_they_cannot_be_set_back() -> Non
     """After a pass, in the second one, and after batches that were pulled ahead and dropped."""
     said = r"workers,? (which )?live on.*persistent_workers=False"
     with overlap(living(Rows()), [read, use], device="cpu") as loop:
-        assert [loop.state_dict()["batches"] for _ in loop] == list(range(1, 7))
+        with pytest.warns(RuntimeWarning, match="will live on in the next pass") as told:
+            assert [loop.state_dict()["batches"] for _ in loop] == list(range(1, 7))
+        assert [one.filename for one in told] == [__file__]
         with pytest.raises(RuntimeError, match=said):
             loop.state_dict()
         for _ in loop:

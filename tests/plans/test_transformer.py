@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ from swpipe.plans.transformer import (
 
 ALL = LayerKind(True, True, True)
 MOE = LayerKind(moe=True, delayed=True)
-KINDS = st.lists(st.builds(LayerKind, st.booleans(), st.booleans(), st.booleans()), max_size=6)
+KINDS = st.lists(st.builds(LayerKind, *[st.booleans()] * 4), max_size=6)
 
 
 def test_a_pair_has_the_order_of_the_seed() -> None:
@@ -31,9 +33,9 @@ def test_a_pair_has_the_order_of_the_seed() -> None:
     ]
     assert [step.name for step in order if not step.exchanges] == [
         "b1.mtp_post_process",
-        "f0.attn", "f0.post_attn",
+        "f0.attn.route",
         "b1.mlp", "b1.mlp.dw", "f0.mlp",
-        "b1.post_attn", "b1.attn", "b1.attn.dw",
+        "b1.attn", "b1.attn.dw",
         "f0.mtp_post_process",
     ]  # fmt: skip
     names = [step.name for step in order]
@@ -41,6 +43,37 @@ def test_a_pair_has_the_order_of_the_seed() -> None:
     for exchange in ("b1.moe_combine", "f0.moe_dispatch", "b1.moe_dispatch"):
         between = names[names.index(f"{exchange}.start") + 1 : names.index(f"{exchange}.wait")]
         assert [name for name in between if "moe" not in name]
+
+
+def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> None:
+    """Of the other microbatch, whatever that layer is; its weight gradients stay late."""
+    for kind in (MOE, LayerKind()):
+        backward = layer_steps("b", 1, MOE)
+        for early in (False, True):
+            names = [s.name for s in pair_order(layer_steps("f", 0, kind), backward, early)]
+            assert (names.index("b1.attn") < names.index("f0.mlp")) == early
+            assert names.index("f0.mlp") < names.index("b1.attn.dw")
+    order = [step.name for step in chunk_order([MOE], [replace(MOE, early=True)])]
+    assert order.index("b0.attn") < order.index("f0.moe_dispatch.wait")
+
+
+def order_of(forward: str, backward: str) -> str:
+    """Attention of all layers, and the experts' exchanges, of "d"ense and "m"oe layers."""
+    kinds = [[LayerKind(moe=one == "m") for one in layers] for layers in (forward, backward)]
+    names = {("attn", ""): "", ("attn", "route"): "", ("moe_combine", "start"): "(",
+             ("moe_combine", "wait"): ")"}  # fmt: skip
+    shown = [s for s in chunk_order(*kinds) if (s.node, s.part) in names]
+    return " ".join(f"{s.side}{s.layer}{names[s.node, s.part]}" for s in shown)
+
+
+def test_layers_with_experts_meet_each_other_and_the_others_fill_their_exchanges() -> None:
+    """Wherever they are; a forward while gradients are combined, a backward while rows are."""
+    assert order_of("dm", "dm") == "b1( f0 f1 b1) f1( b1 b0 f1)"
+    assert order_of("md", "md") == "b1 b0( f0 b0) f0( b0 f0) f1"
+    assert order_of("dmdm", "dmdm") == "b3( f0 f1 b3) f1( b3 b2 f1) b1( f2 f3 b1) f3( b1 b0 f3)"
+    assert order_of("mm", "dmd") == "b2 b1( f0 b1) f0( b1 b0 f0) f1 f1( f1)"
+    assert order_of("dm", "mmd") == "b2 b1( f0 f1 b1) f1( b1 f1) b0( b0) b0"
+    assert order_of("md", "dd") == "f0 f0( b1 f0) f1 b0"
 
 
 def test_the_common_layers_are_paired_and_the_rest_follows() -> None:

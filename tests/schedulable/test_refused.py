@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from swpipe.errors import PlanError
 from swpipe.schedulable import (
@@ -18,7 +20,10 @@ from swpipe.schedulable import (
     Stage,
     StreamPool,
     Task,
+    TaskContext,
     ThreadedExecutor,
+    topological_sort,
+    validate,
 )
 from tests.schedulable.work import one_stage, pool
 
@@ -106,6 +111,18 @@ def test_a_wrong_schedule_is_refused_in_its_own_words(case: str) -> None:
     assert str(refused.value).startswith("the schedule cannot run: one problem\n")
     assert isinstance(refused.value, SchedulingError) == ("cyclic" in text)
     assert "stage 0" not in str(refused.value)
+    with pytest.raises(ScheduleValidationError) as alone:
+        validate(schedule, pool("side"))
+    assert str(alone.value) == str(refused.value)
+
+
+def test_a_schedule_has_an_order_before_there_is_a_pipeline() -> None:
+    """That of a period, with streams as the schedule names them; or it is refused."""
+    tasks = task("late", reads=["x"]), task("early", writes=["x"], stream="side")
+    found = topological_sort(one_stage(*tasks, streams=("default", "side")))
+    assert [one.name for one in found] == ["early", "late"]
+    with pytest.raises(SchedulingError):
+        topological_sort(REFUSED["a cycle"][0])
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -248,3 +265,42 @@ def test_a_task_does_not_change_once_it_is_made() -> None:
     with pytest.raises(AttributeError, match="task 'a': lookahead is read-only"):
         one.lookahead = 2
     one.note = "mine"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lookahead", "told"),
+    [
+        ({}, 0, "add depends_on=['fill'] to 'use'"),
+        (
+            {"same_progress_sync": ["fill"]},
+            1,
+            "to add cross_iter_depends_on=[('use', -1)] to 'fill'",
+        ),
+        ({}, 2, "from lookahead 2 to 1 or less"),
+    ],
+)
+def test_what_is_seen_while_it_runs_is_told_in_words_of_schedules(
+    fields: dict[str, Any], lookahead: int, told: str
+) -> None:
+    """Fields of tasks and lookaheads, and none of a plan's; by the calls that run it."""
+    total = torch.zeros(2)
+
+    def fill(ctx: TaskContext) -> None:
+        total.add_(ctx.slots["batch_cpu"])
+
+    def use(ctx: TaskContext) -> None:
+        ctx.slots.set("step_result", total.sum().item())
+
+    first = Task.from_fn("fill", fill, lookahead=lookahead, stream="side", reads=["batch_cpu"])
+    then = Task.from_fn("use", use, writes=["step_result"], **fields)
+    schedule = one_stage(first, then, streams=("default", "side"))
+    calls: list[Callable[[SchedulablePipeline], Any]] = [
+        lambda pipe: [pipe.progress(iter(range(1, 4)))],
+        lambda pipe: [pipe.push(n) for n in range(1, 4)],
+    ]
+    for call in calls:
+        with SchedulablePipeline(schedule, pool("side"), executor="threaded") as pipe:
+            with pytest.raises(ScheduleValidationError) as caught:
+                call(pipe)
+        assert told in str(caught.value)
+        assert not re.search(r"\bdeps=|_deps=|to stage|stage \d", caught.value.in_one_line)

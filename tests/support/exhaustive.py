@@ -86,7 +86,12 @@ class Exhaustive:
         self._has_streams, self._loader = streams, loader
         names: dict[StreamRef, None] = {ins.stream: None for ins in program.instructions.values()}
         self._streams = list(names)
-        start = State((0,) * len(program.lanes), ((),) * len(names), 0, 0)
+        # Each worker of a lane is a thread, which skips the periods of others.
+        self._threads = [
+            (n, w) for n, lane in enumerate(program.lanes) for w in range(lane.workers)
+        ]
+        begin = tuple(self._first(*thread) for thread in self._threads)
+        start = State(begin, ((),) * len(names), 0, 0)
         seen, left = {start}, [start]
         while left:
             for state in self._moves(left.pop()):
@@ -110,18 +115,29 @@ class Exhaustive:
         streams = (self._run(state, stream) for stream in range(len(state.queues)))
         return [after for after in (*lanes, *streams) if after is not None]
 
-    def _pass(self, state: State, lane: int) -> State | None:
-        """(1) The state after a lane's next instruction, or None if it cannot pass it now."""
-        instructions = self._program.lanes[lane].instructions
-        period, position = divmod(state.passed[lane], len(instructions))
-        ins = instructions[position]
-        if period == self._iterations + self._program.depth - 1:
+    def _first(self, lane: int, worker: int) -> int:
+        """The number of a worker's first instruction."""
+        of = self._program.lanes[lane]
+        return (of.instructions[0].stage + worker) % of.workers * len(of.instructions)
+
+    def _pass(self, state: State, thread: int) -> State | None:
+        """(1) The state after a thread's next instruction, or None if it cannot pass it now."""
+        lane, _ = self._threads[thread]
+        of = self._program.lanes[lane]
+        period, position = divmod(state.passed[thread], len(of.instructions))
+        ins = of.instructions[position]
+        if period >= self._iterations + self._program.depth - 1:
             return None
+        step = 1
+        if position == len(of.instructions) - 1:
+            step += (of.workers - 1) * len(of.instructions)
+        passed = (*state.passed[:thread], state.passed[thread] + step, *state.passed[thread + 1 :])
         for wait in ins.host_waits:
-            size = len(self._program.lanes[wait.lane].instructions)
-            if state.passed[wait.lane] <= (period - wait.lag) * size + wait.position:
+            other = self._program.lanes[wait.lane]
+            turn = (period - wait.lag - other.instructions[0].stage) % other.workers
+            awaited = state.passed[self._threads.index((wait.lane, turn))]
+            if awaited <= (period - wait.lag) * len(other.instructions) + wait.position:
                 return None
-        passed = (*state.passed[:lane], state.passed[lane] + 1, *state.passed[lane + 1 :])
         i = period - ins.stage
         if not 0 <= i < self._iterations:
             return state._replace(passed=passed)

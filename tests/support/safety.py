@@ -70,11 +70,13 @@ def edges_of(plan: PipelinePlan) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield from ((key, entry) for entry in getattr(plan, key))
 
 
-def random_pair(seed: int, most_tasks: int = 4) -> tuple[PipelinePlan, Workload]:
+def random_pair(
+    seed: int, most_tasks: int = 4, most_workers: int = 1
+) -> tuple[PipelinePlan, Workload]:
     """Work and a plan for it, which lacks nothing, or some, or all that it needs."""
     rng = random.Random(seed)
     workload = small_workload(rng, most_tasks)
-    plan = random_plan(rng, workload)
+    plan = random_plan(rng, workload, most_workers)
     lost = rng.choice((0.0, 0.0, 0.3, 1.0))
     for edge in list(edges_of(plan)):
         if rng.random() < lost:

@@ -13,7 +13,7 @@ over seeds have their own (``random_case``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
@@ -191,21 +191,35 @@ def _shared_states(a: TaskSpec, b: TaskSpec) -> Iterator[str]:
 # -------------------------------------------------------------------------------------- plans
 
 
-def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
-    """A plan that orders all that has to be ordered, and passes verification."""
+def random_plan(rng: random.Random, workload: Workload, most_workers: int = 1) -> PipelinePlan:
+    """A plan that orders all that has to be ordered, and passes verification.
+
+    With ``most_workers``, some groups have several.
+    """
     names = [task.name for task in workload.tasks]
     edges = dependences_of(workload)
     stage = _stages(rng, names, edges)
+    several: dict[str, int] = {}
+    if most_workers > 1:
+        there = ("io", "net", "aux")
+        several = {name: rng.randint(1, most_workers) for name in there}
+        group_of = {name: rng.choice((DEFAULT_GROUP, *there)) for name in names}
+        several = {name: several.get(group_of[name], 1) for name in names}
+        edges |= _after_themselves(workload, several)
+        _level(
+            stage, [[n for n in names if group_of[n] == g and several[n] > 1] for g in there], edges
+        )
     if rng.random() < 0.6:
-        edges = _reduced(rng, edges)
+        edges = _reduced(rng, edges, {name for name in several if several[name] > 1})
     groups = [DEFAULT_GROUP, *("io", "net", "aux")[: _rather_many(rng, 3)]]
     streams = [None, *("copy", "dist", "side")[: _rather_many(rng, 3)]]
     schedule = {
         name: TaskSchedule(
             stage=stage[name],
             stream=rng.choice(streams),
-            thread_group=rng.choice(groups),
-            globally_ordered=rng.random() < 0.3,
+            thread_group=group_of[name] if several else rng.choice(groups),
+            globally_ordered=rng.random() < (0.1 if several else 0.3),
+            workers=several.get(name, 1),
         )
         for name in _shuffled(rng, names)
     }
@@ -215,7 +229,9 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
         deps=[edge[:2] for edge in sorted(edges) if not edge.distance],
         cross_iter_deps=[edge for edge in sorted(edges) if edge.distance],
         streams={s: StreamSpec(rng.choice((0, -1))) for s in sorted(used) if rng.random() < 0.3},
-        pipeline_depth=rng.choice((None, max(stage.values()) + 1 + rng.randint(0, 2))),
+        pipeline_depth=rng.choice(
+            (None, max(stage.values()) + max([1, *several.values()]) + rng.randint(0, 2))
+        ),
     )
     plan = _pulling(rng, _with_more(rng, plan))
     return replace(plan, within_calls=rng.random() < 0.2)
@@ -223,10 +239,11 @@ def random_plan(rng: random.Random, workload: Workload) -> PipelinePlan:
 
 def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
     """Batches are pulled by the caller, by a group of their own, or by one that tasks have."""
-    group = rng.choice((None, None, "loader", *plan.thread_groups[1:2]))
+    theirs = [group for group in plan.thread_groups[1:2] if plan.workers(group) == 1]
+    group = rng.choice((None, None, "loader", *theirs))
     depth = plan.pipeline_depth
     if group is not None and depth is not None:
-        depth = max(depth, plan.max_stage + 2)
+        depth = max(depth, plan.max_stage + 1 + plan.most_workers)
     return replace(plan, pull_group=group, pipeline_depth=depth)
 
 
@@ -245,12 +262,39 @@ def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> 
     return stage
 
 
-def _reduced(rng: random.Random, edges: set[Edge]) -> set[Edge]:
-    """Without edges that others imply: a user need not write those."""
+def _after_themselves(workload: Workload, workers: Mapping[str, int]) -> set[Edge]:
+    """The orders that a task keeps with itself where it is alone on its thread, or says so."""
+    own = {Edge(name, name, count) for name, count in workers.items() if count > 1}
+    return own | {
+        Edge(task.name, task.name, workload.slots[use.state])
+        for task in workload.tasks
+        if workers[task.name] > 1
+        for use in task.states
+        if use.writes
+    }
+
+
+def _level(stage: dict[str, int], groups: list[list[str]], edges: set[Edge]) -> None:
+    """Raise stages until the tasks of each group have one, and no dependence reads the future."""
+    before: dict[str, int] = {}
+    while before != stage:
+        before = dict(stage)
+        for group in groups:
+            stage.update(dict.fromkeys(group, max((stage[name] for name in group), default=0)))
+        for edge in edges:
+            least = stage[edge.producer] - edge.distance
+            stage[edge.consumer] = max(stage[edge.consumer], least)
+
+
+def _reduced(rng: random.Random, edges: set[Edge], several: Set[str] = frozenset()) -> set[Edge]:
+    """Without edges that others imply: a user need not write those.
+
+    Of ``several``, which have more than one worker, a sooner iteration need not be done sooner.
+    """
     kept = set(edges)
     for edge in _shuffled(rng, sorted(edges)):
         others = kept - {edge}
-        if _implied(edge, others):
+        if not {edge.consumer, edge.producer} <= several and _implied(edge, others):
             kept = others
     return kept
 
@@ -276,6 +320,8 @@ def _with_more(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
     for edge in (*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps):
         consumer, producer, distance = edge
         # Of two iterations of one task the sooner is done sooner: one nearer by will do as well.
+        if min(plan.schedule[name].workers for name in edge[:2]) > 1:
+            continue
         if 0 <= stage[producer] - stage[consumer] <= distance and rng.random() < 0.2:
             plan = _if_acyclic(
                 plan,
@@ -317,10 +363,15 @@ def _shuffled(rng: random.Random, items: Iterable[T]) -> list[T]:
 # -------------------------------------------------------------------------------------- cases
 
 
-def draw_case(rng: random.Random, most_tasks: int = 7, workload: Workload | None = None) -> Case:
+def draw_case(
+    rng: random.Random,
+    most_tasks: int = 7,
+    workload: Workload | None = None,
+    most_workers: int = 1,
+) -> Case:
     """A workload, a plan for it, and data that ends anywhere from at once to three depths later."""
     workload = workload or random_workload(rng, most_tasks)
-    plan = random_plan(rng, workload)
+    plan = random_plan(rng, workload, most_workers)
     count = _rather_many(rng, 3 * plan.depth)
     batches = tuple(None if rng.random() < 0.15 else rng.randint(0, 999) for _ in range(count))
     drains = frozenset(n for n in range(count) if rng.random() < rng.choice((0.0, 0.0, 0.2)))
@@ -342,6 +393,21 @@ def keeping_case(seed: int, most_tasks: int = 7) -> Case:
     return replace(case, plan=replace(case.plan, keep=keep))
 
 
+MOST_WORKERS = 4
+
+
+def worked_case(seed: int, most_tasks: int = 7) -> Case:
+    """The case of a seed, under a plan with groups of several workers; half of them keep little."""
+    rng = random.Random(seed)
+    workload = random_workload(rng, most_tasks)
+    if not seed % 2:
+        return draw_case(rng, most_tasks, workload, MOST_WORKERS)
+    workload = with_keep(rng, workload)
+    case = draw_case(rng, most_tasks, workload, MOST_WORKERS)
+    keep = [name for name in _left(workload) if rng.random() < 0.2]
+    return replace(case, plan=replace(case.plan, keep=keep))
+
+
 def _left(workload: Workload) -> Iterable[str]:
     """The attributes that an iteration has in the end."""
     there = {"batch": True}
@@ -355,6 +421,7 @@ def random_case(seed: int, most_tasks: int = 7) -> Case:
     return draw_case(random.Random(seed), most_tasks)
 
 
-def cases(most_tasks: int = 7) -> st.SearchStrategy[Case]:
+def cases(most_tasks: int = 7, most_workers: int = 1) -> st.SearchStrategy[Case]:
     """Cases that hypothesis can shrink."""
-    return st.builds(draw_case, st.randoms(use_true_random=False), st.just(most_tasks))
+    rng = st.randoms(use_true_random=False)
+    return st.builds(draw_case, rng, st.just(most_tasks), st.none(), st.just(most_workers))

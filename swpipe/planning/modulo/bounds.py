@@ -101,7 +101,7 @@ def lower_bounds(
         return bounds_of(graph, threads)
     load: dict[str, dict[str, float]] = defaultdict(dict)
     for (name, entry), host_us in zip(plan.schedule.items(), graph.host_us, strict=True):
-        load[f"thread {entry.thread_group!r}"][name] = host_us
+        load[f"thread {entry.thread_group!r}"][name] = host_us / entry.workers
     if graph.pull_us and plan.pull_group is None:
         load[f"thread {DEFAULT_GROUP!r}"][PULL] = graph.pull_us
     threads_us = {f"{what}: {', '.join(us)}": sum(us.values()) for what, us in load.items()}

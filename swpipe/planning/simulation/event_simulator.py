@@ -86,7 +86,8 @@ class EventSimulator:
         self._next: dict[int, list[int]] = {}
         self._grow()
         self._propagate(
-            [execution for execution in range(self.size) if not self._pending[execution]]
+            # Those of the first period and, of several workers, of the next ones.
+            [execution for execution, waits in enumerate(self._pending) if not waits]
         )
 
     def step(self) -> bool:

@@ -239,10 +239,13 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
         if not 0 <= iteration < run.iterations or k in hidden:
             continue
         wait, end = 0, run.end[execution - k + returns.get(k, k)]
-        if node.row.kind == "thread":
-            before = execution - k + node.previous - (len(nodes) if node.first else 0)
+        row = node.row
+        if row.kind == "thread":
+            threads = run.graph.threads[row]
+            row = threads[iteration % len(threads)]
+            before = execution - k + node.previous - node.back * len(nodes)
             wait = start - run.end[before] if before >= 0 else start
         elif start == end and not events:  # an event without work
             continue
         begin_ns, end_ns = start // _TICKS_PER_NS, end // _TICKS_PER_NS
-        yield Span(node.task, iteration, node.row, begin_ns, end_ns, wait // _TICKS_PER_NS)
+        yield Span(node.task, iteration, row, begin_ns, end_ns, wait // _TICKS_PER_NS)

@@ -60,7 +60,8 @@ class Node(NamedTuple):
             holds it.
         resources: What goes to whoever requests it first, and is held from start to end.
         previous: For host work, the node before it on its thread; for the thread's first, its last.
-        first: Whether it is the first on its thread.
+        back: How many periods before that one is: 0, and for the thread's first 1, or as many as
+            the group has workers.
     """
 
     task: str
@@ -70,7 +71,7 @@ class Node(NamedTuple):
     lock: int = 0
     resources: tuple[str, ...] = ()
     previous: int = -1
-    first: bool = False
+    back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ class TimedGraph:
         contended: Whether anything is granted in no fixed order, so that arcs do not fix all times.
         device_of: Host node to its device node.
         returns: Host node of a task that blocks to the node of its return.
-        load: Row, resource or lock to the tasks that use it, each with its ticks per iteration.
+        load: Row, resource or lock to the tasks that use it, each with its ticks per iteration; of
+            several workers, which share a row here, those of one.
+        threads: Row of host work to the rows of its workers.
     """
 
     nodes: tuple[Node, ...]
@@ -107,6 +110,7 @@ class TimedGraph:
     device_of: Mapping[int, int]
     returns: Mapping[int, int]
     load: Mapping[Row | str, Mapping[str, int]]
+    threads: Mapping[Row, Sequence[Row]]
 
     @property
     def in_flight(self) -> int:
@@ -188,6 +192,10 @@ class _Builder:
         first = len(order) + len(self.device)
         self.returns = {k: first + number for number, k in enumerate(blocking)}
         threads = [Row("thread", lane.group) for lane in program.lanes]
+        self.threads = {
+            row: [Row("thread", name) for name in lane.threads]
+            for row, lane in zip(threads, program.lanes, strict=True)
+        }
         queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
         self.rows = [threads[ins.lane] for ins in order]
         self.stream_rows = [queues[ins.stream] for ins in order]
@@ -219,6 +227,7 @@ class _Builder:
             device_of={self.host[task]: node for task, node in self.device.items()},
             returns=self.returns,
             load=load,
+            threads=self.threads,
         )
 
     def _lines(self) -> Iterable[_Line]:
@@ -248,15 +257,17 @@ class _Builder:
             for previous, ins in pairwise((lane.instructions[-1], *lane.instructions))
         }
         shared = self._requested()
-        lockers = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
+        holders = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
+        lockers = [thread for row in holders for thread in self.threads[row]]
         nodes, device = [], []
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
             held = tuple(r for r in cost.resources if r in shared) if shared else ()
             here, there = ((), held) if self.on_device[k] else (held, ())
             lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
-            previous, first = before[ins.task], ins.position == 0
+            previous = before[ins.task]
+            back = 0 if ins.position else len(self.threads[self.rows[k]])
             row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
-            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, first))
+            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back))
             if ins.task in self.device:
                 time = ticks(cost.device_us)
                 device.append(Node(ins.task, ins.stage, stream_row, time, 0, there))
@@ -276,7 +287,11 @@ class _Builder:
             for resource in cost.resources:
                 users[resource].add((self.stream_rows if self.on_device[k] else self.rows)[k])
             by_hosts.update(() if self.on_device[k] else cost.resources)
-        return {resource for resource in by_hosts if len(users[resource]) > 1}
+        threads = {
+            what: [t for r in rows for t in self.threads.get(r, [r])]
+            for what, rows in users.items()
+        }
+        return {resource for resource in by_hosts if len(threads[resource]) > 1}
 
     # ------------------------------------------------------------------- arcs
 
@@ -284,7 +299,7 @@ class _Builder:
         for ins in self.instructions:
             here = self.host[ins.task]
             previous = nodes[here].previous
-            yield Arc(previous, here, nodes[previous].time, int(ins.position == 0))
+            yield Arc(previous, here, nodes[previous].time, nodes[here].back)
             for wait in ins.host_waits:
                 # The wait is for the instruction at this position of the other thread.
                 lane = self.program.lanes[wait.lane]
@@ -318,7 +333,8 @@ class _Builder:
     def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
         """What each task uses, and for how many ticks."""
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
-            yield self.rows[k], ins.task, max(self.times[k], thread_time(cost, self.streams))
+            busy, row = max(self.times[k], thread_time(cost, self.streams)), self.rows[k]
+            yield row, ins.task, -(-busy // len(self.threads[row]))
             if self.streams:
                 yield self.stream_rows[k], ins.task, ticks(cost.device_us)
             for resource in cost.resources:

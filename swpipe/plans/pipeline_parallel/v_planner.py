@@ -149,7 +149,7 @@ def plan_v_schedule(
     if costs.pair is not None:
         starting = [found, *_dual_pipe(orders)]
         paired = [pair_passes(schedule, costs, objective) for schedule in starting]
-        found, (value, _) = min(paired, key=lambda one: one.costs)
+        value, found = min(paired, key=lambda one: one[0])
     return VPlan(found, objective, value, pool.bound, published)
 
 

@@ -3,7 +3,7 @@
 The scheduler places the tasks of one period in time, subject to the edges of lag 0 and to threads,
 streams and named resources that do one thing at a time. Among the tasks whose producers have been
 placed, the next is the one whose work can start first; among several, the one with the longest path
-to the end of the period along edges of lag 0; then the one declared first.
+to the end of the period along edges of lag 0; then the one whose name comes first.
 
 Work starts when the task's thread is free and, for device work, its stream, its named resources and
 the device work of its producers. Other periods and back-pressure are not considered. So both orders
@@ -106,7 +106,7 @@ def _placed(
 
     while left:
         ready = [name for name, producers in left.items() if done.keys() >= {*producers}]
-        name = min(ready, key=lambda name: (begins(name)[1], -path[name]))
+        name = min(ready, key=lambda name: (begins(name)[1], -path[name], name))
         cost, (host, main) = costs.tasks[name], begins(name)
         on_device = streams and cost.device_us
         submitted[name] = host + (cost.host_us if streams else cost.total_us)

@@ -84,7 +84,7 @@ HSTU_DEFAULT_THREAD_MAP = HSTU_THREAD_MAPS["default"]
 
 
 class StepTask(Task):
-    """When a task runs; its function is in ``swpipe.tasks.torchrec.hstu.HSTUTasks``."""
+    """When a task runs; its functions are methods of ``SparseDistTasks``."""
 
     def run(self, ctx: TaskContext) -> None:
         """Refused.

@@ -30,10 +30,10 @@ from swpipe.plans.clicks import PLANS
 from swpipe.tasks.clicks.config import ClickConfig
 from swpipe.tasks.clicks.decode import decode
 from swpipe.tasks.clicks.encode import ClickBatch, encode
-from swpipe.tasks.clicks.log import BatchSpec, ClickLog
-from swpipe.tasks.clicks.metrics import RankingJob, RunningAUC
+from swpipe.tasks.clicks.log import BatchSpec, ClickDataError, ClickLog
+from swpipe.tasks.clicks.metrics import RowCount, RunningAUC
 from swpipe.tasks.clicks.model import ClickModel, click_loss, make_optimizer
-from swpipe.tasks.workload import gradients_of
+from swpipe.tasks.workload import Job, gradients_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Evaluation:
     auc: float
 
 
-class AnyClickJob(RankingJob):
+class AnyClickJob(Job):
     """A click model in training, in one process or on several ranks.
 
     Attributes:
@@ -61,6 +61,9 @@ class AnyClickJob(RankingJob):
         model: What is trained.
         optimizer: Does so.
         size: The number of ranks.
+        device: Where the model lives.
+        auc: Over all rows trained on, each predicted before the model was updated with it.
+        rows: Read so far, by this rank.
     """
 
     model: Any
@@ -68,7 +71,9 @@ class AnyClickJob(RankingJob):
     size: int = 1
 
     def __init__(self, config: ClickConfig) -> None:
-        super().__init__(config.device)
+        self.device = torch.device(config.device)
+        self.auc = RunningAUC(self.device)
+        self.rows = RowCount()
         self.config = config
         self.log = ClickLog(config.data, config.batch_size)
         self.held_out = ClickLog(config.held_out, config.batch_size) if config.held_out else None
@@ -100,6 +105,48 @@ class AnyClickJob(RankingJob):
         fns = {"read": self.read, "decode": self.decode, "hash": self.hash}
         return tuple(PipelineTask(name, fn, pure=True) for name, fn in fns.items())
 
+    # ----------------------------------------------------------------- reports
+
+    def retired(self, ctx: Any) -> float | torch.Tensor | None:
+        if (spec := self.spec(ctx)).epoch == 0:  # later epochs read the same rows
+            self.rows.add(spec.rows, getattr(ctx, "rejected", ()))
+        return super().retired(ctx)
+
+    def spec(self, ctx: Any) -> BatchSpec:
+        """Where the rows of a trained batch lie."""
+        spec: BatchSpec = ctx.batch
+        return spec
+
+    def check(self) -> None:
+        rows = self.all_rows()
+        if rows.lines and rows.malformed == rows.lines:
+            raise ClickDataError(
+                f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
+            )
+
+    def all_rows(self) -> RowCount:
+        """Rows read so far, by all ranks. A collective."""
+        total = RowCount()
+        for one in self.over_ranks(self.rows):
+            total.lines += one.lines
+            total.malformed += one.malformed
+            total.examples += one.examples
+        return total
+
+    def auc_of_all(self) -> float:
+        """The running AUC over all ranks; NaN until both labels have been seen. A collective."""
+        return self.auc.compute(torch.stack(self.over_ranks(self.auc.counts.cpu())).sum(0))
+
+    def results(self) -> dict[str, str]:
+        return {"AUC": f"{self.auc_of_all():.4f}".replace("nan", "n/a")}
+
+    def _histogram(self) -> DeclaredIO:
+        """The running AUC's state."""
+        return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
+
+    def _set_histogram(self, counts: torch.Tensor) -> None:
+        self.auc.counts = counts
+
     # -------------------------------------------------------------------- data
 
     @property
@@ -114,11 +161,6 @@ class AnyClickJob(RankingJob):
     def _share(self, log: ClickLog, steps: int | None = None) -> Iterator[BatchSpec]:
         """This rank's part of a log."""
         return log.batches(steps)
-
-    def spec(self, ctx: Any) -> BatchSpec:
-        """Where the rows of a trained batch lie."""
-        spec: BatchSpec = ctx.batch
-        return spec
 
     # -------------------------------------------------------------- evaluation
 
@@ -155,12 +197,13 @@ class AnyClickJob(RankingJob):
 
     def notes(self) -> list[str]:
         """The evaluation, and the rows."""
+        rows = f"data: {self.all_rows()}"
         if self.held_out is None:
-            return super().notes()
+            return [rows]
         found = self.evaluate()
         auc = f"{found.auc:.4f}".replace("nan", "n/a")
         told = f"held-out rows: AUC {auc}, loss {found.loss:.4f}, {found.rows:,} rows"
-        return [told, *super().notes()]
+        return [told, rows]
 
 
 class ClickJob(AnyClickJob):

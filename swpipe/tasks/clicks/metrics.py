@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from swpipe.core.task import DeclaredIO
-from swpipe.tasks.clicks.log import ClickDataError
-from swpipe.tasks.workload import Job
-
 _EXAMPLES = 5  # malformed rows that are shown
 
 
@@ -89,63 +85,3 @@ class RowCount:
         if self.malformed > len(shown):
             shown.append(f"  ... and {self.malformed - len(shown):,} more")
         return "\n".join((told, *shown))
-
-
-class RankingJob(Job):
-    """A job whose model predicts a label per row: its rows and its running AUC.
-
-    Args:
-        device: Where the model lives.
-
-    Attributes:
-        device: As given.
-        auc: Over all rows trained on, each predicted before the model was updated with it.
-        rows: Read so far, by this rank.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        self.auc = RunningAUC(self.device)
-        self.rows = RowCount()
-
-    def spec(self, ctx: Any) -> Any:
-        """What a trained batch has read: ``rows``, in the ``epoch`` of that number, from 0."""
-        raise NotImplementedError
-
-    def retired(self, ctx: Any) -> float | torch.Tensor | None:
-        if (spec := self.spec(ctx)).epoch == 0:  # later epochs read the same rows
-            self.rows.add(spec.rows, getattr(ctx, "rejected", ()))
-        return super().retired(ctx)
-
-    def check(self) -> None:
-        rows = self.all_rows()
-        if rows.lines and rows.malformed == rows.lines:
-            raise ClickDataError(
-                f"not one good row among {rows.lines}; the first: {rows.examples[0]}"
-            )
-
-    def all_rows(self) -> RowCount:
-        """Rows read so far, by all ranks. A collective."""
-        total = RowCount()
-        for one in self.over_ranks(self.rows):
-            total.lines += one.lines
-            total.malformed += one.malformed
-            total.examples += one.examples
-        return total
-
-    def auc_of_all(self) -> float:
-        """The running AUC over all ranks; NaN until both labels have been seen. A collective."""
-        return self.auc.compute(torch.stack(self.over_ranks(self.auc.counts.cpu())).sum(0))
-
-    def results(self) -> dict[str, str]:
-        return {"AUC": f"{self.auc_of_all():.4f}".replace("nan", "n/a")}
-
-    def notes(self) -> list[str]:
-        return [f"data: {self.all_rows()}"]
-
-    def _histogram(self) -> DeclaredIO:
-        """The running AUC's state."""
-        return DeclaredIO(lambda: self.auc.counts, self._set_histogram, "auc", memory=self.auc)
-
-    def _set_histogram(self, counts: torch.Tensor) -> None:
-        self.auc.counts = counts

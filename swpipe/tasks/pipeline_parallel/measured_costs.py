@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from swpipe._distributed.rank_checks import gather
 from swpipe.device import resolve
 from swpipe.plans.pipeline_parallel import PipelineCosts
+from swpipe.tasks.pipeline_parallel.paired_passes import has_plans, plan_of
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
 from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
 from swpipe.tasks.pipeline_parallel.split_backward import input_pass
@@ -46,25 +47,35 @@ def measure_costs(
             is taken.
 
     Returns:
-        Costs per stage in ms; of memory, the defaults. As torch's runtime has it, I of stage 0
-        costs (next to) nothing, and its W what its whole backward pass costs.
+        Costs per stage in ms; of memory, the defaults. Where all chunks have
+        ``build_schedule_plan``, ``pair`` is the time of their F over the B of another stage of the
+        rank. As torch's runtime has it, I of stage 0 costs (next to) nothing, and its W what its
+        whole backward pass costs.
     """
     own: dict[int, list[float]] = {}
-    for stage, chunk in chunks.items():
-        is_last = stage == n_stages - 1
-        with kept_buffers([chunk]):
-            timed = [
-                _times_ms(chunk, example(stage), is_first=stage == 0,
-                          loss_fn=(lambda out: loss_fn(out, target)) if is_last else None)
-                for _ in range(rounds + 1)
-            ]  # fmt: skip
-        own[stage] = [
-            max(LEAST_MS, statistics.median(times)) for times in zip(*timed[1:], strict=True)
-        ]
+    parameters = [parameter for chunk in chunks.values() for parameter in chunk.parameters()]
+    gradients = [parameter.grad for parameter in parameters]
+    have_plans = all(map(has_plans, chunks.values()))
+    with kept_buffers(chunks.values()):
+        for stage, chunk in chunks.items():
+            of_loss = (lambda out: loss_fn(out, target)) if stage == n_stages - 1 else None
+            other = next((one for one in chunks if one != stage), stage)
+            timed = []
+            for _ in range(rounds + 1):
+                times = _times_ms(chunk, example(stage), is_first=stage == 0, loss_fn=of_loss)
+                pair = [_pair_ms(chunks, stage, other, example)] if have_plans else []
+                timed.append([*times, *pair])
+            own[stage] = [
+                max(LEAST_MS, statistics.median(times)) for times in zip(*timed[1:], strict=True)
+            ]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     hop_ms = measure_hop(example(min(1, n_stages - 1)), group=group)
     costs = {stage: times for held in gather(own, group) for stage, times in held.items()}
-    forward, backward, weight = zip(*(costs[stage] for stage in range(n_stages)), strict=True)
-    return PipelineCosts(forward, backward, weight, hop=hop_ms)
+    forward, backward, weight = zip(*(costs[stage][:3] for stage in range(n_stages)), strict=True)
+    pair = [time for stage in range(n_stages) for time in costs[stage][3:]]
+    paired = pair if len(pair) == n_stages else None  # some ranks may have no plans
+    return PipelineCosts(forward, backward, weight, hop=hop_ms, pair=paired)
 
 
 def measure_hop(
@@ -95,8 +106,6 @@ def _times_ms(
 ) -> tuple[float, float, float]:
     """F, I and W of a chunk, once each."""
     synchronize = resolve(given.device).synchronize
-    parameters = list(chunk.parameters())
-    gradients = [parameter.grad for parameter in parameters]
     chunk.zero_grad(set_to_none=True)
     given = given.detach().requires_grad_(not is_first)
 
@@ -118,6 +127,21 @@ def _times_ms(
         if left is not None:
             left.run()
     weight = now()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
     return forward - begin, backward - forward, weight - backward
+
+
+def _pair_ms(
+    chunks: Mapping[int, nn.Module], f: int, b: int, example: Callable[[int], Tensor]
+) -> float:
+    """The F of a stage over the B of another one."""
+    back, ahead = (
+        plan_of(chunks[stage], (given if stage == 0 else given.requires_grad_(),), stage == 0)
+        for stage, given in ((one, example(one).detach()) for one in (b, f))
+    )
+    grad = torch.ones_like(back.run(back, None))
+    synchronize = resolve(grad.device).synchronize
+    synchronize()
+    begin = time.perf_counter()
+    ahead.run(ahead, back, grad)
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3

@@ -23,6 +23,18 @@ from swpipe.tasks.pipeline_parallel.split_backward import Grads, whole_pass
 from swpipe.tasks.pipeline_parallel.torch_pipelining import wait_for
 
 
+def has_plans(chunk: object) -> bool:
+    """Whether a chunk has plans of its layers."""
+    return hasattr(chunk, "build_schedule_plan")
+
+
+def plan_of(chunk: Any, args: Any, is_first: bool, **keywords: Any) -> Any:
+    """The plan for what the chunk of the first stage, or of another, is given."""
+    if is_first:
+        return chunk.build_schedule_plan(*args, **keywords)
+    return chunk.build_schedule_plan(None, decoder_input=args[0], **keywords)
+
+
 class PlannedMicrobatch:
     """A microbatch that a stage runs by a plan of its layers.
 
@@ -136,8 +148,7 @@ def planned_micros(
         part.micro: Action(stage, "I", part.micro) in actions
         for row in schedule.rows
         for pair in row
-        if isinstance(pair, Pair)
-        and all(hasattr(chunks.get(one.stage), "build_schedule_plan") for one in pair)
+        if isinstance(pair, Pair) and all(has_plans(chunks.get(one.stage)) for one in pair)
         for part in pair
         if part.stage == stage
     }

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch
+from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch, plan_of
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
 from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage, metas_of
 
@@ -154,11 +154,9 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """Torch's place to run the module."""
         if self._micro not in self.planned:
             return super().forward_maybe_with_nosync(*args, **keywords)
-        given: dict[str, Any] = {} if self.is_first else {"decoder_input": args[0]}
         if self.planned[self._micro]:
-            given["extra_block_kwargs"] = {"delay_wgrad_compute": True}
-        ids = args if self.is_first else (None,)
-        planned = PlannedMicrobatch(self.submod.build_schedule_plan(*ids, **given, **keywords))
+            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
+        planned = PlannedMicrobatch(plan_of(self.submod, args, self.is_first, **keywords))
         self._plans[self._micro] = planned
         over, self.over = self.over, None
         return planned.run_forward(over)

@@ -4,9 +4,11 @@
                     └─ ... ─ weights           leaves this way: there I keeps what W begins with
 
 ``I`` runs the nodes on the way to the inputs, and keeps the gradients that come to each n. ``W`` is
-one backward pass from all n to the leaves, so that gradients are added, and hooks called, by
-autograd itself. What I keeps is given to each n again, whatever has come to it from above: a node
-below another one would get a part of its gradient twice.
+a backward pass from each n to its leaves, so that gradients are added, and hooks called, by
+autograd itself, and nothing is computed again between one n and the next. Where several n lead to
+one leaf, they have one pass, in which their contributions are added as in the whole. What I keeps
+is then given to each n again, whatever has come to it from above: a node below another one would
+get a part of its gradient twice.
 
 A node n runs in both parts. One that is written in Python may do more than give gradients (add to
 ``.grad`` itself, as fused kernels do), and a compiled one computes everything each time; under
@@ -41,27 +43,44 @@ class WeightPass:
     Attributes:
         roots: Outputs on which no input depends.
         kept: Node on the way to the inputs, to what came to it.
-        leaves: What gets a gradient.
+        below: Where each of these backward passes begins, to the leaves that it leads to.
     """
 
     roots: list[Root]
     kept: dict[Node, Grads]
-    leaves: list[Tensor]
+    below: dict[Node, set[Tensor]]
 
     def run(self) -> None:
         """Add to the gradients of all leaves but the stage's inputs."""
-        edges = list(self.roots)
+        edges: dict[Node, list[Root]] = {}
+        for edge, grad in self.roots:
+            edges.setdefault(edge.node, []).append((edge, grad))
         for node, kept in self.kept.items():
-            edges += [(GradientEdge(node, i), g) for i, g in enumerate(kept) if g is not None]
+            edges[node] = [(GradientEdge(node, i), g) for i, g in enumerate(kept) if g is not None]
         handles = [node.register_prehook(partial(_again, g)) for node, g in self.kept.items()]
         self.kept = {}
         try:
-            if edges and self.leaves:
-                begins, grads = zip(*edges, strict=True)
-                torch.autograd.backward(begins, grads, inputs=self.leaves)
+            for nodes, leaves in _apart({node: self.below[node] for node in edges}):
+                begins = [one for node in nodes for one in edges[node]]
+                if begins and leaves:
+                    roots, grads = zip(*begins, strict=True)
+                    several = len(nodes) > 1  # whose pass goes through nodes of others
+                    torch.autograd.backward(roots, grads, retain_graph=several, inputs=list(leaves))
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _apart(below: dict[Node, set[Tensor]]) -> list[tuple[list[Node], set[Tensor]]]:
+    """Groups of nodes that have no leaf in common; those of several nodes first."""
+    groups: list[tuple[list[Node], set[Tensor]]] = []
+    for node, leaves in below.items():
+        nodes, found = [node], set(leaves)
+        for group in [one for one in groups if not leaves.isdisjoint(one[1])]:
+            groups.remove(group)
+            nodes, found = [*group[0], *nodes], found | group[1]
+        groups.append((nodes, found))
+    return sorted(groups, key=lambda group: -len(group[0]))
 
 
 def input_pass(
@@ -95,7 +114,9 @@ def input_pass(
     finally:
         for handle in handles:
             handle.remove()
-    left = WeightPass([root for root in roots if root[0].node not in on_way], kept, graph.leaves)
+    alone = [root for root in roots if root[0].node not in on_way]
+    begins = [*(edge.node for edge, _ in alone), *graph.branches]
+    left = WeightPass(alone, kept, {node: _leaves_below(node, on_way) for node in begins})
     _let_go(outputs)
     return tuple(found.get(id(one)) for one in inputs), left
 
@@ -145,7 +166,6 @@ class _Graph:
     Attributes:
         above: The nodes on a way to the inputs.
         branches: Those of them with an edge that leaves all such ways.
-        leaves: What gets a gradient, but for the inputs.
         can_be_split: Whether the two parts do what the whole does.
     """
 
@@ -170,14 +190,26 @@ class _Graph:
         own = self.above | inputs
         self.branches = [
             node
-            for node in self.above
-            if any(below is not None and below not in own for below, _ in node.next_functions)
+            for node in users
+            if node in self.above
+            and any(below is not None and below not in own for below, _ in node.next_functions)
         ]
-        leaves = (getattr(node, "variable", None) for node in users if node not in inputs)
-        self.leaves: list[Tensor] = [leaf for leaf in leaves if leaf is not None]
         self.can_be_split = not any(isinstance(n, BackwardCFunction) for n in self.branches) and (
             not any(isinstance(node, _REENTRANT) for node in users)
         )
+
+
+def _leaves_below(begin: Node, on_way: set[Node]) -> set[Tensor]:
+    """What gets a gradient from a node, but by the way to the inputs."""
+    leaves, seen, todo = set(), set(on_way), [begin]
+    while todo:
+        node = todo.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        below = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(below)
+        todo += below
+    return leaves
 
 
 def _keep(kept: dict[Node, Grads], node: Node, grads: Grads) -> None:

@@ -1,4 +1,4 @@
-"""Everything imported from TorchRec. Much of it is private: ``private_parts`` says whether it fits.
+"""Everything imported from TorchRec: the parts in ``private_parts``, by their names.
 
 Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 """
@@ -10,9 +10,9 @@ import logging
 import re
 import warnings
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swpipe.tasks.torchrec.private_parts import problems
+from swpipe.tasks.torchrec.private_parts import PARTS, find, problems
 
 FIRST, LAST = (1, 5), (1, 9)
 """The first and the last series of TorchRec's releases that the tests run on."""
@@ -82,47 +82,11 @@ try:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        from torchrec import JaggedTensor, KeyedJaggedTensor
-        from torchrec.distributed import comm_ops
-        from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
-        from torchrec.distributed.embedding import ShardedEmbeddingCollection
-        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-        from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
-        from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
-        from torchrec.distributed.train_pipeline.pipeline_context import (
-            PrefetchTrainPipelineContext,
-            TrainPipelineContext,
-        )
-        from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
-        from torchrec.distributed.train_pipeline.runtime_forwards import (
-            BaseForward,
-            PipelinedForward,
-            PrefetchPipelinedForward,
-        )
-        from torchrec.distributed.train_pipeline.tracing import (
-            ArgInfoStepFactory,
-            GetAttrArgInfoStep,
-            GetItemArgInfoStep,
-            NodeArgsHelper,
-            ScalarArgInfoStep,
-            Tracer,
-            _get_leaf_module_names,
-        )
-        from torchrec.distributed.train_pipeline.types import ArgInfo, CallArgs
-        from torchrec.distributed.train_pipeline.utils import (
-            _fuse_input_dist_splits,
-            _override_input_dist_forwards,
-        )
-        from torchrec.distributed.types import (
-            Awaitable,
-            LazyAwaitable,
-            LazyGetItemMixin,
-            ShardedModule,
-        )
-        from torchrec.optim.fused import FusedOptimizer
+        importlib.import_module("torchrec")
+        lacks = problems()
 except ImportError as error:
-    check_parts(VERSION, problems(), error)
-check_parts(VERSION, problems())
+    check_parts(VERSION, [], error)
+check_parts(VERSION, lacks)
 check_version(VERSION)
 
 try:
@@ -134,18 +98,21 @@ try:
 except ImportError:
     _experimental = None  # before TorchRec 1.7
 
-get_leaf_module_names = _get_leaf_module_names
-override_input_dist_forwards = _override_input_dist_forwards
-fuse_input_dist_splits = _fuse_input_dist_splits
+_FOUND: dict[str, Any] = {part.name.lstrip("_"): find(part) for part in PARTS}
+globals().update(_FOUND)
 
-EXCHANGES = (
-    comm_ops.All2All_Pooled_Req, comm_ops.All2All_Seq_Req, comm_ops.ReduceScatter_Req,
-    comm_ops.ReduceScatterBase_Req, comm_ops.ReduceScatterV_Req,
-    comm_ops.Variable_Batch_All2All_Pooled_Req,
-)  # fmt: skip
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Each of the parts."""
+
+
+torchrec_pipelines: Any = _FOUND["train_pipelines"]
+
+EXCHANGES: tuple[Any, ...] = tuple(value for name, value in _FOUND.items() if name.endswith("_Req"))
 """Autograd functions that start an exchange of embeddings; backward waits for the gradients'."""
 
-PLAIN_TABLES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+PLAIN_TABLES = (_FOUND["ShardedEmbeddingBagCollection"], _FOUND["ShardedEmbeddingCollection"])
 """Sharded modules that an exchange of ids and a look-up leave as they were."""
 
 
@@ -159,41 +126,3 @@ def describe() -> str:
     found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
     fbgemm = [f"{name} {version}" for name, version in found.items() if version]
     return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"
-
-
-__all__ = [
-    "EXCHANGES",
-    "PLAIN_TABLES",
-    "ArgInfo",
-    "ArgInfoStepFactory",
-    "Awaitable",
-    "BaseForward",
-    "CallArgs",
-    "DMPCollection",
-    "FusedOptimizer",
-    "GetAttrArgInfoStep",
-    "GetItemArgInfoStep",
-    "JaggedTensor",
-    "KJTAllToAllTensorsAwaitable",
-    "KeyedJaggedTensor",
-    "LazyAwaitable",
-    "LazyGetItemMixin",
-    "NodeArgsHelper",
-    "PipelineStage",
-    "PipelinedForward",
-    "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext",
-    "ScalarArgInfoStep",
-    "ShardedModule",
-    "Tracer",
-    "TrainPipelineContext",
-    "check_parts",
-    "check_version",
-    "describe",
-    "fuse_input_dist_splits",
-    "get_leaf_module_names",
-    "get_unwrapped_module",
-    "override_input_dist_forwards",
-    "torchrec_class",
-    "torchrec_pipelines",
-]  # fmt: skip

@@ -397,7 +397,7 @@ PlanFor: TypeAlias = Callable[[SparseDistTasks], PipelinePlan]
 
 
 def build(
-    plan: PipelinePlan | PlanFor,
+    plan: PlanFor,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -407,7 +407,7 @@ def build(
 ) -> SparseDistPipeline:
     """A ``SparseDistPipeline``.
 
-    ``plan`` is the plan, or a function that makes one for the tasks. ``optimizer``, one or several,
+    ``plan`` makes the plan for the tasks. ``optimizer``, one or several,
     stands for ``TrainStep([optimizer])``; give either that or ``step``. The other arguments are
     those of ``TaskOptions`` and ``SparseDistPipeline``.
 
@@ -421,15 +421,15 @@ def build(
         step = TrainStep([one for one in several if one is not None])
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
-    return SparseDistPipeline(tasks, plan_for(plan, tasks), **own)
+    return SparseDistPipeline(tasks, plan(tasks), **own)
 
 
 _OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
 
 
-def plan_for(plan: PipelinePlan | PlanFor, tasks: SparseDistTasks) -> PipelinePlan:
-    """The plan, or the one that a function makes for these tasks."""
-    return plan(tasks) if callable(plan) else plan
+def serial(tasks: SparseDistTasks) -> PipelinePlan:
+    """The serial plan, for any tasks."""
+    return plans.serial()
 
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
@@ -459,8 +459,8 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
     return plans.semi_sync(one_backward=one_backward, lean=bool(tasks.options.memory))
 
 
-PLANS: dict[str, PipelinePlan | PlanFor] = {
-    "jagged_sw_serial": plans.serial(),
+PLANS: dict[str, PlanFor] = {
+    "jagged_sw_serial": serial,
     "jagged_sparse_dist": lean(plans.sparse_dist),
     "jagged_prefetch_sparse_dist": lean(plans.prefetch),
     "jagged_split_sparse_dist": split,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from swpipe.tasks.torchrec.drop_in import (
     PlanFor,
     SparseDistPipeline,
     lean,
-    plan_for,
+    serial,
     split,
 )
 from swpipe.tasks.torchrec.forwards import Kind
@@ -55,7 +55,7 @@ class Form:
     """What one of TorchRec's classes is here.
 
     Attributes:
-        plan: The plan, or makes it for the tasks; a class with arguments for it makes its own.
+        plan: Makes the plan for the tasks; a class with arguments for it makes its own.
         kind: How the sharded modules are called.
         alone: The same on one rank, where it is another.
         left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
@@ -65,7 +65,7 @@ class Form:
         copies_apart: Whether batches are copied on a thread of their own.
     """
 
-    plan: PipelinePlan | PlanFor = field(default_factory=plans.serial)
+    plan: PlanFor = serial
     kind: Kind = "pipelined"
     alone: Kind | None = None
     left: int = 2
@@ -279,7 +279,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plan_for(self.form.plan, tasks)
+        return self.form.plan(tasks)
 
     def _copied(self, batch: In) -> In:
         copied, _ = self.copy_batch_to_gpu(iter([batch]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -97,7 +97,13 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
     Raises:
         ValueError: A tensor of the batch has another number of rows.
     """
-    parts = list(_parts(batch, "batch", len(route.order)))
+    parts: list[Any] = []
+
+    def note(part: Any) -> Any:
+        parts.append(part)
+        return part
+
+    _mapped(batch, "batch", len(route.order), note)
     if not parts:
         return batch
     pieces = [part if isinstance(part, Tensor) else _Jagged(part) for part in parts]
@@ -107,7 +113,7 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
         rows if isinstance(piece, Tensor) else piece.send(route, rows, group)
         for rows, piece in zip(arrived, pieces, strict=True)
     )
-    return _rebuilt(batch, fresh)
+    return _mapped(batch, "batch", len(route.order), lambda _: next(fresh))
 
 
 def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
@@ -161,21 +167,6 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _parts(value: Any, name: str, rows: int) -> Iterator[Any]:
-    if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
-        has = _rows_of(value, name)
-        if has != rows:
-            raise ValueError(
-                f"{name} has {has} rows, and the batch has {rows}: a shuffler moves whole rows, so "
-                "every tensor of the batch must have one entry per row. Store values of the whole "
-                "batch elsewhere, or as plain numbers"
-            )
-        yield value
-    elif (children := _children(value)) is not None:
-        for key, child in children.items():
-            yield from _parts(child, f"{name}.{key}", rows)
-
-
 def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int:
     if isinstance(value, Tensor):
         return value.shape[0] if value.ndim else 0
@@ -189,14 +180,21 @@ def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int
     return int(value.stride())
 
 
-def _rebuilt(value: Any, fresh: Iterator[Any]) -> Any:
-    """A copy of ``value`` with the parts that ``_parts`` finds replaced, in its order."""
+def _mapped(value: Any, name: str, rows: int, fn: Callable[[Any], Any]) -> Any:
+    """A copy with another tensor, or jagged tensor, in the place of each."""
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
-        return next(fresh)
+        has = _rows_of(value, name)
+        if has != rows:
+            raise ValueError(
+                f"{name} has {has} rows, and the batch has {rows}: a shuffler moves whole rows, so "
+                "every tensor of the batch must have one entry per row. Store values of the whole "
+                "batch elsewhere, or as plain numbers"
+            )
+        return fn(value)
     children = _children(value)
     if children is None:
         return value
-    made = {key: _rebuilt(child, fresh) for key, child in children.items()}
+    made = {key: _mapped(child, f"{name}.{key}", rows, fn) for key, child in children.items()}
     if isinstance(value, tuple):
         return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
     if isinstance(value, list):

@@ -134,6 +134,7 @@ class SparseDistTasks:
         self._target = torch.device(self.device.type, *index)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
+        self._keeps_batch = not options.memory
         self._parameters = step.parameters()
         self._tables = [p for module in sharded.values() for p in module.parameters()]
         # Where rows lie. fbgemm's backward names them, since 1.9, among what it writes.
@@ -336,7 +337,7 @@ class SparseDistTasks:
                 result = run(ctx.batch)
         finally:
             ctx.pipeline.inputs.clear()
-        if self.options.memory:
+        if not self._keeps_batch:
             ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(

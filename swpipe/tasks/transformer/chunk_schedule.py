@@ -74,8 +74,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         position_ids: As of the model's forward.
         attention_mask: Boolean, True where a key is hidden from a query, as Megatron's; None for
             the layers' own.
-        decoder_input: The first layer's input, (batch, sequence, hidden), instead of an embedding;
-            required by a chunk without ``pre_process``.
+        decoder_input: The first layer's input instead of an embedding, in the layout that the
+            model's layers take; required by a chunk without ``pre_process``.
         labels: As of the model's forward.
         packed_seq_params: Its attribute ``cu_seqlens_q``, (sequences + 1,), says where in a row the
             sequences end, from 0: tokens attend within their own sequence only.
@@ -83,6 +83,11 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         runtime_gather_output: Whether the logits are gathered. The output layer is not split over
             ranks, so the logits are whole in either case.
         loss_mask: As of the model's forward.
+        padding_mask: For the layers' ``route``, (batch, sequence), True where a token is none.
+        output_processor: Called in place of the model's ``output``, in the last node, with keyword
+            arguments: ``hidden_states`` of the last layer, ``model``, ``further`` losses, of
+            multi-token prediction, ``context``, and the arguments of this class that concern it.
+        output_processor_context: The ``context``.
 
     Attributes:
         state: What the nodes share; None when released.
@@ -91,8 +96,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             where there are labels. None of them when released.
 
     Raises:
-        ValueError: There is no input, an unknown key in ``extra_block_kwargs``, a mask that is not
-            boolean, or a ``decoder_input`` of another layout than (batch, sequence, hidden).
+        ValueError: There is no input, an unknown key in ``extra_block_kwargs``, or a mask that is
+            not boolean.
     """
 
     def __init__(
@@ -107,6 +112,10 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         extra_block_kwargs: Mapping[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        *,
+        output_processor: Callable[..., Tensor] | None = None,
+        output_processor_context: Any = None,
     ) -> None:
         predictors = model.predictors if labels is not None else []
         layers: list[Layer] = [*model.decoder_layers, *predictors]
@@ -123,11 +132,11 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
                 f"extra_block_kwargs has {listed(unknown)}, which layers do not take: they take "
                 f"{listed(_EXTRA)}"
             )
-        _check_layout(decoder_input, input_ids, labels, attention_mask)
         mask = _mask(attention_mask, packed_seq_params)
         state = ModelChunkState(
             model, input_ids, position_ids, mask, decoder_input, labels, loss_mask,
-            packed_seq_params, extra, runtime_gather_output,
+            packed_seq_params, extra, runtime_gather_output, padding_mask,
+            output_processor, output_processor_context,
         )  # fmt: skip
         self.state: ModelChunkState | None = state
         self.vp_stage, self.expert_group = model.vp_stage, model.expert_group
@@ -254,8 +263,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     ) -> Tensor | None:
         """Run one microbatch's forward over another's backward; either may be None.
 
-        Layer i of the one is paired with layer last - i of the other; then comes the rest of
-        backward, and the rest of forward. The plan that was run backward is released.
+        The order is that of ``swpipe.plans.transformer.chunk_order``. The plan that was run
+        backward is released.
 
         Args:
             f_schedule_plan: To be run forward.
@@ -315,27 +324,6 @@ def _side(
         before and partial(before, plan.vp_stage),
         after and (lambda reached: after(reached, plan.vp_stage)),
     )
-
-
-def _check_layout(
-    given: Tensor | None, ids: Tensor | None, labels: Tensor | None, mask: Tensor | None
-) -> None:
-    """Megatron's hidden states are (sequence, batch, hidden): what else is given shows it."""
-    if given is None:
-        return
-    told = [one.shape[:2] for one in (ids, labels) if one is not None]
-    lengths = [shape[1] for shape in told] + ([] if mask is None else [mask.shape[-1]])
-    alone = not lengths and given.shape[1] == 1 < given.shape[0]
-    if (
-        alone
-        or any(n not in (1, given.shape[1]) for n in lengths)
-        or (told and given.shape[:2] != told[0])
-    ):
-        raise ValueError(
-            f"decoder_input is {tuple(given.shape)}, which is not (batch, sequence, hidden) of "
-            f"the other arguments: give decoder_input.transpose(0, 1) where it is Megatron's "
-            "(sequence, batch, hidden)"
-        )
 
 
 def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:

@@ -128,11 +128,11 @@ def step_function(step: LayerStep) -> TaskFn:
     direction = "forward" if side == "f" else "backward"
     if step.layer is None and not node.endswith("_process"):
         return _AROUND[node, side]
-    method = f"run_{direction}"
-    if step.part:
-        method = {"start": f"start_{direction}", "wait": f"finish_{direction}"}.get(
-            step.part, "run_backward_dw"
-        )
+    method = {
+        "start": f"start_{direction}",
+        "wait": f"finish_{direction}",
+        "dw": "run_backward_dw",
+    }.get(step.part, f"run_{direction}")
     layer, checks = step.layer, step.issues_collectives
     takes_value = (node, side) != ("pre_process", "f")
 

@@ -1,10 +1,10 @@
 """One layer as nodes, and the run of one layer's forward over another's backward.
 
     TransformerLayerSchedulePlan
-      attn              norm and attention; of multi-token prediction, the embedding before that
-      post_attn         norm, router, permutation of tokens; the exchange of counts begins
+      attn              attention; of multi-token prediction, the embedding before that; with
+                        experts the router, which starts the exchange of counts
       moe_dispatch      rows to the experts' ranks
-      mlp               the experts and the shared one; of a dense layer, norm and MLP
+      mlp               the experts and the shared one; of a dense layer, its second half
       moe_combine       rows back, their weighted sum, the residual
       mtp_post_process  the losses of multi-token prediction
 
@@ -73,6 +73,9 @@ class ModelChunkState:
     packed_seq_params: Any = None
     extra_block_kwargs: Mapping[str, Any] | None = None
     runtime_gather_output: bool | None = None
+    padding_mask: Tensor | None = None
+    output_processor: Callable[..., Tensor] | None = None
+    output_processor_context: Any = None
     main_hidden: Tensor | None = None
     further_losses: list[Tensor] = field(default_factory=list)
 
@@ -242,9 +245,9 @@ class TransformerLayerSchedulePlan:
     Args:
         layer: A ``DecoderLayer``, with experts a ``MoeLayer``, or a ``PredictionLayer``.
         event: Shared by the nodes of a chunk; None on a device without streams.
-        chunk_state: What the layers of a chunk share; any object. A layer takes an attribute
-            ``attention_mask`` from it, where there is one. One for multi-token prediction needs a
-            ``ModelChunkState``.
+        chunk_state: What the layers of a chunk share; any object. A layer takes the attributes
+            ``attention_mask`` and ``padding_mask`` from it, where there are any. One for
+            multi-token prediction needs those of a ``ModelChunkState``.
         comp_stream: Of computation: a stream, a function that returns one, or None.
         comm_stream: Of exchanges; likewise.
         extra_args: Copied. ``"delay_wgrad_compute"`` takes the place of the config's.
@@ -269,7 +272,7 @@ class TransformerLayerSchedulePlan:
                 f"layer is {shown(layer)}, which has no method {listed(missing)}: give one with "
                 "the methods of swpipe.tasks.transformer.DecoderLayer"
             )
-        if mtp and not isinstance(chunk_state, ModelChunkState):
+        if mtp and not hasattr(chunk_state, "model"):
             raise TypeError(
                 f"chunk_state is {shown(chunk_state)}: a layer for multi-token prediction embeds "
                 "tokens and computes losses, for which it needs a ModelChunkState"
@@ -294,11 +297,10 @@ class TransformerLayerSchedulePlan:
             )
 
         noop: Any = NoopScheduleNode()
-        self.attn = node("attn", _attend_ahead if mtp else _attend, layer, late)
-        self.post_attn = self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
+        self.attn = node("attn", _attend, layer, late)
+        self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
         self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
-            self.post_attn = node("post_attn", _route, decoder, at_once)
             self.moe_dispatch = exchange("moe_dispatch", True, lambda node, rows: rows)
             self.moe_combine = exchange("moe_combine", False, partial(_merge, decoder))
         if mtp:
@@ -309,8 +311,13 @@ class TransformerLayerSchedulePlan:
     @property
     def nodes(self) -> tuple[Any, ...]:
         """All nodes, in forward order."""
-        first = (self.attn, self.post_attn, self.moe_dispatch)
-        return (*first, self.mlp, self.moe_combine, self.mtp_post_process)
+        first = (self.attn, self.moe_dispatch, self.mlp)
+        return (*first, self.moe_combine, self.mtp_post_process)
+
+    @property
+    def pre_dispatch_computation(self) -> Any:
+        """``attn``, by Megatron's name."""
+        return self.attn
 
     def get_fp8_context(self) -> AbstractContextManager[None]:
         """In which the layer is computed: a context that does nothing, since nothing is in FP8."""
@@ -364,7 +371,7 @@ class TransformerLayerSchedulePlan:
         if one is None:
             return None, None
         return run_steps(
-            pair_order(ahead, back),
+            pair_order(ahead, back, b_layer is not None and b_layer.kind.early),
             None if f_layer is None else Side((f_layer,), f_input),
             None if b_layer is None else Side((b_layer,), b_grad),
             device=device_of(one.layer),
@@ -385,9 +392,14 @@ def decoder_of(layer: Any) -> Any:
 def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerKind:
     """What of a layer decides its steps; ``extra_args`` as of its plan."""
     decoder = decoder_of(layer)
-    usual = getattr(getattr(decoder, "config", None), "delay_wgrad_compute", False)
-    delayed = (extra_args or {}).get("delay_wgrad_compute", usual)
-    return LayerKind(moe=hasattr(decoder, "route"), mtp=predicts(layer), delayed=bool(delayed))
+    config = getattr(decoder, "config", None)
+    delayed = getattr(config, "delay_wgrad_compute", False)
+    return LayerKind(
+        moe=hasattr(decoder, "route"),
+        mtp=predicts(layer),
+        delayed=bool((extra_args or {}).get("delay_wgrad_compute", delayed)),
+        early=bool(getattr(config, "ep_overlap_early_attn_memory_release", False)),
+    )
 
 
 # ------------------------------------------------------------------------ what the nodes compute
@@ -401,28 +413,37 @@ def _embed(model: Any, state: ModelChunkState) -> Tensor:
     return found
 
 
-def _attend(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
-    return layer.attend(hidden, getattr(node.chunk_state, "attention_mask", None))
+def _attend(layer: Layer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+    mask = getattr(node.chunk_state, "attention_mask", None)
+    if predicts(layer):
+        hidden = _attend_ahead(cast(PredictionLayer, layer), node, hidden, mask)
+    else:
+        hidden = cast(DecoderLayer, layer).attend(hidden, mask)
+    decoder = decoder_of(layer)
+    return _route(decoder, node, hidden) if hasattr(decoder, "route") else hidden
 
 
-def _attend_ahead(layer: PredictionLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+def _attend_ahead(
+    layer: PredictionLayer, node: TransformerLayerNode, hidden: Tensor, mask: Tensor | None
+) -> Tensor:
     state = node.chunk_state
     if layer.number == 0:
         state.main_hidden = node.detach(hidden)
     embedded = state.model.embed(layer.moved(state.input_ids), state.position_ids)
-    return layer.attend(hidden, embedded, state.attention_mask)
-
-
-def _feed_forward(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
-    return layer.feed_forward(hidden)
+    return layer.attend(hidden, embedded, mask)
 
 
 def _route(layer: MoeLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     state = node.layer_state
-    rows, weights, normed, state.routing = layer.route(hidden)
+    padding = getattr(node.chunk_state, "padding_mask", None)
+    rows, weights, normed, state.routing = layer.route(hidden, padding)
     state.hidden, state.weights = node.detach(hidden), node.detach(weights)
     state.normed = None if normed is None else node.detach(normed)
     return rows
+
+
+def _feed_forward(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+    return layer.feed_forward(hidden)
 
 
 def _experts(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
@@ -441,16 +462,29 @@ def _merge(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
 
 
 def _output(node: PostProcessNode, hidden: Tensor) -> Tensor:
-    state: ModelChunkState = node.chunk_state
+    state, model = node.chunk_state, node.gpt_model
     if state.main_hidden is not None:  # ``hidden`` is what predicts further tokens
         hidden, state.main_hidden = state.main_hidden, None
     further, state.further_losses = state.further_losses, []
-    out: Tensor = node.gpt_model.output(hidden, state.labels, state.loss_mask, further)
+    out: Tensor
+    if state.output_processor is None:
+        out = model.output(hidden, state.labels, state.loss_mask, further)
+    else:
+        told = {name: getattr(state, name) for name in _TOLD}
+        told |= {"model": model, "further": further, "context": state.output_processor_context}
+        out = state.output_processor(hidden_states=hidden, **told)
     return out
 
 
+_TOLD = (
+    *("labels", "loss_mask", "input_ids", "position_ids", "attention_mask", "decoder_input"),
+    *("packed_seq_params", "runtime_gather_output"),
+)
+"""Which attributes of the state an ``output_processor`` is called with."""
+
+
 def _further_losses(node: PostProcessNode, hidden: Tensor) -> Tensor:
-    state: ModelChunkState = node.chunk_state
+    state = node.chunk_state
     if state.labels is not None and node.mtp is not None:
         losses = node.gpt_model.further_losses(node.mtp, hidden, state.labels, state.loss_mask)
         state.further_losses.append(node.detach(losses))

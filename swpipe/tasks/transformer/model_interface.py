@@ -7,7 +7,7 @@ A schedule calls the methods that the model's own forward calls, at other times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -49,13 +49,14 @@ class Routed(NamedTuple):
 
 
 class DecoderLayer(Protocol):
-    """A layer. An attribute ``config`` may have a true ``delay_wgrad_compute``.
+    """A layer. It may have an attribute ``config`` with two options.
 
-    Weight gradients are delayed of maps of the class ``swpipe.tasks.transformer.Linear``.
+    ``delay_wgrad_compute`` delays the weight gradients of ``swpipe.tasks.transformer.Linear`` maps;
+    ``ep_overlap_early_attn_memory_release`` lets attention's backward come early (``LayerKind``).
     """
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The first half, with its residual: (batch, sequence, hidden), as all hidden states."""
+        """The first half, with its residual. Hidden states have whatever layout layers take."""
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """The second half, with its residual."""
@@ -70,8 +71,11 @@ class MoeLayer(DecoderLayer, Protocol):
 
     expert_group: dist.ProcessGroup | None
 
-    def route(self, hidden: Tensor) -> Routed:
-        """Choose experts and sort rows by them; may start an exchange of counts."""
+    def route(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routed:
+        """Choose experts and sort rows by them; may start an exchange of counts.
+
+        ``padding_mask`` is True where a token is none, (batch, sequence).
+        """
 
     def through_experts(
         self, rows: Tensor, normed: Tensor | None, routing: Routing
@@ -116,8 +120,6 @@ class ChunkModel(Protocol):
         share_embeddings_and_output_weights: These two use one parameter.
         expert_group: As of its layers.
         vp_stage: The chunk's number among those of its rank, for the hooks of a schedule.
-        decoder_layers: The layers, in order, without those for multi-token prediction.
-        predictors: The layers for multi-token prediction, in order.
     """
 
     pre_process: bool
@@ -127,16 +129,18 @@ class ChunkModel(Protocol):
     vp_stage: int | None
 
     @property
-    def decoder_layers(self) -> Sequence[DecoderLayer]: ...
+    def decoder_layers(self) -> Sequence[DecoderLayer]:
+        """The layers, in order, without those for multi-token prediction."""
 
     @property
-    def predictors(self) -> Sequence[PredictionLayer]: ...
+    def predictors(self) -> Sequence[PredictionLayer]:
+        """The layers for multi-token prediction, in order."""
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Those of the model, as a module has."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of ``nn.Module``: where they are is where the schedule runs."""
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """(batch, sequence, hidden) of ids (batch, sequence)."""
+        """Hidden states of ids."""
 
     def output(
         self,

@@ -42,6 +42,7 @@ from tests.support.strategies import (
     keeping_case,
     random_case,
     with_run_ahead,
+    worked_case,
 )
 
 
@@ -68,6 +69,11 @@ def break_keeping(seed: int) -> Finding:
 def run_keeping(seed: int) -> Finding:
     """A random case under a plan with ``keep``, run to its end."""
     return run_case(with_run_ahead(keeping_case(seed)), observed=bool(seed % 2))
+
+
+def run_worked(seed: int) -> Finding:
+    """A random case whose groups have several workers; half of them keep few attributes."""
+    return run_case(with_run_ahead(worked_case(seed)), host=host(seed), observed=bool(seed % 2))
 
 
 def run_early_end(seed: int) -> Finding:
@@ -371,6 +377,37 @@ def _no_more_events(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+# ------------------------------------------------------------------------- several workers
+
+
+def _between_workers(compiled: Program) -> Program:
+    """Workers of one group take no turns."""
+    lanes = [
+        replace(
+            lane,
+            instructions=tuple(
+                replace(ins, host_waits=tuple([w for w in ins.host_waits if w.lane != ins.lane]))
+                for ins in lane.instructions
+            ),
+        )
+        for lane in compiled.lanes
+    ]
+    return replace(compiled, lanes=tuple(lanes))
+
+
+def _any_worker(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a group waits for the worker before the one whose turn it is."""
+    wait = executor.WorkersProgress.wait
+    patch.setattr(
+        executor.WorkersProgress, "wait", lambda group, count: wait(group, count - group._size)
+    )
+
+
+def _one_waiting_memory(patch: pytest.MonkeyPatch) -> None:
+    let_go = release._let_go
+    patch.setattr(release, "_let_go", lambda run, going, worker: let_go(run, going, 0))
+
+
 STREAMS = ("virtual", "accelerator")
 
 GUARDS = (
@@ -417,4 +454,14 @@ GUARDS = (
     Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),
     Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), run_drained),
     Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_far_ahead),
+    Guard("waits between workers", _program(_between_workers), (Race, OutOfTurn), run_worked),
+    Guard(
+        "waits for the worker whose turn it is", _any_worker, (Race, WaitBeforeRecord), run_worked
+    ),
+    Guard(
+        "memory of each worker waits for itself",
+        _one_waiting_memory,
+        (WaitBeforeRecord, UseAfterFree),
+        run_worked,
+    ),
 )

@@ -25,7 +25,7 @@ from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.published import assign_lookaheads, joint_search
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.trace.span import Row, Span
-from tests.support.strategies import random_case
+from tests.support.strategies import random_case, worked_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 
 ITERATIONS = 12
@@ -39,8 +39,11 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams
 
 
 def random_plan(seed: int) -> PipelinePlan:
-    """One in which only the caller's thread submits to the caller's stream."""
-    plan = random_case(seed).plan
+    """One in which only the caller's thread submits to the caller's stream.
+
+    Every third has groups of several workers.
+    """
+    plan = replace((worked_case if seed % 3 == 1 else random_case)(seed).plan, keep=None)
     schedule = {
         name: replace(entry, stream="own")
         if entry.stream is None and entry.thread_group != DEFAULT_GROUP

@@ -41,6 +41,12 @@ def test_the_longest_path_goes_first() -> None:
     assert "161 us becomes 111 us" in found.why
 
 
+def test_equal_tasks_are_in_the_order_of_their_names() -> None:
+    """However they are declared."""
+    plan = PipelinePlan(on_streams(b="s", c="s", a="s"))
+    assert list_schedule(plan, device(a=1, b=1, c=1)).listed == ("a", "b", "c")
+
+
 def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> TaskCost:
     """A task's cost; microseconds."""
     return TaskCost(host_us=host, gil_us=gil, device_us=device, resources=resources)

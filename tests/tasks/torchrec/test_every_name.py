@@ -204,21 +204,6 @@ def takes_torchrecs_optimizers_and_schedules(name: str) -> list[str]:
 
 
 @of()
-def takes_a_schedule_that_the_loop_steps(name: str) -> list[str]:
-    """Between two calls of ``progress`` no batch in flight has been looked up."""
-    model = sharded(Job())
-    made = combined(model)
-    schedule = SCHEDULES["lambda"](made)
-    data, outputs = batches(8), []
-    with create(name, model, optimizer=made) as pipeline:
-        for _ in range(8):
-            outputs.append(pipeline.progress(data))
-            schedule.step()
-    wanted = _rates_by_torchrec("combined", "lambda")
-    return Outcome(outputs, everything(model)).differences(wanted)
-
-
-@of()
 def an_evaluation_within_an_accumulation_changes_nothing(name: str) -> list[str]:
     """Only batches that are trained on count, and ``drain`` does not step."""
     outcomes = []

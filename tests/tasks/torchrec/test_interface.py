@@ -361,30 +361,6 @@ def test_a_new_iterator_in_each_call_is_warned_of(one_rank: Ranks, name: str) ->
 # --------------------------------------------------------------------------------------- modes
 
 
-def _mode_in_flight(name: str) -> list[str]:
-    pipeline = made(getattr(ours, name))
-    train, test = batches(5), batches(2, seed=3)
-    pipeline.progress(train)
-    pipeline._model.eval()
-    found = [refusal(lambda: pipeline.progress(test))]
-    pipeline._model.train()
-    outputs = pipeline.drain()
-    pipeline._model.eval()
-    with torch.no_grad():
-        evaluated = to_the_end(pipeline, test)
-    pipeline._model.train()
-    trained_ = to_the_end(pipeline, train)
-    return [*found, f"{1 + len(outputs) + len(trained_)} trained, {len(evaluated)} evaluated"]
-
-
-@pytest.mark.parametrize("name", [SPARSE, "TrainEvalHybridPipelineBase", "TrainPipelineSemiSync"])
-def test_batches_in_flight_keep_their_mode(two_ranks: Ranks, name: str) -> None:
-    """TorchRec's would evaluate training batches; drain() finishes them first."""
-    for refused, counted in two_ranks.run(_mode_in_flight, name):
-        assert "drain()" in refused
-        assert counted == "5 trained, 2 evaluated"
-
-
 def _evaluated(name: str, training: bool) -> list[str]:
     """What an evaluation with gradients switched on left behind."""
     pipeline = made(getattr(ours, name))

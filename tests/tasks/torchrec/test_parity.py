@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,35 +57,18 @@ def _job(sharding: str, form: tuple[bool, type[torch.optim.Optimizer]]) -> Job |
     return next(found, None)
 
 
-PAIRS = pairwise_cases(
+FOUR = pairwise_cases(
     dict.fromkeys(job.sharding for job in MATRIX),
     FORMS,
     EXACT,
-    (2, 4),
     allowed=lambda case: _job(*case[:2]) is not None,
 )
-"""Sharding, form, pipeline and number of ranks: each pair of these that the matrix has."""
-
-
-def _pipelines(ranks: int) -> dict[str, tuple[Job, tuple[str, ...]]]:
-    """For each job, the pipelines that it is paired with on so many ranks."""
-    by_job: dict[str, tuple[Job, tuple[str, ...]]] = {}
-    for *which, name, number in PAIRS:
-        job = _job(*which)
-        assert job is not None
-        if number != ranks:
-            continue
-        _, names = by_job.get(_id(job), (job, ()))
-        by_job[_id(job)] = job, (*names, name)
-    return by_job
+"""Sharding, form and pipeline: each pair of these that the matrix has."""
 
 
 def _id(job: Job) -> str:
     kind = "bags" if job.pooled else "collections"
     return f"{job.sharding}-{kind}-{job.optimizer.__name__}"
-
-
-ON_TWO, ON_FOUR = _pipelines(2), _pipelines(4)
 
 
 @pytest.mark.parametrize("job", QUICK, ids=_id)
@@ -129,8 +114,9 @@ def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ON_FOUR)
-def test_steps_on_four_ranks(four_ranks: Ranks, which: str) -> None:
-    """The same on four, with the quick jobs."""
-    job, names = ON_FOUR[which]
-    assert four_ranks.run(differences, job, STEPS, names, deadline_s=170) == [{}] * 4
+@pytest.mark.parametrize(("sharding", "form", "name"), FOUR)
+def test_steps_on_four_ranks(four_ranks: Ranks, sharding: str, form: Any, name: str) -> None:
+    """Each pair of the matrix's shardings and forms, and of the pipelines."""
+    job = _job(sharding, form)
+    assert job is not None
+    assert four_ranks.run(differences, job, STEPS, (name,), deadline_s=170) == [{}] * 4

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from docs.examples.moe_gpt import GPTModel, TransformerLayer
+from docs.examples.moe_gpt import GPTModel, MoeTransformerLayer, TransformerLayer
 from swpipe.tasks.transformer import (
     AbstractSchedulePlan,
     TransformerLayerSchedulePlan,
@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "moe": (("moe",), {}),
     "shared expert": (("moe", "moe"), MOE),
     "mixed": (("dense", "moe", "dense", "moe", "moe", "dense"), MOE),
+    "early": (("moe", "dense", "moe"), {"ep_overlap_early_attn_memory_release": True, **MOE}),
 }
 """Those whose steps have parameters of their own."""
 
@@ -51,7 +52,7 @@ SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Those of which several steps use the embedding or the output layer."""
 
-ON_TWO_RANKS = ("dense", "mixed", "tied mtp")
+ON_TWO_RANKS = ("dense", "mixed", "early", "tied mtp")
 
 SHARED_NAMES = {"word.weight", "position.weight", "output_layer.weight"}
 
@@ -220,18 +221,64 @@ def test_packed_sequences_attend_within_themselves() -> None:
     assert not same(packed, run(plan_of(of, 0), None))
 
 
-def test_hidden_states_of_another_layout_are_refused() -> None:
-    """Megatron's are (sequence, batch, hidden): what else is given shows that it is not ours."""
-    of = model("dense")
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    theirs = torch.zeros(8, 2, of.config.hidden_size)
-    hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
-    for given in ({"input_ids": ids}, {"labels": ids}, {"attention_mask": hidden}):
-        with pytest.raises(ValueError, match="give decoder_input.transpose"):
-            of.build_schedule_plan(**{"input_ids": None, **given}, decoder_input=theirs)
-        of.build_schedule_plan(**{"input_ids": None, **given}, decoder_input=theirs.transpose(0, 1))
-    with pytest.raises(ValueError, match="give decoder_input.transpose"):
-        of.build_schedule_plan(None, decoder_input=theirs[:, :1])
+class SequenceFirst(MoeTransformerLayer):
+    """Whose hidden states are (sequence, batch, hidden), as Megatron's."""
+
+    def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        out: Tensor = super().attend(hidden.transpose(0, 1), mask)
+        return out.transpose(0, 1)
+
+
+def test_hidden_states_have_the_layout_of_the_models_layers() -> None:
+    """A chunk of layers of Megatron's layout is given it alone, and returns it."""
+    chunks = [GPTModel(config("moe"), pre_process=False, post_process=False) for _ in "op"]
+    for layer in chunks[0].decoder_layers:
+        layer.__class__ = SequenceFirst
+    theirs = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    plan = chunks[0].build_schedule_plan(None, decoder_input=theirs)
+    found = run(plan, None)
+    found.backward(torch.ones_like(found))
+    run(None, plan, torch.ones_like(found))
+    expected = chunks[1](theirs.transpose(0, 1))
+    expected.backward(torch.ones_like(expected))
+    torch.testing.assert_close(found, expected.transpose(0, 1))
+    for one, other in zip(*(chunk.parameters() for chunk in chunks), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_padding_mask_goes_to_the_router() -> None:
+    """As in the model's own forward: experts add nothing to tokens that are none."""
+    padding = torch.arange(8).expand(2, -1) >= 6
+    ours, plain = (model("moe", "dense", **MOE) for _ in "op")
+    plan = plan_of(ours, 0, padding_mask=padding)
+    output = run(plan, None)
+    run(None, plan, GRAD)
+    batch = microbatch(0)
+    expected = plain(batch.pop("input_ids"), **batch, padding_mask=padding)
+    expected.backward(GRAD)
+    assert same(output, expected.detach())
+    assert differing(ours, plain) == []
+    assert not same(output, run(plan_of(ours, 0), None))
+
+
+def test_an_output_processor_takes_the_place_of_the_output() -> None:
+    """It is told the hidden states, the context and what else a loss may need."""
+
+    def scaled(hidden_states: Tensor, model: Any, context: float, **told: Any) -> Tensor:
+        assert {"labels", "loss_mask", "further", "packed_seq_params"} <= told.keys()
+        out: Tensor = model.output(hidden_states, told["labels"], told["loss_mask"]) * context
+        return out
+
+    ours, plain = model("moe"), model("moe")
+    processed = {"output_processor": scaled, "output_processor_context": 3.0}
+    plan = plan_of(ours, 0, **processed)
+    output = run(plan, None)
+    run(None, plan, GRAD)
+    batch = microbatch(0)
+    expected = plain(batch.pop("input_ids"), **batch) * 3.0
+    expected.backward(GRAD)
+    assert same(output, expected.detach())
+    assert differing(ours, plain) == []
 
 
 def test_layers_are_taken_out_from_the_last_one() -> None:

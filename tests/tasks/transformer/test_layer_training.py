@@ -49,10 +49,8 @@ def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
         "b0.moe_combine", "f1.moe_dispatch", "b0.moe_dispatch", "f1.moe_combine",
     ]  # fmt: skip
     assert order[None] == [
-        "f0.attn", "f0.post_attn", "b1.mlp", "b1.mlp.dw", "f0.mlp",
-        "b1.post_attn", "b1.attn", "b1.attn.dw",
-        "f1.attn", "f1.post_attn", "b0.mlp", "b0.mlp.dw", "f1.mlp",
-        "b0.post_attn", "b0.attn", "b0.attn.dw",
+        "f0.attn.route", "b1.mlp", "b1.mlp.dw", "f0.mlp", "b1.attn", "b1.attn.dw",
+        "f1.attn.route", "b0.mlp", "b0.mlp.dw", "f1.mlp", "b0.attn", "b0.attn.dw",
     ]  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from swpipe.tasks.torchrec.hstu import (
 )
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
 from tests.tasks.torchrec.hstu.ranking import hstu_model
-from tests.tasks.torchrec.hstu.training import BATCH, batches, by_hand, flat, made, results
+from tests.tasks.torchrec.hstu.training import BATCH, batches, made, results
 from tests.tasks.torchrec.models import CPU
 
 NAMES = ["hstu_prefetch_sparse_dist", "hstu_sparse_dist"]
@@ -65,48 +63,6 @@ def test_after_shutdown_nothing_runs() -> None:
     pipe.shutdown()
     with pytest.raises(RuntimeError, match="clos"):
         pipe.progress(batches(2))
-
-
-def test_the_model_is_detached_evaluated_and_attached_in_mid_training() -> None:
-    """The batches in flight are kept, and the numbers are those of a loop that does not stop."""
-    wanted = by_hand(6, wrapper="plain").outputs
-    data, held_out = batches(6), next(iter(batches(1, seed=9)))
-    with _pipeline(thread_map="io_data_dist_prefetch_compute", prefetch=True) as pipe:
-        found = [pipe.progress(data) for _ in range(2)]
-        model = pipe.detach()
-        with torch.no_grad():
-            model(held_out)
-        pipe.attach()
-        found += results(pipe, data)
-    assert all(map(torch.equal, flat(found), wanted))
-    assert len(flat(found)) == len(wanted)
-
-
-def test_a_state_that_is_saved_in_mid_flight_leads_to_the_same_numbers() -> None:
-    """The batches in flight are pulled again."""
-    wanted = by_hand(6, wrapper="plain").outputs
-    with _pipeline(prefetch=True) as pipe:
-        data = batches(6)
-        found = [pipe.progress(data) for _ in range(3)]
-        state, saved = pipe.state_dict(), copy.deepcopy(pipe._model.state_dict())
-    assert (state["next_iteration"], state["in_flight"]) == (3, 2)
-    with _pipeline(thread_map="by_stream", prefetch=True) as pipe:
-        pipe._model.load_state_dict(saved)
-        pipe.load_state_dict(state)
-        found += results(pipe, islice(batches(6), 3, None))
-    assert all(map(torch.equal, flat(found), wanted))
-    assert len(flat(found)) == len(wanted)
-
-
-def test_evaluation_counts_no_tokens_and_changes_nothing() -> None:
-    """In eval mode the output comes with None for the tokens."""
-    with _pipeline() as pipe:
-        pipe._model.eval()
-        before = [p.detach().clone() for p in pipe._model.parameters()]
-        with torch.no_grad():
-            found = results(pipe, batches(3))
-        assert [tokens for _, tokens, _ in found] == [None] * 3
-        assert all(map(torch.equal, before, pipe._model.parameters()))
 
 
 def test_the_watchdog_is_called_for_each_batch() -> None:

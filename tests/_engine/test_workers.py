@@ -1,0 +1,306 @@
+"""Groups of several workers: what they do at once, in which order it comes out, what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.analysis.happens_before import HappensBefore
+from swpipe.analysis.verification import verify_for_run
+from swpipe.core.resolved import resolve_plan
+from swpipe.errors import PlanError
+from tests.support.plans_for_tests import NOBODY_ELSE
+from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
+
+WORKERS = 3
+
+
+class Planted(Exception):
+    """What tests plant."""
+
+
+def plan(workers: int = WORKERS, **more: Any) -> PipelinePlan:
+    """Read by several workers, then train on the caller's thread."""
+    return PipelinePlan(
+        {
+            "read": TaskSchedule(0, thread_group="io", workers=workers),
+            "train": TaskSchedule(1),
+        },
+        **{"deps": [("train", "read")], "cross_iter_deps": [("train", "train")], **more},
+    )
+
+
+def pipe(
+    read: Callable[[IterContext], object], given: PipelinePlan | None = None, **options: Any
+) -> SWPipeline[Any]:
+    """A pipeline whose first task is pure, and whose second adds up what that has read."""
+
+    def run(ctx: IterContext) -> None:
+        ctx.x = read(ctx)
+
+    def train(ctx: IterContext) -> None:
+        ctx.y = ctx.x
+
+    tasks = [PipelineTask("read", run, pure=True, **options), PipelineTask("train", train)]
+    return SWPipeline(given or plan(), tasks, device="cpu", seed=5)
+
+
+def test_as_many_iterations_as_workers_are_read_at_once_and_come_out_in_order() -> None:
+    """Each waits until all others have come to it, too."""
+    together = threading.Barrier(WORKERS)
+
+    def read(ctx: IterContext) -> object:
+        together.wait(PATIENCE_S)
+        return ctx.batch
+
+    with pipe(read) as running:
+        assert [ctx.y for ctx in running.iterate(range(3 * WORKERS))] == [*range(3 * WORKERS)]
+    assert not swpipe_threads()
+
+
+def test_iteration_i_is_the_work_of_worker_i_modulo_their_number() -> None:
+    """By the number of the iteration, also where a run does not begin with the first."""
+
+    def read(ctx: IterContext) -> object:
+        return threading.current_thread().name
+
+    with pipe(read) as running:
+        for count in (5, 4):
+            for ctx in running.iterate(range(count)):
+                assert ctx.y == f"swpipe-io {ctx.iter_idx % WORKERS}"
+
+
+def test_the_first_failure_in_the_order_of_iterations_is_the_one_that_comes_out() -> None:
+    """Here that of iteration 3, which fails after that of iteration 4."""
+    failed = threading.Event()
+
+    def read(ctx: IterContext) -> object:
+        if ctx.batch == 4:
+            failed.set()
+            raise Planted("4")
+        if ctx.batch == 3:
+            await_event(failed, "a failure")
+            raise Planted("3")
+        return ctx.batch
+
+    with pipe(read) as running:
+        with pytest.raises(Planted, match="3") as caught:
+            running.run(range(9))
+        assert caught.value.__notes__ == ["swpipe: at task 'read', iteration 3, thread group 'io'"]
+        assert running.run([7, 8]).iterations == 2
+
+
+def test_a_failure_waits_until_the_iterations_before_have_passed() -> None:
+    """Iteration 4 fails while iteration 3 is being read, which then is well and is handed out."""
+    failed, found = threading.Event(), list[int]()
+
+    def read(ctx: IterContext) -> object:
+        if ctx.batch == 4:
+            failed.set()
+            raise Planted("4")
+        if ctx.batch == 3:
+            await_event(failed, "a failure")
+        return ctx.batch
+
+    with pipe(read) as running:
+        contexts = running.iterate(range(9))
+        with pytest.raises(Planted, match="4"):
+            found.extend(ctx.y for ctx in contexts)
+    assert found[:3] == [0, 1, 2]
+
+
+def test_a_failure_elsewhere_ends_the_wait_for_iterations_before() -> None:
+    """The caller is interrupted while one worker has failed and another does not return."""
+    failed, released = threading.Event(), threading.Event()
+
+    def read(ctx: IterContext) -> object:
+        if ctx.batch == 1:
+            failed.set()
+            raise Planted("1")
+        if ctx.batch == 0:
+            await_event(released, "the end")
+        return ctx.batch
+
+    def batches() -> Any:
+        yield from (0, 1)
+        await_event(failed, "a failure")
+        raise KeyboardInterrupt
+
+    with pipe(read) as running:
+        with pytest.raises(KeyboardInterrupt):
+            running.run(batches())
+        released.set()
+    assert not [t for t in swpipe_threads() if not t.join(PATIENCE_S) and t.is_alive()]
+
+
+def test_drained_in_mid_run_and_left_early() -> None:
+    """What is in flight comes out in order; what is left is dropped."""
+    with pipe(lambda ctx: ctx.batch) as running:
+        batches = iter(range(20))
+        found = [running.progress(batches).y for _ in range(4)]
+        found += [ctx.y for ctx in running.drain()]
+        assert found == [*range(len(found))]
+        assert len(found) == 4 + running.plan.depth - 1
+        for ctx in running.iterate(batches):
+            assert ctx.y == len(found)
+            break
+        assert running.drop() == running.plan.depth - 1
+
+
+def test_a_random_task_draws_as_under_the_serial_plan() -> None:
+    """Its seed is the iteration's; workers take turns to draw."""
+
+    def read(ctx: IterContext) -> object:
+        return torch.rand(2)
+
+    options: Any = {"random": True, "io": [NOBODY_ELSE]}
+    with pipe(read, **options) as running, pipe(read, **options) as alone:
+        found = [ctx.y for ctx in running.iterate(range(9))]
+        for i, drawn in enumerate(found):
+            assert torch.equal(drawn, alone.run_one_serial_iter(i, i).y)
+
+
+def test_a_task_after_the_workers_can_have_its_own_order() -> None:
+    """Reads at once, and notes one after the other, on the threads of the workers."""
+    order, together = list[int](), threading.Barrier(WORKERS)
+
+    def read(ctx: IterContext) -> None:
+        together.wait(PATIENCE_S)
+
+    def note(ctx: IterContext) -> None:
+        order.append(ctx.batch)
+
+    log = DeclaredIO(state="log", mode="rw", others="")
+    tasks = [
+        PipelineTask("read", read, pure=True),
+        PipelineTask("note", note, io=[log]),
+        PipelineTask("train", lambda ctx: None),
+    ]
+    entry = TaskSchedule(0, thread_group="io", workers=WORKERS)
+    schedule = {"read": entry, "note": entry, "train": TaskSchedule(1)}
+    deps = [("note", "read"), ("train", "note")]
+    with pytest.raises(PlanError, match="its 3 workers run it on several iterations at once"):
+        SWPipeline(PipelinePlan(schedule, deps), tasks)
+    in_turn = PipelinePlan(schedule, deps, cross_iter_deps=[("note", "note")])
+    with SWPipeline(in_turn, tasks, device="cpu") as running:
+        running.run(range(9))
+    assert order == [*range(9)]
+
+
+def test_states_that_are_used_in_turn_allow_as_many_workers() -> None:
+    """Distance 3 allows 3 workers without a wait, and makes 4 take turns."""
+    for workers, waits in ((3, 0), (4, 1)):
+        far = plan(workers, cross_iter_deps=[("read", "read", 3)])
+        with pipe(lambda ctx: ctx.batch, far) as running:
+            assert running.format_program().count("wait(io.read, lag 3)") == waits
+
+
+def test_an_event_is_kept_until_its_worker_asks_for_it() -> None:
+    """What went waits for its device work, and is let go in the next iteration of that worker."""
+    tasks = [
+        PipelineTask("read", lambda ctx: None, pure=True, reads=["batch"]),
+        PipelineTask("train", lambda ctx: None),
+    ]
+    on_streams = replace(plan(), schedule={**plan().schedule, "train": TaskSchedule(1, "side")})
+    for keep, more in ((None, 0), (["y"], WORKERS)):
+        found = verify_for_run(on_streams, tasks, None, device="cuda", streams=True, keep=keep)
+        assert found.program.ring == found.plan.depth + 1 + more
+
+
+def test_replays_of_one_task_take_turns() -> None:
+    """The first iteration is cached, however many workers come to the task at once."""
+    called = list[int]()
+
+    def read(ctx: IterContext) -> object:
+        called.append(ctx.batch)
+        return torch.ones(2)
+
+    for _ in range(10):
+        with pipe(read) as running, running.shortcut("read"):
+            assert all(ctx.y.sum() == 2 for ctx in running.iterate(range(6)))
+    assert called == [0] * 10
+
+
+@pytest.mark.parametrize("distances", [(1, 2), (2, 4), (0, 1, 5)])
+@pytest.mark.parametrize("groups", [("io", "io"), ("io", "net")])
+def test_each_dependence_is_kept_at_its_own_distance(
+    groups: tuple[str, str], distances: tuple[int, ...]
+) -> None:
+    """The iteration before is another worker's: what comes after it need not come after this."""
+    schedule = {
+        name: TaskSchedule(0, thread_group=group, workers=WORKERS)
+        for name, group in zip("ab", groups, strict=True)
+    }
+    across = [("b", "a", distance) for distance in distances if distance]
+    deps = [("b", "a")] if 0 in distances else []
+    before = HappensBefore.of(resolve_plan(PipelinePlan(schedule, deps, across)), streams=False)
+    kept = {n for n in range(6) if before.host("a", "b", n)}
+    assert kept >= {*distances}
+    # Of one iteration they run on one thread; what is the depth apart is in order anyhow.
+    assert {n for n in kept if n < WORKERS} == {n for n in distances if n < WORKERS} | (
+        {0} if groups[0] == groups[1] else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"read": TaskSchedule(0, thread_group="io", workers=0)}, "workers is 0; give the number"),
+        ({"read": TaskSchedule(0, workers=2)}, "is the thread of the caller, which is one"),
+        (
+            {"more": TaskSchedule(0, thread_group="io")},
+            "has 3 workers, and not in all of its tasks",
+        ),
+        (
+            {"more": TaskSchedule(1, thread_group="io", workers=3)},
+            "has 3 workers, and tasks in stages 0, 1",
+        ),
+    ],
+)
+def test_a_plan_that_gives_a_group_no_workers_is_refused(
+    changes: dict[str, TaskSchedule], text: str
+) -> None:
+    """In words, before anything runs."""
+    schedule = {**plan().schedule, **changes}
+    tasks = [PipelineTask(name, lambda ctx: None, pure=True) for name in schedule]
+    with pytest.raises(PlanError, match=text):
+        SWPipeline(PipelinePlan(schedule), tasks)
+
+
+def test_the_loaders_thread_is_one() -> None:
+    """A pull comes after the pull before."""
+    with pytest.raises(PlanError, match="is the thread of the loader's calls, which is one"):
+        pipe(lambda ctx: None, plan(pull_group="io"))
+
+
+def test_the_depth_grows_by_the_workers() -> None:
+    """Else they would have nothing to do."""
+    assert plan(1).depth == 2
+    assert plan(4).depth == 5
+    assert plan(4, pull_group="loader").depth == 6
+    with pytest.raises(PlanError, match="3 workers need 4 iterations in flight: set it to 4"):
+        pipe(lambda ctx: None, plan(pipeline_depth=3))
+
+
+def test_a_task_that_says_nothing_is_not_run_beside_itself() -> None:
+    """Unless its plan says how far apart its iterations keep their order."""
+    tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("train", lambda ctx: None)]
+    with pytest.raises(PlanError, match="nothing is declared of what 'read' touches, and its 3"):
+        SWPipeline(plan(), tasks)
+    SWPipeline(plan(cross_iter_deps=[("read", "read", 3)]), tasks).close()
+
+
+def test_a_plan_with_workers_is_saved(tmp_path: Any) -> None:
+    """And drawn, and told apart on other ranks."""
+    plan().save(tmp_path / "plan.toml")
+    assert PipelinePlan.load(tmp_path / "plan.toml") == plan()
+    assert plan().digest() != plan(2).digest()
+    with pipe(lambda ctx: None) as running:
+        assert "read [io x 3]     0   1" in running.format_schedule(3)
+        assert "\nio x 3: " in running.format_program()

@@ -1,0 +1,60 @@
+"""What a backward pass in two parts computes, and how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
+
+
+class Counted(torch.autograd.Function):
+    """Counts its backward passes."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        Counted.passes += 1
+        return grads[0]
+
+
+def stage(x: Tensor, layers: nn.ModuleList, weight: Tensor) -> Tensor:
+    """Some layers in a row, the first and the last with a weight that they share."""
+    x = Counted.apply(x @ weight)  # type: ignore[no-untyped-call]
+    for layer in layers:
+        x = Counted.apply(torch.tanh(layer(x)))  # type: ignore[no-untyped-call]
+    return x
+
+
+def test_the_way_to_the_inputs_is_computed_once() -> None:
+    """In I: an exchange on it would be repeated in W, and W take as long as the whole pass."""
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    weight = torch.ones(4, 4, requires_grad=True)
+    leaves = [*layers.parameters(), weight]
+    for shared, again in ((False, 0), (True, 4)):
+        found = []
+        for split in (False, True):
+            for leaf in leaves:
+                leaf.grad = None
+            x = torch.ones(2, 4).requires_grad_()
+            out = stage(x, layers, weight)
+            out = out @ weight if shared else out
+            Counted.passes = 0
+            if split:
+                (grad,), left = input_pass([out], [torch.ones_like(out)], [x])
+                assert Counted.passes == 4
+                assert left is not None
+                left.run()
+                # Contributions to one weight are added in one pass, from its first use to its last.
+                assert Counted.passes == 4 + again
+            else:
+                (grad,) = whole_pass([out], [torch.ones_like(out)], [x])
+            found.append([grad, *(leaf.grad for leaf in leaves)])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))  # type: ignore[arg-type]
