@@ -22,7 +22,6 @@ from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import RankEnds, host_ends
 from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.reporting.account import (
-    BETWEEN,
     LOADER,
     START,
     WORTH,
@@ -299,7 +298,6 @@ def page_of(report: StepReport) -> str:
         total_s=sum(part.seconds for part in report.parts),
         total=sum(part.share for part in report.parts),
         spent=", ".join(f"{c} {_percent(s)}" for c, s in report.verdict.shares.items()),
-        reconciled=_reconciled(report),
         exposed=exposed_chart(report.profile),
         hidden=[shown_name(n) for n in report.profile.tasks if not is_known(report.profile, n)],
         timeline=timeline_chart(_timelines(report)),
@@ -371,15 +369,6 @@ def _note(report: StepReport, name: str, part_s: float) -> str:
     others = profile.in_others_s.get(name)
     which = f" ({listed(others)})" if others else ""
     return f"removed, it saves more than its part: others{which} take less without it"
-
-
-def _reconciled(report: StepReport) -> str:
-    """How far the parts agree with what removing tasks saves."""
-    tasks = report.profile.tasks
-    noted = [row["task"] for row in _rows(report) if row["note"]]
-    agree = len(tasks) - len([name for name in noted if name != BETWEEN])
-    words = f"What removing a task saves agrees with its part for {agree} of {len(tasks)} tasks"
-    return f"{words}; the table says why not for {listed(noted)}." if noted else f"{words}."
 
 
 def _timed_apart(report: StepReport) -> str:
