@@ -30,11 +30,6 @@ class RunReport:
         """The seconds."""
         return self.seconds
 
-    @property
-    def iterations_per_s(self) -> float:
-        """Iterations per second; 0 where there was none."""
-        return self.iterations / self.seconds if self.seconds else 0.0
-
 
 def run_to_end(
     contexts: Iterator[TypedContext], device: Device, loader: Iterable[Any], label: str | None

@@ -156,7 +156,6 @@ def test_running_reports_iterations_and_seconds(plan: PipelinePlan) -> None:
         for report in (pipe.run(range(7)), pipe.run_serial(range(7))):
             assert report.iterations == 7
             assert report.seconds > 0
-            assert report.iterations_per_s == pytest.approx(7 / report.seconds)
 
 
 def test_running_can_show_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,7 +331,7 @@ def diff(
         for load in [load for load in loads if load.is_busy][:1]:
             echo(f"{plain(str(path))}: {load.text}")
     echo("\n\n".join(map(str, changes)))
-    if any(each.iteration.is_longer for each in changes):
+    if any(each.iteration.verdict == "longer" for each in changes):
         raise typer.Exit(1)
 
 

@@ -36,11 +36,6 @@ class TimeChange:
         return cls(name, *values, before.value_s - after.value_s, spread_s)
 
     @property
-    def is_longer(self) -> bool:
-        """Whether it takes more than before, by more than the interval."""
-        return self.verdict == "longer"
-
-    @property
     def verdict(self) -> str:
         """Whether it is "longer" or "shorter" by more than the interval, or the "same"."""
         if self.saved_s is None or self.spread_s is None:

@@ -99,13 +99,8 @@ class JobRun:
             raise InputError(f"plan {self.name}: the workload gives no batch; return some")
 
     @property
-    def speeds(self) -> list[float]:
-        """Steps per second of the turns that are timed, or else of all, in increasing order."""
-        return sorted(1 / seconds for seconds in self.turns_s or self._untimed_s)
-
-    @property
     def steps_per_s(self) -> float:
-        """The median of these."""
+        """The median over the turns that are timed, or else over all."""
         return 1 / statistics.median(self.turns_s or self._untimed_s)
 
     def close(self) -> None:
@@ -213,8 +208,8 @@ def report(runs: Sequence[JobRun]) -> str:
 
 
 def _range(run: JobRun) -> str:
-    speeds = run.speeds
-    return f"{speeds[0]:.4g} to {speeds[-1]:.4g}" if len(speeds) > 1 else "n/a"
+    times_s = run.turns_s
+    return f"{1 / max(times_s):.4g} to {1 / min(times_s):.4g}" if len(times_s) > 1 else "n/a"
 
 
 def _ends(run: JobRun) -> str:
