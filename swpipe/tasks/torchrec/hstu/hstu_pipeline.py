@@ -73,8 +73,8 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function of the task
             that returns the thread's name. In a dict, "compute" and "default" are the caller's
             thread, on which all tasks run that it does not name.
-        execute_all_batches, custom_model_fwd, returns, finalize, watchdog, find, inputs, strict,
-        random, run_ahead: As for ``JaggedPipeline``.
+        execute_all_batches, custom_model_fwd, returns, finalize: As for ``JaggedPipeline``, and so
+            are watchdog, find, inputs, strict, random and run_ahead.
 
     Attributes:
         schedule: The tasks' lookaheads, streams and waits.
