@@ -69,7 +69,7 @@ def _with_notes(results: Sequence[Figures], rows: str) -> str:
     notes = (
         note for result, batch in zip(results, on, strict=True) for note in _notes(result, batch)
     )
-    back = (wrapped(f"put back: {put_back(result.put_back)}") for result in results)
+    back = (wrapped(f"restored afterwards: {put_back(result.put_back)}") for result in results)
     said = dict.fromkeys([*notes, *back])
     head = map(wrapped, [*busy, *map(_summary, results)])
     return "\n".join([*head, rows, *said])

@@ -70,7 +70,7 @@ without forward, others take less: backward 3.000, step 0.500 ms
 blocks the host: read (4.000 ms)
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by
   thread 'io'.
-put back: model (Linear), self.optimizer (SGD)
+restored afterwards: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing, with a
 95% interval; < x: not told apart from 0; own: what the task takes of that
 itself
@@ -100,7 +100,7 @@ do next on batch 1: no change is known that promises more than the measurement's
   error; more seconds, and an idle machine, make that smaller
 interrupted on batch 1: not all rounds were measured
 shortcut already, so not measured: forward
-put back: model (Linear), self.optimizer (SGD)
+restored afterwards: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing, with a
 95% interval; < x: not told apart from 0; own: what the task takes of that
 itself
@@ -267,10 +267,10 @@ def test_tasks_that_block_the_host(
             {"busy_s": {"io": 0.007, "default": 0.006}},
             "io the longest with 7.000 ms: iterations wait for",
         ),
-        ({"put_back": ()}, "put back: generators only; no other state was shown"),
+        ({"put_back": ()}, "restored afterwards: generators only; no other state was shown"),
         (
             {"put_back": ("Sequential", *["leaf (float32 [3])"] * 1000, "SGD")},
-            "put back: Sequential, 1000 x leaf (float32 [3]), SGD",
+            "restored afterwards: Sequential, 1000 x leaf (float32 [3]), SGD",
         ),
         ({"put_back": tuple(f"model_{i}" for i in range(1000))}, "model_11 and 988 more"),
         ({"blocked_s": {}}, "blocks the host: no task"),
