@@ -83,5 +83,4 @@ class ProfileDiff:
         titles = ("", "before ms", "after ms", "saved ms", "± ms", "beyond ±")
         return f"{self.summary}\n{table(titles, rows)}"
 
-    def __str__(self) -> str:
-        return self.format()
+    __str__ = format

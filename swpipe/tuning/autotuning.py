@@ -103,8 +103,7 @@ class Tuned:
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
 
-    def __str__(self) -> str:
-        return self.format()
+    __str__ = format
 
     def __repr__(self) -> str:
         return first_lines(self, self.format())

@@ -591,6 +591,9 @@ def test_nothing_is_watched_without_it() -> None:
 def test_each_run_is_checked_for_itself() -> None:
     """After a run that was stopped, iterations have the same numbers again."""
     training = Training()
+    # Of one layer: its backward uses no parameter, and autograd does not notice a step before it.
+    training.model = nn.Sequential(nn.Linear(4, 1))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     plan = on_threads("forward", "step", "backward", stages=(0, 1, 0), deps=RIGHT["deps"][:1])
     with checked(plan, training.tasks) as pipe:
         assert pipe.run(batches(3)).iterations == 3

@@ -123,7 +123,8 @@ def _compared(
     name: str, make: Callable[[], PipelineSchedule], costs: PipelineCosts, limit: float
 ) -> ComparedSchedule:
     try:
-        report = check_schedule(make(), replace(costs, max_mem=math.inf))
+        schedule = make().in_sequence if costs.pair is None else make()
+        report = check_schedule(schedule, replace(costs, max_mem=math.inf))
     except ScheduleError as error:
         return ComparedSchedule(name, None, str(error))
     over = max(report.peak_memory) > limit

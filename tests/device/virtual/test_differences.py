@@ -18,6 +18,7 @@ from tests.device.virtual.guards import (
     run_keeping,
     run_on_one_stream,
     run_two_readers,
+    run_worked,
 )
 from tests.device.virtual.test_spans import ORDERS
 from tests.support.exploring import ExploringHost
@@ -46,12 +47,9 @@ NUMBERS: dict[str, Callable[[int], object]] = {
 }
 """The guards without which numbers are wrong, with the case of a seed in which they are."""
 
-WITH_KEEP = tuple(
-    guard.name
-    for guard in GUARDS
-    if guard.run in (run_keeping, run_two_readers, run_on_one_stream, run_far_ahead, run_drained)
-)
-"""The guards of what a plan does not keep, which no plan of the cases here has."""
+_KEEPS = (run_keeping, run_two_readers, run_on_one_stream, run_far_ahead, run_drained)
+OF_OTHER_PLANS = tuple(guard.name for guard in GUARDS if guard.run in (*_KEEPS, run_worked))
+"""The guards of what a plan does not keep, and of workers, which no plan of the cases here has."""
 
 RULES = ("as many events as iterations can ask for", "what a broken run left is joined")
 """The guards of which only the device's own rules tell (``test_guards``).
@@ -85,4 +83,6 @@ def test_a_missing_guard_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_each_guard_shows_in_one_way() -> None:
     """In numbers, in the order of calls and work, or by the rules of the device."""
-    assert sorted((*NUMBERS, *ORDERS, *RULES, *WITH_KEEP)) == sorted(guard.name for guard in GUARDS)
+    assert sorted((*NUMBERS, *ORDERS, *RULES, *OF_OTHER_PLANS)) == sorted(
+        guard.name for guard in GUARDS
+    )
