@@ -83,4 +83,5 @@ class ProfileDiff:
         titles = ("", "before ms", "after ms", "saved ms", "± ms", "beyond ±")
         return f"{self.summary}\n{table(titles, rows)}"
 
-    __str__ = format
+    def __str__(self) -> str:
+        return self.format()

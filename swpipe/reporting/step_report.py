@@ -173,7 +173,8 @@ class StepReport:
         """The verdict, the ceiling and the next step, a line each."""
         return "\n".join(map(wrapped, self._lines()))
 
-    __str__ = format
+    def __str__(self) -> str:
+        return self.format()
 
     def __repr__(self) -> str:
         return first_lines(self, self.format())

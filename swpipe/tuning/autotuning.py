@@ -103,7 +103,8 @@ class Tuned:
         why = (f"  {sentence}" for sentence in self.why)
         return "\n".join((*busy, head, *why, table(titles, rows)))
 
-    __str__ = format
+    def __str__(self) -> str:
+        return self.format()
 
     def __repr__(self) -> str:
         return first_lines(self, self.format())

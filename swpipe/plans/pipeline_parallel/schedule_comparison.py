@@ -57,10 +57,6 @@ class ScheduleComparison(Rows):
         ]
 
     def as_text(self) -> str:
-        return self.format()
-
-    def format(self) -> str:
-        """A table."""
         from tabulate import tabulate
 
         rows = [list(record.values()) for record in self.records()]

@@ -37,7 +37,7 @@ def test_all_six_schedules_are_compared() -> None:
         "DualPipe-V (torch)",
     ]
     assert compared["DualPipe-V (torch)"].note == "more memory than max_mem"
-    assert compared.format().splitlines()[0].split() == [
+    assert str(compared).splitlines()[0].split() == [
         "schedule", "makespan", "bubble", "peak", "memory", "note",
     ]  # fmt: skip
 
