@@ -142,11 +142,12 @@ class Figures:
 
     @property
     def limited_by_loader(self) -> bool:
-        """Whether the loader makes batches ahead, and still no faster than one per iteration."""
+        """Whether the loader works ahead, and is slower than the rest of an iteration."""
         pace, saved = self.loader, self.exposed(PULL)
         if pace is None or saved is None or not (pace.works_ahead and saved.is_clear):
             return False
-        return pace.rate_s >= LIMITING * (self.baseline_s - pace.start_s)
+        rest_s = self.baseline_s - saved.value_s
+        return pace.rate_s >= max(LIMITING * (self.baseline_s - pace.start_s), rest_s)
 
     @property
     def rank_waits(self) -> tuple[RankWait, ...]:

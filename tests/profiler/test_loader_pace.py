@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch.utils.data import DataLoader
 
 from swpipe import PipelinePlan, SWPipeline, TaskProfiler
 from swpipe.doctor import Diagnosis, diagnose
 from swpipe.profiler import ProfileResult
+from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls
 from swpipe.reporting import StepReport, report
 from tests.profiler.sleepers import Ahead, InTurn, sleepers
+from tests.profiler.test_result import RESULT
 from tests.support.virtual_clock import TimedHost
 
 
@@ -41,6 +45,21 @@ def test_a_step_takes_as_long_as_a_batch_in_the_long_run(
     assert result.loader.rate_s == pytest.approx(rate / 1e3, rel=1e-3)
     assert result.loader.works_ahead
     assert result.limited_by_loader == (rate > 30)
+
+
+@pytest.mark.parametrize(("rate_s", "limits"), [(0.0293, False), (0.0305, True)])
+def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bool) -> None:
+    """On a real clock one as fast as the rest is waited for now and then: a little, and clearly."""
+    result = replace(
+        RESULT,
+        baseline_s=0.0311,
+        exposed_s={"<pull>": 0.0007},
+        raw_s={"<pull>": 0.0007},
+        spread_s={"<pull>": 0.0003},
+        loader=LoaderPace(rate_s, 0.0, works_ahead=True, workers=2),
+    )
+    assert result.exposed("<pull>").is_clear  # type: ignore[union-attr]
+    assert result.limited_by_loader is limits
 
 
 def test_a_loader_that_is_too_slow_is_named(host: TimedHost) -> None:
