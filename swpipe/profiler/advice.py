@@ -202,7 +202,7 @@ def _others(
     if plan.cross_iter_deps:
         effects = _with_the_others(loop, declared)
         said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
-        limits = Limits(threads=max(2, min(4, cores())), workers=1)
+        limits = Limits(threads=max(2, min(4, cores()), plan.threads), workers=1)
         try:
             best = auto_plan(plan, loop.costs, limits=limits, **said).plan
             yield _least_moved(plan, best, loop, effects)
@@ -272,7 +272,7 @@ def _limit(limit: Limit) -> str:
 
 
 def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
-    """The plan's dependences, with all tasks on one thread, one after the other.
+    """The plan's dependences, with all tasks and the pull on one thread, one after the other.
 
     Collectives stay ordered: what is advised may give them other threads.
     """
@@ -286,6 +286,7 @@ def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
         order=(),  # that of a pipeline may contradict the dependences within an iteration
         streams={},
         pipeline_depth=None,
+        pull_group=None,
     )
 
 

@@ -193,12 +193,12 @@ def costs_of(host_s: Mapping[str, float], device_s: Mapping[str, float]) -> Cost
 
 
 def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
-    """Thread group to the seconds per iteration in which it runs tasks, or calls the loader."""
+    """Thread group to the seconds per iteration in which each of its threads is busy."""
     busy: dict[str, float] = defaultdict(float)
     if PULL in host_s:
         busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
     for name, schedule in plan.schedule.items():
-        busy[schedule.thread_group] += host_s[name]
+        busy[schedule.thread_group] += host_s[name] / schedule.workers
     return dict(busy)
 
 

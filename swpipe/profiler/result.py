@@ -107,7 +107,7 @@ class ProfileResult(Figures, Report):
             is on the CPU: compare ``host_s``.
         core_s: The part of ``host_s`` in which the thread could run, and others had the cores.
         device_s: How long the work that the task queued takes on its stream; empty without streams.
-        busy_s: Thread group to the time in which it runs tasks; only under the plan.
+        busy_s: Thread group to the time in which each of its threads runs tasks; under the plan.
         advice: The changes that promise most, at most three; another plan comes first.
         num_warmup: Iterations before each visit that were not timed.
         num_measure: Iterations timed in each visit, in the mean.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe.plans import prefetch_plan
 from swpipe.profiler import Advice, ProfileResult
 from tests.profiler.sleepers import overlapped, sleepers
 from tests.support.virtual_clock import TimedHost
@@ -41,6 +42,28 @@ def test_the_largest_lever_gives_what_it_promises(host: TimedHost, pipelined: bo
     assert result.baseline_s - tried(first, tasks) == pytest.approx(first.saved_s)
     assert "train, step" in first.limit
     assert f"do next, 1: {first.change}: saves 6.000" in result.format_report()
+
+
+def test_the_thread_of_a_plans_loader_takes_none_from_the_tasks(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores: a serial profile of a plan that pulls on a thread pulls in turn."""
+    monkeypatch.setattr("swpipe.profiler.advice.cores", lambda: 2)
+    tasks = sleepers(host, read=6, train=7, step=2)
+    plan = prefetch_plan(["read"], ["train", "step"], carried=[("train", "step")])
+    assert plan.pull_group is not None
+    first = profiled(plan, tasks, pipelined=False).advice[0]
+    assert first.change == "run read on a thread of its own, one iteration ahead"
+    assert first.saved_s == pytest.approx(6e-3)
+
+
+def test_each_of_several_workers_is_busy_for_its_share(host: TimedHost) -> None:
+    """A group is not busy for longer than an iteration takes."""
+    tasks = sleepers(host, read=20, train=10)
+    plan = prefetch_plan(["read"], ["train"], workers=2)
+    result = profiled(plan, tasks, pipelined=True)
+    assert result.baseline_s == pytest.approx(10e-3)
+    assert result.busy_s == pytest.approx({"default": 10e-3, "io": 10e-3})
 
 
 def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
