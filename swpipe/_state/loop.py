@@ -2,7 +2,7 @@
 
     models, optimizers, generators, memory         given, declared, or shown; ``Snapshot``
     what tasks declare with capture and restore    captured before, and restored
-    an optimizer that is shown later               saved at its first step; ``TrainingGuard``
+    an optimizer that is shown later               saved before its first step
 
 Nothing else is restored: for a Python value that no ``DeclaredIO`` captures, or a file, a trial is
 so many more iterations.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from swpipe._state.guard import TrainingGuard, refuse_scheduled
+from swpipe._state.torch_hooks import before_steps, refuse_scheduled
 from swpipe._values.fingerprint import is_fixed, replays_itself
 from swpipe._values.owners import Owner, Owners, given_state
 from swpipe._values.snapshot import Snapshot
@@ -75,27 +75,26 @@ class LoopState:
         self._snapshot.restore()
 
     @contextmanager
-    def trial(
-        self, *, always: bool = False, made: Callable[[Tensor], bool] = lambda tensor: False
-    ) -> Iterator[None]:
+    def trial(self, *, always: bool = False) -> Iterator[None]:
         """A block in which the tasks run; everything is restored at its end, also on failure.
 
-        Training that would stay raises. Where the user has said what to restore, nothing is
-        refused, unless ``always``.
-
-        Args:
-            always: Refuse in any case.
-            made: Whether a tensor was made within the block.
+        So is an optimizer that steps within it, with its parameters. Where the user has said what
+        to restore, only ``always``.
 
         Raises:
-            UnsavedStateError: As ``TrainingGuard`` does.
+            UnsavedStateError: An optimizer steps that is not known, and has a scheduler.
         """
-        guards = self._shown or always
+        adds = self._shown or always
         try:
-            with TrainingGuard(self._snapshot, made, adds=self._shown) if guards else nullcontext():
+            with before_steps(self._before_step) if adds else nullcontext():
                 yield
         finally:
             self.restore()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if not self._snapshot.restores(optimizer):
+            refuse_scheduled(optimizer, ())
+            self._snapshot.add(Owner(type(optimizer).__name__, optimizer))
 
 
 def refuse_scripted(found: Iterable[Owner]) -> None:

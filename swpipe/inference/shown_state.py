@@ -29,9 +29,8 @@ from torch import Tensor
 from torch._C import _has_storage as has_storage
 from torch.optim import Optimizer
 
-from swpipe._state.guard import before_calls, before_steps, refuse_scheduled
 from swpipe._state.loop import Captured, declared_owners, refuse_scripted
-from swpipe._values.copies import SavedTensors
+from swpipe._state.torch_hooks import before_calls, before_steps, refuse_scheduled
 from swpipe._values.owners import Owner, Owners, modules_of
 from swpipe._values.snapshot import Snapshot
 from swpipe._values.storages import StorageId, described
@@ -110,10 +109,9 @@ class _Shown:
     """Within the block, what torch shows is saved; at its end it is put back."""
 
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
-        self._device = device
         self._found = [*declared]
         refuse_scripted(self._found)
-        self._saved: list[Snapshot | SavedTensors] = [Snapshot(self._found, device)]
+        self._saved = Snapshot(self._found, device)
         self._modules = set(map(id, modules_of(self._found)))
         self._optimizers: set[int] = set()
         self._memory: dict[StorageId, Tensor] = {}
@@ -125,7 +123,7 @@ class _Shown:
         self._handed_on: set[StorageId] = set()
 
     def __enter__(self) -> _Shown:
-        self._stack.callback(self._put_back)
+        self._stack.callback(self._saved.restore)
         self._stack.enter_context(before_calls(self._before_call))
         self._stack.enter_context(before_steps(self._before_step))
         self._stack.enter_context(self._operators)
@@ -133,11 +131,6 @@ class _Shown:
 
     def __exit__(self, *failure: Any) -> None:
         self._stack.close()
-
-    def _put_back(self) -> None:
-        self._device.synchronize()
-        for saved in reversed(self._saved):
-            saved.restore()
 
     def begin(self, batch: Any) -> None:
         """An iteration begins on a batch, which is nobody else's."""
@@ -189,7 +182,7 @@ class _Shown:
             refuse_scheduled(owner, [other.owner for other in self._found])
         self._modules.update(map(id, modules_of([one])))
         self._found.append(one)
-        self._saved.append(Snapshot([one], self._device, within=True))
+        self._saved.add(one)
 
     def _before_call(self, module: torch.nn.Module) -> None:
         if id(module) not in self._modules:
@@ -210,7 +203,7 @@ class _Shown:
         """A leaf that requires grad is used: it may get a gradient, or be written."""
         if id(leaf) not in self._leaves:
             self._leaves[id(leaf)] = leaf
-            self._save(leaf)
+            self._saved.add(Owner("leaf", leaf))
 
     def before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
         """Memory is written that was there before."""
@@ -219,9 +212,4 @@ class _Shown:
                 with torch.no_grad():
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     self._memory[number] = whole.set_(tensor.untyped_storage())
-                self._save(self._memory[number])
-
-    def _save(self, tensor: Tensor) -> None:
-        saved = SavedTensors()
-        saved.add(tensor)
-        self._saved.append(saved)
+                self._saved.add(Owner("memory", self._memory[number]))
