@@ -26,11 +26,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import Any, Generic, NamedTuple, cast
 
-from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
+from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
@@ -92,7 +91,6 @@ class Driver(Generic[C]):
         run: The one in flight; None if nothing is.
         drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
         next_iteration: The number of the next run's first iteration.
-        begun: What other ranks may ask: which pipeline this is, and its periods in all runs.
         lost: Why no state leads back to what was in flight last; empty if nothing was lost.
     """
 
@@ -110,7 +108,6 @@ class Driver(Generic[C]):
         self.drained: list[C] = []
         self.next_iteration = 0
         self.lost = ""
-        self.begun = Begun()
         self.access = ExclusiveAccess()
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
@@ -351,7 +348,7 @@ class Driver(Generic[C]):
             )
         if self._check_ranks:
             seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
-            self.begun.pipeline = check_same_plan(self._plan, *seeds[:1])
+            check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
         self.lost = ""
@@ -359,8 +356,7 @@ class Driver(Generic[C]):
             run.stop()
         try:
             run.start()
-            answer = partial(answer_check, self.begun) if self.begun.pipeline else None
-            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, answer)
+            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder)
             self._watchdog = watchdog
             watchdog.start()
             # Not __del__: what a signal handler raises within that is lost, at each end of a run.
@@ -389,7 +385,6 @@ class Driver(Generic[C]):
         return None
 
     def _advance(self, run: Run) -> C | None:
-        self.begun.periods += 1
         try:
             ctx = cast("C | None", run.advance())
         except BaseException as error:
