@@ -26,8 +26,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import FrameType
-from typing import Any, Generic, NamedTuple, cast
+from typing import Any, Generic, cast
 
 from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
@@ -41,27 +40,14 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
-
-class SourceLine(NamedTuple):
-    """A line of source code."""
-
-    filename: str
-    line: int
-
-    @classmethod
-    def of(cls, frame: FrameType) -> SourceLine:
-        """Where a frame is."""
-        return cls(frame.f_code.co_filename, frame.f_lineno)
-
-
 PULL_GRACE_S = 1.0
 """How long, at most, what is dropped waits for a batch that is being pulled."""
 
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
-def end_dropped(run: Run, watchdog: Watchdog, made_at: SourceLine) -> None:
-    """End a run whose pipeline nobody refers to any more, and say so."""
+def end_dropped(run: Run, watchdog: Watchdog, made_at: tuple[str, int]) -> None:
+    """End a run whose pipeline nobody refers to any more, and say in which file and line it was."""
     if run.ended:  # and the call that ended it was cut short before it told this finalizer
         return
     run.end()
@@ -101,7 +87,7 @@ class Driver(Generic[C]):
         stall_timeout_s: float | None,
         *,
         check_ranks: bool,
-        made_at: SourceLine,
+        made_at: tuple[str, int],
     ) -> None:
         self.engine = engine
         self.run: Run | None = None
