@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 
 from swpipe._state.torch_hooks import before_steps, refuse_scheduled
 from swpipe._values.fingerprint import is_fixed, replays_itself
-from swpipe._values.owners import Owner, Owners, given_state
 from swpipe._values.snapshot import Snapshot
-from swpipe._values.stateful import WHOLE, has_state, modules_in
+from swpipe._values.stateful import WHOLE, Owner, Owners, given_state, has_state, modules_in
 from swpipe._values.walk import map_tensors, nodes_in, unsharded
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import Device

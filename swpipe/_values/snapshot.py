@@ -42,14 +42,16 @@ from swpipe._values.generators import (
     set_default_generators,
     state_of,
 )
-from swpipe._values.owners import Owner, modules_of, modules_restored_by
 from swpipe._values.stateful import (
     PLAIN,
     WHOLE,
     Named,
+    Owner,
     has_state_dict,
     is_foreign,
     modules_in,
+    modules_of,
+    modules_restored_by,
     optimizers_in,
     reached,
 )

@@ -21,8 +21,7 @@ from swpipe._state.torch_hooks import before_steps
 from swpipe._values.context_log import ContextWatch, attributes
 from swpipe._values.fingerprint import is_fixed
 from swpipe._values.generators import TORCH, generator_states
-from swpipe._values.owners import Owner, modules_of
-from swpipe._values.stateful import modules_in
+from swpipe._values.stateful import Owner, modules_in, modules_of
 from swpipe._values.storages import MemoryPrint, StorageId, Storages
 from swpipe._values.walk import grad_or_none, leaves_in, tensors_in, unsharded
 from swpipe.core.context import IterContext, TypedContext

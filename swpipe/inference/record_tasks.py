@@ -7,7 +7,7 @@ from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Declared, Effects

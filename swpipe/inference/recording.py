@@ -9,7 +9,7 @@ from itertools import chain
 from operator import or_
 from typing import Any
 
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import DRAWS, UNDECLARED, Effects, Location
 from swpipe.core.messages import listed

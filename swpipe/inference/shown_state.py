@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 
 from swpipe._state.loop import Captured, declared_owners, refuse_scripted
 from swpipe._state.torch_hooks import before_calls, before_steps, refuse_scheduled
-from swpipe._values.owners import Owner, Owners, modules_of
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner, Owners, modules_of
 from swpipe._values.storages import StorageId, described
 from swpipe._values.walk import parts_of, tensors_in
 from swpipe.core.messages import listed

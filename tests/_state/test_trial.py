@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swpipe._state.loop import LoopState
-from swpipe._values.owners import Owner, Owners
+from swpipe._values.stateful import Owner, Owners
 from swpipe.device import CpuDevice
 from swpipe.errors import UnsavedStateError
 

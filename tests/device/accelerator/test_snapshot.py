@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
-from swpipe._values.owners import Owner
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner
 from swpipe.device import AcceleratorDevice, resolve
 from tests.device.accelerator.work import DEVICE, spin, warm_up
 
