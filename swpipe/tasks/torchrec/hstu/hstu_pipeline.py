@@ -43,8 +43,8 @@ def hstu_groups(prefetch: bool) -> dict[str, Sequence[str]]:
         "start_input_dist": ["start_input_dist"],
         "wait_input_dist": ["wait_input_dist"],
         **fill,
-        "zero_grad": ["zero_grad"],
         "global_tokens_allreduce": ["count_tokens"],
+        "zero_grad": ["zero_grad"],
         "nccl_safety_barrier": [],  # only what it waits for
         "forward": [*([] if prefetch else ["prefetch"]), "embedding_forward", "dense_forward"],
         "backward": ["postprocess_loss", "dense_backward", "embedding_backward"],
