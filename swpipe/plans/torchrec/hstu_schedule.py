@@ -53,9 +53,11 @@ COMPUTE = (
     "optimizer_step",
     "watchdog_step",
 )
-TASKS = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
-"""The fourteen, in the order of a period: the tokens of a batch are counted while the sizes of the
-next one's ids are exchanged."""
+TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
+"""The fourteen, in serial order."""
+
+IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
+"""In a period the tokens are counted while the sizes of the next batch's ids are exchanged."""
 
 STREAMS = ("memcpy", "data_dist", "prefetch")
 
@@ -146,7 +148,7 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
         "optimizer_step": {"depends_on": ("finalize_model_grads",)},
         "watchdog_step": {"depends_on": ("optimizer_step",)},
     }
-    tasks = (StepTask(name, **waits[name]) for name in TASKS if prefetch or name != PREFETCH)
+    tasks = (StepTask(name, **waits[name]) for name in IN_PERIOD if prefetch or name != PREFETCH)
     return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
 
 
