@@ -41,12 +41,6 @@ def test_the_longest_path_goes_first() -> None:
     assert "161 us becomes 111 us" in found.why
 
 
-def test_equal_tasks_are_in_the_order_of_their_names() -> None:
-    """However they are declared."""
-    plan = PipelinePlan(on_streams(b="s", c="s", a="s"))
-    assert list_schedule(plan, device(a=1, b=1, c=1)).listed == ("a", "b", "c")
-
-
 def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> TaskCost:
     """A task's cost; microseconds."""
     return TaskCost(host_us=host, gil_us=gil, device_us=device, resources=resources)
@@ -97,20 +91,6 @@ def test_busy_resources_are_waited_for(
     plan = PipelinePlan({name: entry for name, (entry, _) in entries.items()})
     costs = CostModel({name: cost for name, (_, cost) in entries.items()})
     assert list_schedule(plan, costs).listed == ("first", "other", "second")
-
-
-def test_on_a_cpu_device_time_is_time_on_the_thread() -> None:
-    """Streams have no effect: two tasks of one thread run one after the other."""
-    plan = PipelinePlan(
-        {
-            "first": TaskSchedule(stream="a", thread_group="x"),
-            "second": TaskSchedule(stream="b", thread_group="x"),
-            "other": TaskSchedule(stream="a", thread_group="y"),
-        }
-    )
-    costs = device(first=200, second=90, other=60)
-    assert list_schedule(plan, costs).listed == ("first", "second", "other")
-    assert list_schedule(plan, costs, streams=False).listed == ("first", "other", "second")
 
 
 def test_communicator_order_is_kept() -> None:
