@@ -66,17 +66,6 @@ def test_threads_may_be_chosen_freely() -> None:
     assert (even.res_mii_us, even.busiest) == (17.0, "2 threads: all tasks")
 
 
-def test_the_heaviest_cycle_bounds_it() -> None:
-    """28 over a distance of 2; the plan reaches it."""
-    model = costs(prefetch=10, forward=10, step=8)
-    bounds = lower_bounds(loop(), model, streams=False)
-    assert (bounds.ii_us, bounds.res_mii_us, bounds.rec_mii_us) == (14.0, 10.0, 14.0)
-    assert bounds.limiting == (
-        "a cycle of dependences: prefetch i -> forward i -> step i -> prefetch i+2"
-    )
-    assert simulate(loop(), model, streams=False).ii_us == 14.0
-
-
 def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
     """The host does not wait for the device, so the two do not add up."""
     model = CostModel({n: TaskCost(1, device_us=10) for n in ("prefetch", "forward", "step")})
