@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from functools import cache
 
 import pytest
 from torch import Tensor
 
-from tests.device.accelerator.training import PLANS, batches, same, trained
-from tests.device.accelerator.work import warm_up
+from swpipe import PipelinePlan
+from swpipe.testing import Difference, Loop, first_difference
+from tests.device.accelerator.training import PLANS, Training, badly, batches, same, trained
+from tests.device.accelerator.work import DEVICE, warm_up
+from tests.device.virtual.guards import GUARDS
 
 ITERATIONS = 25
 
@@ -26,3 +31,32 @@ def test_a_plan_trains_to_the_same_bits(name: str, seed: int) -> None:
     """Means of losses, parameters and the optimizer's state are the serial run's, with dropout."""
     warm_up()
     assert same(serially(), trained(PLANS[name], seed, batches(ITERATIONS)))
+
+
+def difference(plan: PipelinePlan, seed: int) -> Difference | None:
+    """Between training serially and under a plan, task by task; streams are late."""
+
+    def loop(plan: PipelinePlan | None) -> Loop:
+        return Loop(batches(8), Training(delays=random.Random(seed)).tasks(), plan=plan)
+
+    with badly():
+        return first_difference(lambda: loop(None), lambda: loop(plan), device=DEVICE)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_comparison_finds_no_difference_of_a_right_plan() -> None:
+    """What each task leaves is copied on its stream, before another one changes it."""
+    assert [difference(plan, seed) for seed, plan in enumerate(PLANS.values())] == [None] * 6
+
+
+# A run without the guard may fail in close(), too.
+@pytest.mark.filterwarnings("ignore:a pipeline with iterations in flight was dropped")
+@pytest.mark.usefixtures("deterministic")
+def test_a_comparison_finds_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the task, the iteration and the attribute that differ first."""
+    next(guard for guard in GUARDS if guard.name == "event waits").remove(monkeypatch)
+    differences = (difference(PLANS["all on streams of their own"], seed) for seed in range(9))
+    found = next(filter(None, differences))
+    assert found.task in ("scale", "forward", "report")
+    assert found.attribute.startswith("ctx.")
+    gc.collect()  # here, where the warnings of what was dropped are ignored

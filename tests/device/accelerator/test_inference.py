@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -16,9 +14,8 @@ from swpipe import PipelinePlan, SWPipeline
 from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
-from tests import backend
-from tests.device.accelerator.training import Training, batches, on_host, same, trained
-from tests.device.accelerator.work import DEVICE, SIMULATED
+from tests.device.accelerator.training import Training, badly, batches, on_host, same, trained
+from tests.device.accelerator.work import DEVICE
 from tests.support.plans_for_tests import scattered
 
 
@@ -46,16 +43,6 @@ def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
         for name, entry in plan.schedule.items()
     }
     return replace(plan, schedule=entries)
-
-
-@contextmanager
-def badly() -> Iterator[None]:
-    """The test backend with late streams, and with memory poisoned."""
-    if not SIMULATED:
-        yield
-        return
-    with backend.misbehaving(late_streams=100.0, poison=True):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from tests.device.accelerator.work import DEVICE, spin
+from tests import backend
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 from tests.inference.helpers import WORD
 from tests.support.plans_for_tests import NOBODY_ELSE
 
@@ -200,6 +201,16 @@ def trained(
             with pipe.shortcut(*shortcuts) if number % 2 else nullcontext():
                 found += means(pipe, one)
     return on_host([*found, *training.tensors()])
+
+
+@contextmanager
+def badly() -> Iterator[None]:
+    """The test backend with late streams, and with memory poisoned."""
+    if not SIMULATED:
+        yield
+        return
+    with backend.misbehaving(late_streams=100.0, poison=True):
+        yield
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
