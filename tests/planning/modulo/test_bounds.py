@@ -9,7 +9,6 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.errors import PlanError
 from swpipe.planning import lower_bounds, simulate
 from tests.planning.simulation.test_simulator import contended_costs, feeding
 from tests.support.strategies import random_case
@@ -126,13 +125,3 @@ def test_they_print_in_two_lines() -> None:
         "prefetch i -> forward i -> step i -> prefetch i+2"
     )
     assert "RecMII: none" in lower_bounds(feeding(), costs(read=1, train=1)).format()
-
-
-def test_invalid_arguments_are_refused() -> None:
-    """Fewer threads than one, tasks without a cost, plans that cannot run."""
-    with pytest.raises(ValueError, match="threads is 0"):
-        lower_bounds(feeding(), costs(read=1, train=1), threads=0)
-    with pytest.raises(PlanError, match="'train' has no cost"):
-        lower_bounds(feeding(), costs(read=1))
-    with pytest.raises(PlanError, match="the plan is empty"):
-        lower_bounds(PipelinePlan({}), costs())

@@ -15,7 +15,6 @@ from swpipe._engine.program import RETIRE, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
-from swpipe.errors import PlanError
 from swpipe.planning.modulo.bounds import lower_bounds
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
@@ -318,17 +317,6 @@ def test_tasks_that_wait_for_each_others_lock_contend() -> None:
 
 
 # -------------------------------------------------------------------------------- refused
-
-
-def test_what_cannot_be_simulated_is_refused() -> None:
-    """Also if its tasks have no functions; costs of other tasks than the plan's do not matter."""
-    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("b", "a")])
-    with pytest.raises(PlanError, match="form a cycle"):
-        simulate(plan, CostModel({"a": TaskCost(), "b": TaskCost()}))
-    with pytest.raises(PlanError, match="task 'train' has no cost"):
-        simulate(feeding(), CostModel({"read": TaskCost(), "other": TaskCost()}))
-    with pytest.raises(ValueError, match="iterations is 0"):
-        simulate(feeding(), CostModel({"read": TaskCost(), "train": TaskCost()}), iterations=0)
 
 
 def test_tasks_can_cost_nothing() -> None:

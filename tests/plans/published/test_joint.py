@@ -210,14 +210,3 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     stages = {n: replace(e, stage=k) for k, (n, e) in enumerate(STEP.schedule.items())}
     with pytest.raises(PlanError, match="limit is 3 iterations in flight: allow 4"):
         joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))
-
-
-def test_invalid_inputs_are_refused() -> None:
-    """A task without a cost, a frozen one that is unknown, numbers out of range."""
-    with pytest.raises(PlanError, match="task 'train' has no cost"):
-        joint_search(STEP, blocking(copy=1, dist=1, cache=1))
-    with pytest.raises(PlanError, match="freeze 'fwd', which the plan does not have"):
-        joint_search(STEP, COSTS, limits=Limits(frozen=["fwd"]))
-    for name, least in (("beam_width", 1), ("rounds", 0), ("patience", 1)):
-        with pytest.raises(ValueError, match=f"{name} is {least - 1}: give an integer of {least}"):
-            joint_search(STEP, COSTS, **{name: least - 1})  # type: ignore[arg-type]

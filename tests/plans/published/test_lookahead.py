@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from bench import recsys14
 from swpipe import PipelinePlan, TaskSchedule
@@ -210,22 +209,10 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
 
 
 def test_frozen_tasks_must_be_in_place() -> None:
-    """In the last stage, on the caller's thread, and in the plan."""
+    """In the last stage, on the caller's thread."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
     with pytest.raises(PlanError, match="'copy' is frozen, but runs 3 ahead"):
         assign_lookaheads(deep, COSTS, limits=Limits(frozen=["copy"]))
     groups = {n: replace(e, thread_group="io") for n, e in STEP.schedule.items()}
     with pytest.raises(PlanError, match="'train' is frozen, but in the thread group 'io'"):
         assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(frozen=["train"]))
-    with pytest.raises(PlanError, match="freeze 'fwd', which the plan does not have"):
-        assign_lookaheads(STEP, COSTS, limits=Limits(frozen=["fwd"]))
-
-
-def test_invalid_inputs_are_refused() -> None:
-    """A task without a cost; a stream that is an object, which cannot be moved by name."""
-    with pytest.raises(PlanError, match="task 'dist' has no cost"):
-        assign_lookaheads(STEP, device(copy=1, train=1))
-    stream = torch.Stream(device="cpu")
-    held = {n: replace(e, stream=stream) for n, e in STEP.schedule.items()}
-    with pytest.raises(PlanError, match="'copy': its stream is a torch.Stream"):
-        assign_lookaheads(replace(STEP, schedule=held), COSTS)
