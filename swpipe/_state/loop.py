@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,26 +74,33 @@ class LoopState:
         self._snapshot.restore()
 
     @contextmanager
-    def trial(self, *, always: bool = False) -> Iterator[None]:
+    def trial(self) -> Iterator[None]:
         """A block in which the tasks run; everything is restored at its end, also on failure.
 
-        So is an optimizer that steps within it, with its parameters. Where the user has said what
-        to restore, only ``always``.
+        So is an optimizer that steps within it for the first time, with its parameters.
 
         Raises:
-            UnsavedStateError: An optimizer steps that is not known, and has a scheduler.
+            UnsavedStateError: From the step of an optimizer that has a state, and that the user has
+                left out of what is to be restored; or that is not known, and has a scheduler.
         """
-        adds = self._shown or always
         try:
-            with before_steps(self._before_step) if adds else nullcontext():
+            with before_steps(self._before_step):
                 yield
         finally:
             self.restore()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if not self._snapshot.restores(optimizer):
-            refuse_scheduled(optimizer, ())
-            self._snapshot.add(Owner(type(optimizer).__name__, optimizer))
+        if self._snapshot.restores(optimizer):
+            return
+        kind = type(optimizer).__name__
+        if optimizer.state and not self._shown:
+            raise UnsavedStateError(
+                [kind],
+                "the tasks call the step of an optimizer",
+                "Add it to state=: state=[model, optimizer, ...]",
+            )
+        refuse_scheduled(optimizer, ())
+        self._snapshot.add(Owner(kind, optimizer))
 
 
 def refuse_scripted(found: Iterable[Owner]) -> None:

@@ -54,8 +54,7 @@ def record(
             an iteration shows only from one iteration to the next.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
-        state: What to restore, in a list or by names, besides optimizers that step; None for what
-            torch shows.
+        state: What to restore, in a list or by names; None for what torch shows.
         loader: What training takes its batches from. It is not called. Its effects are those of
             ``"<pull>"``, the first entry of ``effects``: none if it is apart from the loop
             (``swpipe.core.loaders``); otherwise it may touch what a task may that says nothing.
@@ -64,7 +63,8 @@ def record(
         PlanError: There are no tasks, or two have the same name.
         ValueError: ``iterations`` is no integer of 1 or more.
         TypeError: Something in ``state`` cannot be restored, or ``context`` cannot be used.
-        UnsavedStateError: Tasks may step a scheduler that is not restored.
+        UnsavedStateError: Tasks call the step of an optimizer that is not restored, or may step a
+            scheduler that is not.
         BaseException: Whatever a task raised, with a note of where.
     """
     tasks = checked_tasks(tasks)
@@ -83,7 +83,7 @@ def record(
         state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
     observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
-    with saved.trial(always=True):
+    with saved.trial():
         observed = [observer.run(batch, number) for number in range(iterations)]
         items = assign_declared(items_in(observer.owners).tensors, tasks)
         trained = {item for item, tensor in items.items() if tensor.requires_grad}

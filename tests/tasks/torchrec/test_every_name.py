@@ -103,7 +103,7 @@ def _parts(job: Job, model: nn.Module) -> tuple[list[Any], list[Any]]:
     return optimizers, [StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
 
 
-STEPS = {1: 4, 3: 13}
+STEPS = {1: 4, 3: 7}
 """Batches per optimizer step to batches of a training, with some left over."""
 
 
