@@ -69,7 +69,7 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Calls several functions of the context, one after the other."""
     if len(parts) < 2:
-        return parts[0] if parts else id  # type: ignore[return-value] - does nothing, in no time
+        return parts[0] if parts else id  # type: ignore[return-value]  # no work
 
     def call(ctx: Any) -> None:
         for part in parts:
