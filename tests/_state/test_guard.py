@@ -183,21 +183,6 @@ def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
     assert not trainer.optimizer.state
 
 
-def test_state_that_is_given_is_restored() -> None:
-    """What the error says to do helps."""
-    trainer = Trainer()
-    state = [trainer.model, trainer.optimizer, trainer.table]
-
-    def both(ctx: Any) -> None:
-        trainer.train()
-        trainer.count()
-
-    before = copy.deepcopy(trainer.model.state_dict())
-    assert guarded(both, state) == 3
-    assert trainer.table.tolist() == [0, 0, 0]
-    assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
-
-
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another one."""
 
@@ -267,22 +252,6 @@ def test_tensors_without_version_counters_are_left_out() -> None:
         trainer.model.register_buffer("table", torch.zeros(3))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     guarded(lambda ctx: (trainer.model(torch.ones(1, 2)), optimizer.zero_grad()))
-
-
-def test_lazy_parameters_may_be_trained() -> None:
-    """They are initialized after the snapshot, and keep what they became."""
-    model = nn.LazyLinear(1)
-    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def train(ctx: Any) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-    snapshot = Snapshot(given_state([model, optimizer]), CpuDevice())
-    with TrainingGuard(snapshot):
-        train(None)
 
 
 def test_what_was_only_shown_is_added_to() -> None:

@@ -60,8 +60,8 @@ class Done(NamedTuple):
 
 MAIN = "from swpipe.cli import main; main()"
 
-QUICK = "import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS, a._WINDOWS = 0.1, 2, 1; "
-QUICKLY = QUICK + MAIN
+QUICK = "a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1"
+QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
 """What a plan is searched and tried with says nothing about ranks."""
 
 
@@ -74,20 +74,29 @@ def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN) -> Done:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_bit_equal_under_two_plans(click_scripts: Scripts, tmp_path: Path) -> None:
-    """One bar, one table, one timeline: those of rank 0."""
+def test_two_ranks_train_bit_equal_under_three_plans(
+    click_scripts: Scripts, tmp_path: Path
+) -> None:
+    """One bar, one table, one timeline: those of rank 0; both measure, and come to one plan."""
     log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
     timeline = tmp_path / "timeline.json"
     done = on_two_ranks(
         click_scripts, "train", "--data", log, "--held-out", held_out, "--batch-size", 8,
-        "--steps", 6, "--compare", "serial,sparse_dist", "--timeline", timeline,
+        "--steps", 6, "--compare", "serial,sparse_dist,auto", "--timeline", timeline, code=QUICKLY,
     )  # fmt: skip
     assert done.codes == {}, done.err
-    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
+    for plan in ("sparse_dist", "auto"):
+        assert done.out.count(f"serial and {plan}: bit-equal: 6 losses and 37 parameters") == 1
     assert done.out.count("held-out rows: AUC ") == 1
     assert done.out.count("data: 60 rows, none malformed") == 1
     assert done.err.count("training: 100%") == 1  # of one rank alone
     assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
+    assert re.findall(
+        r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
+    )
+    assert "\nserial " in done.out
+    assert "auto: expected " in done.out
+    assert done.err.splitlines().count("recording what the tasks touch") == 1
 
 
 @pytest.mark.slow
@@ -100,22 +109,6 @@ def test_what_one_rank_finds_wrong_is_told_once(click_scripts: Scripts, tmp_path
     (told,) = done.told
     assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
     assert done.codes == {0: 2, 1: 2}
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_plan_and_train_together(click_scripts: Scripts, tmp_path: Path) -> None:
-    """Both come to the same plan, and it gives the numbers of the serial one."""
-    log = write_log(tmp_path / "log.tsv", 60)
-    args = ("train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
-    done = on_two_ranks(click_scripts, *args, code=QUICKLY)
-    assert done.codes == {}, done.err
-    assert done.out.count("serial and auto: bit-equal: 4 losses and 37 parameters") == 1
-    assert re.findall(
-        r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
-    )
-    assert "\nserial " in done.out
-    assert "auto: expected " in done.out
-    assert done.err.splitlines().count("recording what the tasks touch") == 1
 
 
 APART = """

@@ -74,12 +74,6 @@ def test_a_plan_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(piped())) == piped()
 
 
-def test_a_digest_tells_plans_apart() -> None:
-    """Equal plans have equal digests, and any change of data changes it."""
-    assert piped().digest() == piped().digest()
-    assert piped().digest() != piped(depth=4).digest()
-
-
 def test_a_stream_object_cannot_be_written_to_a_file() -> None:
     """Only named streams are data; the error says so and names the task."""
     plan = PipelinePlan(schedule={"a": TaskSchedule(stream=torch.Stream(device="cpu"))})
@@ -200,13 +194,6 @@ def test_a_replaced_plan_keeps_its_tasks() -> None:
     """A plan made from another with dataclasses.replace once had lost them."""
     plan = PipelinePlan.serial([PipelineTask("a", print)])
     assert replace(plan, pipeline_depth=2).tasks == plan.tasks
-
-
-def test_staleness_goes_to_files_and_back() -> None:
-    """It is part of the plan's data."""
-    plan = PipelinePlan({"a": TaskSchedule()}, stale={"embeddings": 1})
-    assert PipelinePlan.from_toml(plan.to_toml()) == plan
-    assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
 def test_thread_groups_come_as_tasks_name_them_the_callers_first() -> None:
