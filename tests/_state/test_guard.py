@@ -275,3 +275,19 @@ def test_what_was_only_shown_is_added_to() -> None:
         TrainingGuard(Snapshot([], CpuDevice()), adds=True),
     ):
         trainer.train()
+
+
+def test_lazy_parameters_may_be_trained() -> None:
+    """They are initialized after the snapshot, and keep what they became."""
+    model = nn.LazyLinear(1)
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(ctx: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    snapshot = Snapshot(given_state([model, optimizer]), CpuDevice())
+    with TrainingGuard(snapshot):
+        train(None)
