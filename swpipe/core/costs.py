@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
-from swpipe.core.files import parse_json, read_rows, read_text, write_atomically
+from swpipe.core.files import read_rows, read_text, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
@@ -139,12 +139,10 @@ class CostModel:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a cost model.
         """
-        data: object = parse_json(text)
+        data: object = json.loads(text)
         if isinstance(data, dict) and data and all(map(_of_schedulable, data.values())):
-            rows = data.items()
-            data = {
-                "tasks": {n: {"host_us": r["cpu_us"], "device_us": r["gpu_us"]} for n, r in rows}
-            }
+            given = {"cpu_us": "host_us", "gpu_us": "device_us"}
+            data = {"tasks": {n: {given[k]: us for k, us in r.items()} for n, r in data.items()}}
         if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
             raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
         problems: list[Problem] = []

@@ -137,4 +137,5 @@ def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
             return [sum(pair) for pair in zip(value[::2], value[1::2], strict=True)]
         return [2 * one for one in value]
 
-    return replace(costs, **{name: times(getattr(costs, name)) for name in OF_STAGES})
+    of_stages: Any = {name: times(getattr(costs, name)) for name in OF_STAGES}
+    return replace(costs, **of_stages)

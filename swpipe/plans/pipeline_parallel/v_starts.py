@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from operator import mul
 from random import Random
 
 from swpipe.plans.pipeline_parallel.action import ScheduleError
@@ -85,10 +84,11 @@ def _published(orders: VOrders) -> PipelineGraph:
             both = [row[kind] + row[kind + 1] for row in rows]
             yield (both[0] if len(set(both)) == 1 else sum(both) / len(both)) / 2
 
-    f, b, w = means(orders.memory)
+    (f_cost, b_cost, w_cost), (f, b, w) = means(orders.cost), means(orders.memory)
     # What it makes of the mean may exceed the memory; here it is told what it needs at least.
     memory = (f, b, w, max(orders.costs.limit(2 * orders.n_ranks), 2 * (f + max(0, b))))
-    return PipelineGraph(orders.n_ranks, orders.n_micro, *means(orders.cost), orders.hop, *memory)
+    sizes = orders.n_ranks, orders.n_micro
+    return PipelineGraph(*sizes, f_cost, b_cost, w_cost, orders.hop, *memory)
 
 
 def _order_of(attempt: AttemptResult) -> Order:
@@ -203,7 +203,7 @@ class GreedyOrder:
             waits = len(own[2]) > len(own[3])  # an older one, for its I1
             rest = max(0, of_i0, of_i1) if waits else rest - of_f1
         pending = (len(own[k]) - len(own[k + 2]) for k in (2, 3))
-        left = self._left(rank) - sum(map(mul, pending, freed))
+        left = self._left(rank) - sum(n * w for n, w in zip(pending, freed, strict=True))
         return left >= memory[kind] + rest
 
     def _left(self, rank: int) -> float:
