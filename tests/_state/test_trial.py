@@ -241,6 +241,5 @@ def test_lazy_parameters_may_be_trained() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
-    snapshot = Snapshot(given_state([model, optimizer]), CpuDevice())
-    with TrainingGuard(snapshot):
+    with LoopState([], [model, optimizer], CpuDevice()).trial():
         train(None)
