@@ -14,6 +14,7 @@ import torch
 from swpipe import IterContext, PipelineTask, TypedContext
 from swpipe.cli import app
 from swpipe.profiler import ProfileResults
+from swpipe.tasks.images import images_workload
 from tests.cli.test_cli import needs_matplotlib, out, refused
 from tests.docs.pages import ROOT
 from tests.profiler.test_result import RESULT
@@ -97,6 +98,7 @@ def test_the_demo_runs_with_torch_alone(
     """On generated images, whose loss falls; pictures that it cannot draw it says how to get."""
     monkeypatch.setattr(app, "find_spec", lambda name: None)
     monkeypatch.setattr(app, "_DEMO_PROFILES_S", 0.2)
+    monkeypatch.setattr(images_workload, "_DIFFERENT", 4)
     said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
     assert "Training the same model (images) under two plans, in turns: serial, pipelined." in said
     assert "bit-equal: 40 losses and 6 parameters" in said
@@ -119,6 +121,7 @@ def test_the_demo_draws_pictures(
     """Of its timeline and of its table, with the other files."""
     result = ProfileResults([RESULT])
     monkeypatch.setattr(app, "profile_job", lambda *given, **options: result)
+    monkeypatch.setattr(images_workload, "_DIFFERENT", 1)
     out(capsys, "demo", "--directory", tmp_path, "--steps", 4)
     written = {file.name for file in tmp_path.iterdir() if file.stat().st_size > 0}
     assert written >= {*app.DEMO_FILES, *app.DEMO_PICTURES}

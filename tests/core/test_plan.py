@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
-from swpipe.core import plan as plan_module
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import MOST_TASKS
 from swpipe.errors import PlanError
 from tests.support.plans_for_tests import piped, tasks
 
@@ -156,19 +154,6 @@ def test_a_file_without_a_schedule_is_refused() -> None:
     """An empty file is no plan."""
     with pytest.raises(PlanError, match=r"no \[schedule\]"):
         PipelinePlan.from_toml("")
-
-
-@pytest.mark.parametrize("form", ["toml", "json"])
-def test_too_many_tasks_are_refused_before_they_are_read(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of TOML, whose parser takes longest, before it is parsed."""
-    names = [f"t{number}" for number in range(MOST_TASKS + 2)]
-    toml = "".join(f"[schedule.{name}]\nstage = 0\n" for name in names)
-    text = toml if form == "toml" else json.dumps({"schedule": {name: {} for name in names}})
-    monkeypatch.setattr(plan_module, "read_table" if form == "json" else "parse_toml", None)
-    with pytest.raises(PlanError, match=r"tasks, but a plan has at most 10000: join some"):
-        PipelinePlan.from_toml(text) if form == "toml" else PipelinePlan.from_json(text)
 
 
 def test_text_that_does_not_parse_keeps_line_and_column() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -554,6 +555,34 @@ def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
                 check = pipe._driver.run.iterations.check
                 assert len(check._places._places) < 150
                 assert max(len(place.runs) for place in check._places._places.values()) < 50
+
+
+def test_the_memory_of_a_gradient_has_its_name() -> None:
+    """Of one that two tasks use at the same time, after it was accumulated."""
+    training = Training(every=1)
+
+    def train(ctx: IterContext) -> None:
+        for step in (training.step, training.forward, training.backward):
+            step(ctx)
+
+    def scale(ctx: IterContext) -> None:
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def look(ctx: IterContext) -> None:
+        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+
+    plan = on_threads(
+        "scale",
+        "look",
+        "train",
+        deps=[("scale", "train"), ("look", "train")],
+        cross_iter_deps=[("train", "scale"), ("train", "look")],
+    )
+    _, error = stopped(checked(plan, [train, scale, look]))
+    assert "the gradient of a parameter (float32 [" in str(error)
+    assert re.search(r"which '(look|scale)' on iteration 0 touches", str(error))
 
 
 def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:

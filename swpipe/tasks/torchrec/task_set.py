@@ -66,10 +66,14 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 """
 
 
+def _nothing(ctx: Any) -> None:
+    """A task that others wait for."""
+
+
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Calls several functions of the context, one after the other."""
     if len(parts) < 2:
-        return parts[0] if parts else id  # type: ignore[return-value]  # no work
+        return parts[0] if parts else _nothing
 
     def call(ctx: Any) -> None:
         for part in parts:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swpipe import SWPipeline, TaskProfiler
-from swpipe._values.owners import Owner
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner
 from swpipe.device import AcceleratorDevice, resolve
 from tests.device.accelerator.training import PLANS, Training, batches, means, on_host, same
 from tests.device.accelerator.work import DEVICE, spin, warm_up

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.changes import ContextChanges, ContextWatch
+from swpipe._values.context_log import ContextWatch
 
 
 @dataclass
@@ -54,11 +54,13 @@ def context() -> SimpleNamespace:
     )
 
 
-def changes(task: Callable[[Any], object], ctx: Any = None) -> ContextChanges:
+def changes(
+    task: Callable[[Any], object], ctx: Any = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     ctx = context() if ctx is None else ctx
     with ContextWatch(ctx) as watch:
         task(ctx)
-    return watch.changes
+    return watch.produced, watch.deleted
 
 
 def set_item(ctx: Any) -> None:
