@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe._distributed import rank_checks as ranks_module
+from swpipe import SWPipeline
 from tests.support.plans_for_tests import piped, tasks
-from tests.support.ranks import WELL_BEFORE_S, Ranks
+from tests.support.ranks import Ranks
 
 NAMES = [task.name for task in tasks()]
 FIRST, SECOND = NAMES[:2]
@@ -82,69 +77,6 @@ def _nothing_to_disable() -> int:
 def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> None:
     """Nothing changes, so there is nothing to compare."""
     assert two_ranks.run(_nothing_to_disable) == [4, 4]
-
-
-def _goes_on_alone(act: str, of: str) -> str:
-    """Rank 0 changes a shortcut after two steps and rank 1 does not; what rank 0 is told."""
-
-    def meet(ctx: IterContext) -> None:
-        dist.all_reduce(torch.ones(1))
-
-    alone = [PipelineTask("meet", meet)]
-    # "add" is shortcut on both ranks, so that it can be disabled on one.
-    tasks = [*alone, PipelineTask("add", lambda ctx: setattr(ctx, "sum", 1))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, stall_timeout_s=60.0) as pipe:
-        pipe.enable_shortcut("add")
-        batches, said = iter(range(6)), ""
-        for _ in range(2):
-            pipe.progress(batches)
-        change = getattr(pipe, f"{act}_shortcut")
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError) as caught:
-                change(of)
-            said = str(caught.value)
-        pipe.progress(batches)
-        change(of)
-        for _ in range(3):
-            pipe.progress(batches)
-    return said
-
-
-@pytest.mark.slow
-def test_a_rank_that_goes_on_alone_is_noticed() -> None:
-    """Long before the time-out; and ranks that are alike from then on run."""
-    with Ranks(2) as ranks:
-        for act, of, word in (("enable", "meet", "without"), ("disable", "add", "with")):
-            begun_s = time.monotonic()
-            told = ranks.run(_goes_on_alone, act, of)[0]
-            assert time.monotonic() - begun_s < WELL_BEFORE_S
-            assert told == (
-                f"rank 1 has begun period 2 {word} the shortcuts that this rank {act}s before "
-                f"period 2: {act} the same tasks on all ranks, between the same two steps"
-            )
-
-
-def _comes_late() -> list[str]:
-    """Rank 1 answers for pipelines that have not gone on without, and then enables the task."""
-    with (
-        SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as other,
-        SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe,
-    ):
-        other.run(range(5))
-        pipe.run(range(2))
-        if dist.get_rank() == 1:
-            waiting = ranks_module._SHORTCUTS.format(ranks_module._turns.count, ranks_module._ANY)
-            _get_default_store().wait([waiting])
-            assert other._driver.begun.periods > pipe._driver.begun.periods
-            ranks_module.answer_check(other._driver.begun)
-            ranks_module.answer_check(pipe._driver.begun)
-        pipe.enable_shortcut(FIRST)
-        return list(pipe.shortcut_tasks)
-
-
-def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks) -> None:
-    """While it is at another pipeline, of the same plan even, or no period ahead of the others."""
-    assert two_ranks.run(_comes_late) == [NAMES[:1]] * 2
 
 
 def _alone() -> list[str]:
