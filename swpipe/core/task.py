@@ -256,7 +256,10 @@ def task(
     if name is None:
         name = getattr(fn, "__name__", "")
         if not is_name(name):  # such as <lambda>
-            raise TypeError(f"{shown(fn)} has no name for a task: PipelineTask(name, fn) gives one")
+            raise TypeError(
+                f"{shown(fn)} has no name for a task: PipelineTask(name, fn) gives one, such as "
+                "PipelineTask('decode', lambda ctx: ...); so does a def"
+            )
     return PipelineTask(name, fn, io, random, pure, reads)
 
 

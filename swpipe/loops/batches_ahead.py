@@ -57,15 +57,15 @@ class BatchesAhead:
 
     Args:
         loader: The loader.
-        makes_batches: Whether its code in this process makes the batches.
+        made_here: Whether its code in this process makes the batches.
         most: How many there may be; 0 where nobody will ask for them.
     """
 
-    def __init__(self, loader: Any, *, makes_batches: bool, most: int) -> None:
+    def __init__(self, loader: Any, *, made_here: bool, most: int) -> None:
         self._kind = type(loader).__name__
-        self._makes = makes_batches
+        self._makes = made_here
         self._keeps = goes_on(loader) or type(loader) in (list, tuple)  # which hold their batches
-        self._looks = most > 0 and (makes_batches or self._keeps)
+        self._looks = most > 0 and (made_here or self._keeps)
         self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
         self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified

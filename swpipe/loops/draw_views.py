@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swpipe._engine.waiting import Cancelled
 from swpipe.device import on_cpu
 from swpipe.loops.loader_draws import KnownDraws, both_draw
+from swpipe.loops.pass_generators import States
 
 
 class Turns(Protocol):
@@ -62,7 +63,6 @@ class DrawViews(TorchDispatchMode):
 
     Attributes:
         known: What is known of the loader.
-        found: The state in which this pull found the generator; None if it has not drawn.
 
     Args:
         turns: Of the pipeline.
@@ -73,7 +73,6 @@ class DrawViews(TorchDispatchMode):
     def __init__(self, turns: Turns, known: KnownDraws, *, kept: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
-        self.found: Tensor | None
         self._turns, self._kept = turns, kept
         self._generator = torch.default_generator
         self._view = torch.Generator()
@@ -90,17 +89,19 @@ class DrawViews(TorchDispatchMode):
         self._set: Tensor | None = None  # the state in which the loop should have left it
         self._left: deque[tuple[int, Tensor]] = deque()  # by pulls that drew from the view
         self._draws = self._draws_ahead = False  # in this pull
-        self.found = None
+        self._found: Tensor | None = None  # the state in which this pull drew first
 
-    def pulled(self, number: int) -> None:
-        """A pull has ended, by its number in the pass from 1."""
+    def pulled(self, number: int) -> States:
+        """A pull has ended, by its number in the pass from 1; the state in which it drew first."""
+        found = States() if self._found is None else {"torch cpu": self._found}
         if self._draws_ahead:
             self._after = self._view.get_state()
             self._left.append((number, self._after))
         elif self._draws:
             self._after = self._set = self._generator.get_state()
         self._draws = self._draws_ahead = False
-        self.found = None
+        self._found = None
+        return found
 
     def begin_batch(self, number: int) -> None:
         """The loop comes to the batch of a pull that has ended: set the generator for it."""
@@ -153,9 +154,9 @@ class DrawViews(TorchDispatchMode):
             self.known.waits += 1
             if self._is_out_of_turn():
                 return self._view_from(self._after if self._left else None)
-        self.found = self._generator.get_state()
+        self._found = self._generator.get_state()
         if self._after is not None:
-            if torch.equal(self.found, self._after):
+            if torch.equal(self._found, self._after):
                 self.known.quiet += 1
             else:
                 self.known.torch_shared = True
@@ -167,7 +168,7 @@ class DrawViews(TorchDispatchMode):
             state = self._set = self._generator.get_state()
         self._draws_ahead = True
         self._view.set_state(state)
-        self.found = state
+        self._found = state
         return self._view
 
     @contextmanager

@@ -32,7 +32,7 @@ from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batches_ahead import BatchesAhead
-from swpipe.loops.draw_views import DrawViews, Turns
+from swpipe.loops.draw_views import Turns
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, States, changed
@@ -53,10 +53,8 @@ class PulledLoader:
         draws: What it draws in mid-pass.
         ahead: Whether batches are pulled while earlier ones are in use.
         most: How many of these are looked at, or may be given again.
-        makes_batches: Whether its code in this process makes the batches.
         turns: Of the pipeline, where a thread of its own pulls while the loop's body runs.
-        watch: Watches pulls.
-        views: Give what it draws from torch's default generator.
+        watch: Watches pulls that are made ahead, where its code in this process makes the batches.
     """
 
     loader: Any
@@ -64,10 +62,8 @@ class PulledLoader:
     draws: LoaderDraws
     ahead: bool
     most: int = 0
-    makes_batches: bool = False
     turns: Turns | None = None
     watch: PullWatch | None = None
-    views: DrawViews | None = None
 
 
 class LoaderPass:
@@ -92,7 +88,7 @@ class LoaderPass:
         self._of = of
         self.had_live_workers = has_live_workers(of.loader)
         self._places = PlacesPulled(of.loader)
-        self._ahead = BatchesAhead(of.loader, makes_batches=of.makes_batches, most=of.most)
+        self._ahead = BatchesAhead(of.loader, made_here=of.watch is not None, most=of.most)
         self._again: deque[Any] = deque()
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
@@ -101,9 +97,9 @@ class LoaderPass:
         self._asked = self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
-        for job in (of.draws, of.watch, of.views):
-            if job is not None:
-                job.begin()
+        of.draws.begin()
+        if of.watch is not None:
+            of.watch.begin()
         if saved is None:
             self._at_start = of.generators.read()
             self._batches, self._loader_at_start = self._places.begin()
@@ -180,11 +176,8 @@ class LoaderPass:
 
     def begin_batch(self) -> None:
         """The caller's tasks come to the next batch, or all of its batches were handed out."""
-        of, number = self._of, self.handed_out + 1
-        if of.views is not None:
-            of.views.begin_batch(number)
-        if of.watch is not None:
-            _refuse_changed(of.watch.begin_batch(number))
+        if self._of.watch is not None:
+            _refuse_changed(self._of.watch.begin_batch(self.handed_out + 1))
 
     def hand_out(self) -> None:
         """The caller gets the next batch."""
@@ -368,11 +361,8 @@ class LoaderPass:
 
     def _note_draws(self, number: int, before: States, alone: bool) -> States:
         """Note what a pull has drawn; returns the states in which it found the generators."""
-        of, found = self._of, States()
-        if of.views is not None:
-            if of.views.found is not None:
-                found = {"torch cpu": of.views.found}
-            of.views.pulled(number)
+        of = self._of
+        found = States() if of.watch is None else of.watch.views.pulled(number)
         of.draws.after_pull(number, before, alone=alone and self._asked, seen=bool(found))
         if self._prepared is not None and not self._asked:
             self._prepared.after_pull()

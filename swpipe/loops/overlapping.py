@@ -30,12 +30,12 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
-from swpipe.loops.draw_views import DrawViews
 from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_draws import LoaderDraws, known_draws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
@@ -80,7 +80,10 @@ class Overlap:
 
     def __str__(self) -> str:
         names = [*(["the loader"] if self.loader_ahead else []), *self.ahead]
-        return "\n".join([f"ahead: {listed(names) if names else 'nothing'}", *self.why])
+        in_turn = [n for n in self.plan.schedule if n not in (*self.ahead, HAND_OVER.name)]
+        lines = [f"ahead: {listed(names) if names else 'nothing'}"]
+        lines += [f"in turn: {listed(in_turn)}"] if in_turn else []
+        return "\n".join([*map(wrapped, lines), *(wrapped(f"- {one}") for one in self.why)])
 
 
 class OverlappedLoop(ResumableLoop[C]):
@@ -125,19 +128,16 @@ class OverlappedLoop(ResumableLoop[C]):
         if not self.overlap.loader_ahead:
             draws = LoaderDraws(generators, measured=not apart)
             return PulledLoader(loader, generators, draws, ahead=False)
-        known = known_draws(inner)
-        views = None if apart else DrawViews(self.pipe, known, kept=goes_on(loader))
-        names = generators.named(generators_in_pass(inner))
+        known, names = known_draws(inner), generators.named(generators_in_pass(inner))
+        watch = None if apart else PullWatch(self.pipe, inner, known, kept=goes_on(loader))
         return PulledLoader(
             loader,
             generators,
             LoaderDraws(generators, names, measured=not apart, known=known),
             ahead=True,
             most=self.pipe.plan.depth,
-            makes_batches=not apart,
             turns=self.pipe,
-            watch=None if views is None else PullWatch(views, self.pipe, inner),
-            views=views,
+            watch=watch,
         )
 
     def _begin(self, current: LoaderPass) -> None:
@@ -361,7 +361,7 @@ def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
             yield (
                 f"If {name!r} uses its context and what nobody changes while the loop runs, no "
                 "model that is trained, and changes its context only, it may run ahead: say so by "
-                f"@swpipe.task(pure=True), or PipelineTask({name!r}, ..., pure=True)."
+                "@swpipe.task(pure=True)."
             )
     if random and pulled:
         yield (

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from swpipe.loops.draw_views import DrawViews, Turns
+from swpipe.loops.loader_draws import KnownDraws
 
 Reads = dict[int, tuple[weakref.ref[Tensor], int]]
 """Tensors by id, and their versions."""
@@ -43,17 +44,19 @@ class PullWatch(TorchFunctionMode):
     """Watches the pulls of one loader.
 
     Attributes:
+        views: Give what draws its generator.
         changed: The length of the loader, or of its dataset, if others have changed it.
 
     Args:
-        views: Give what draws its generator.
         turns: Of the pipeline.
         loader: The loader; its length and its dataset's are looked at, if that is quick.
+        known: What is known of its draws.
+        kept: As for ``DrawViews``.
     """
 
-    def __init__(self, views: DrawViews, turns: Turns, loader: Any) -> None:
+    def __init__(self, turns: Turns, loader: Any, known: KnownDraws, *, kept: bool) -> None:
         super().__init__()
-        self._views, self._turns = views, turns
+        self.views, self._turns = DrawViews(turns, known, kept=kept), turns
         sized = loader, getattr(loader, "dataset", None)
         self._sized: list[Any] = [one for one in sized if hasattr(type(one), "__len__")]
         self._active = self._reads = self._writing = False
@@ -66,6 +69,7 @@ class PullWatch(TorchFunctionMode):
 
     def begin(self) -> None:
         """A new pass begins."""
+        self.views.begin()
         self._lengths: dict[int, int] = {}  # after the last pull
         self.changed = ""
         self._ahead.clear()
@@ -81,6 +85,7 @@ class PullWatch(TorchFunctionMode):
 
     def begin_batch(self, number: int) -> str:
         """The loop comes to the batch of a pull: what others have changed of what it read."""
+        self.views.begin_batch(number)
         while self._ahead and self._ahead[0][0] <= number:
             for reference, version in self._ahead[0][1].values():
                 tensor = reference()
@@ -148,7 +153,7 @@ class PullWatch(TorchFunctionMode):
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _may_draw(func):
-            with self._views:
+            with self.views:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
