@@ -111,14 +111,11 @@ class UnsavedStateError(RuntimeError):
         mend: What to do about it.
     """
 
-    def __init__(self, names: Sequence[str], what: str, mend: str = "") -> None:
+    def __init__(self, names: Sequence[str], what: str, mend: str) -> None:
         super().__init__(tuple(names), what, mend)
         self.names = tuple(names)
         self.what = what
-        self.mend = mend or (
-            "state= does not have it. Name all that has to be restored: "
-            "state=[model, optimizer, ...]"
-        )
+        self.mend = mend
 
     def __str__(self) -> str:
         names = ", ".join(self.names)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 
-from swpipe._engine.driver import Driver, SourceLine, checked_start
+from swpipe._engine.driver import Driver, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.program import compile_plan
@@ -155,7 +155,8 @@ class SWPipeline(ShortcutControl[C]):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, verified, check_effects)
-        timeout_s, at = self._stall_timeout_s, SourceLine.of(sys._getframe(2))
+        timeout_s, frame = self._stall_timeout_s, sys._getframe(2)
+        at = frame.f_code.co_filename, frame.f_lineno
         self._driver = Driver[C](engine, self.plan, timeout_s, check_ranks=check_ranks, made_at=at)
         self._driver.next_iteration = checked_start(start_iteration)
 

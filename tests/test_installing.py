@@ -17,13 +17,16 @@ from tests.test_layout import LINKED, ROOT
 
 needs_repository = pytest.mark.skipif(not (ROOT / ".src").exists(), reason="needs the repository")
 
-SCRIPT = """
+SCRIPT = f"""
+import importlib.util
 import swpipe
 import swpipe.plans.prefetch
 from swpipe import ahead
 from swpipe.profiler import TaskProfiler
 
 assert list(ahead([1, 2])) == [1, 2]
+found = [name for name in {(*LINKED, "tests", "docs", "bench")} if importlib.util.find_spec(name)]
+assert found == [], found
 assert swpipe.TaskProfiler is TaskProfiler
 print(swpipe.__file__, swpipe.plans.prefetch.__file__)
 """
@@ -53,20 +56,21 @@ def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.fixture(params=["editable", "wheel"])
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=["editable", "wheel"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site-packages of an environment, into which the clone ``swpipe`` beside it is installed.
 
     As ``pip install --editable .`` and ``pip install .`` do it, by the same build backend.
     """
+    folder = tmp_path_factory.mktemp(request.param)
     left_out = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "__pycache__", "_build")
-    shutil.copytree(ROOT, tmp_path / "swpipe", symlinks=True, ignore=left_out)
+    shutil.copytree(ROOT, folder / "swpipe", symlinks=True, ignore=left_out)
     build = f"from setuptools import build_meta; build_meta.build_{request.param}('dist')"
-    built = run([sys.executable, "-c", build], tmp_path / "swpipe")
+    built = run([sys.executable, "-c", build], folder / "swpipe")
     assert built.returncode == 0, built.stderr
-    venv.create(tmp_path / "venv", symlinks=True)
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (wheel,) = (tmp_path / "swpipe" / "dist").glob("*.whl")
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (wheel,) = (folder / "swpipe" / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         files.extractall(site)
     # A path entry does not read the .pth files that it leads to: another swpipe stays unseen.
@@ -75,43 +79,44 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @needs_repository
-def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path, tmp_path: Path) -> None:
-    """Python finds the package, not the folder beside the script, and nothing else of the clone."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    python = tmp_path / "venv" / "bin" / "python"
-    done = run([python, "-W", "error", "script.py"], tmp_path)
+def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path) -> None:
+    """Python finds the package, not the folder beside the script, and nothing else of the clone.
+
+    Its types are found where it is marked as typed.
+    """
+    folder = site.parents[3]
+    (folder / "script.py").write_text(SCRIPT)
+    done = run([folder / "venv" / "bin" / "python", "-W", "error", "script.py"], folder)
     assert done.stderr == ""
     for file in map(Path, done.stdout.split()):
-        assert file.is_relative_to(tmp_path / "swpipe" / ".src") or file.is_relative_to(site)
-    for name in (*LINKED, "tests", "docs", "bench"):
-        done = run([python, "-c", f"import {name}"], tmp_path)
-        assert f"No module named '{name}'" in done.stderr
+        assert file.is_relative_to(folder / "swpipe" / ".src") or file.is_relative_to(site)
+    package = Path(done.stdout.split()[0]).parent
+    assert (package / "py.typed").exists()
 
 
 @needs_repository
 @pytest.mark.slow
-def test_a_type_checker_finds_the_package_beside_such_a_clone(site: Path, tmp_path: Path) -> None:
-    """Types of functions and submodules are found, and a call that lacks its argument."""
-    (tmp_path / "script.py").write_text(TYPED)
-    (tmp_path / "mypy.ini").write_text(NOT_FOLLOWED)
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.mark.parametrize("site", ["editable"], indirect=True)
+def test_a_type_checker_finds_the_package_beside_such_a_clone(site: Path) -> None:
+    """Types of functions and submodules are found, and a call that lacks its argument.
+
+    An IDE runs no finder: it follows the lines of .pth files to folders, as type checkers do.
+    """
+    folder = site.parents[3]
+    lines = "".join(file.read_text() for file in site.glob("__editable__*")).split()
+    (source,) = map(Path, lines)
+    assert source == folder / "swpipe" / ".src"
+    assert [path.name for path in source.iterdir() if path.suffix != ".egg-info"] == ["swpipe"]
+    (folder / "script.py").write_text(TYPED)
+    (folder / "mypy.ini").write_text(NOT_FOLLOWED)
+    python = folder / "venv" / "bin" / "python"
     mypy = [sys.executable, "-m", "mypy", "--python-executable", python, "script.py"]
-    said = run(mypy, tmp_path).stdout
+    said = run(mypy, folder).stdout
     assert "-> swpipe.profiler.result.ProfileResult" in said
     assert "-> swpipe.core.plan.PipelinePlan" in said
     assert "error: " in said
     assert "[call-overload]" in said or "[call-arg]" in said
     assert "Found 1 error in 1 file" in said
-
-
-@needs_repository
-@pytest.mark.parametrize("site", ["editable"], indirect=True)
-def test_an_editable_install_is_a_path_that_every_tool_reads(site: Path, tmp_path: Path) -> None:
-    """An IDE runs no finder: it follows the lines of .pth files to folders, as type checkers do."""
-    lines = "".join(file.read_text() for file in site.glob("__editable__*")).split()
-    (folder,) = map(Path, lines)
-    assert folder == tmp_path / "swpipe" / ".src"
-    assert [path.name for path in folder.iterdir() if path.suffix != ".egg-info"] == ["swpipe"]
 
 
 def test_a_system_without_fork_is_refused_in_one_sentence() -> None:

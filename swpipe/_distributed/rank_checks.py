@@ -7,19 +7,12 @@ writes its error into the job's store, and the errors of ranks that others let d
     rank 0    ValueError ------------------> word, and the first failure
     rank 1    connection closed by peer ---> word; waits for the first failure or all words: rank 0
     rank 2    killed                         no word: without a first failure, it may be the cause
-
-A rank that enables or disables shortcuts waits until the others do. To find one that does not
-before the time-out, at no cost per step, the watchdog of that rank answers::
-
-    rank 0    period 5   enable "a": check 3, after 5 periods ... error: rank 1 went on without
-    rank 1    period 5   period 6: a collective, without rank 0
-                           its watchdog: nothing moves, and a rank waits in check 3 after fewer
-                           periods: answer for this rank
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import queue
 import re
@@ -28,8 +21,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import astuple, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -46,8 +37,6 @@ T = TypeVar("T")
 STORE_S = 2.0
 """How long a failing rank waits for the job's store: whoever holds it may have stopped."""
 
-_ANSWER_S = 0.5  # the same for a rank's watchdog, which has to go on watching
-
 FIRST_FAILURE = "swpipe/first_failure"
 """The store's key for the first failure that other ranks did not cause."""
 
@@ -59,8 +48,6 @@ _LOST = re.compile(r"connection|closed by peer|timed? ?out|socket|gloo|nccl", re
 
 _SHORTCUTS = "swpipe/shortcuts/{}/{}"
 ShortcutAct: TypeAlias = Literal["enable", "disable"]
-_OTHERS: dict[ShortcutAct, str] = {"enable": "without", "disable": "with"}
-_ANY = "any"  # in the place of a rank: one that waits
 
 RECENT_S = 60.0
 """An older failure was got over: it is not the cause of one that comes now."""
@@ -99,30 +86,8 @@ def job_store() -> Any:
     return _line.store()
 
 
-class _Turns:
-    """Checks of one kind so far; ranks count alike, since each check is answered by all."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-
-    def take(self) -> int:
-        with self.lock:
-            self.count += 1
-            return self.count - 1
-
-
-@dataclass(slots=True)
-class Begun:
-    """A pipeline's number (from ``check_same_plan``; 0 before), and the periods it has begun."""
-
-    pipeline: int = 0
-    periods: int = 0
-
-
-_turns = _Turns()
-_pipelines = _Turns()
-_answering = threading.Lock()  # held while an answer is under way
+_turns = itertools.count()
+"""Checks of shortcuts so far; ranks count alike, since all of them make each."""
 
 
 def is_alone() -> bool:
@@ -158,14 +123,11 @@ def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proces
     return made
 
 
-def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
+def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
     """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
 
     Every rank has to call this: it is a collective. ``seed`` is that of random tasks; None for
     none.
-
-    Returns:
-        The pipeline's number among those compared, from 1, alike on all ranks; 0 without others.
 
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
@@ -174,8 +136,7 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
         RuntimeWarning: The ranks have different seeds; on all of them.
     """
     if is_alone():
-        return 0
-    number = 1 + _pipelines.take()
+        return
     store = _line.store()  # it is there now
     if _line.left_word:  # all ranks come here: the failure was caught, and causes none that follows
         _withdraw(store, _line.left_word)
@@ -196,11 +157,10 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> int:
             RuntimeWarning,
             stacklevel=6,  # of the call of the pipeline
         )
-    return number
 
 
 def check_same_shortcuts(
-    digest: str, act: ShortcutAct, names: Collection[str], begun: Begun, timeout_s: float
+    digest: str, act: ShortcutAct, names: Collection[str], timeout_s: float
 ) -> None:
     """Compare what is to be shortcut from now on across the ranks of the default group, if any.
 
@@ -209,16 +169,15 @@ def check_same_shortcuts(
     iterations in flight.
 
     Raises:
-        RuntimeError: The ranks differ (raised on all), or one continues without, or does not call
-            this within ``timeout_s``.
+        RuntimeError: The ranks differ (raised on all), or one does not call this within
+            ``timeout_s``.
     """
     if is_alone():
         return
-    turn = _turns.take()
+    turn = next(_turns)
     store = _line.store()
     own = json.dumps([digest, sorted(names)])
     store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
-    store.set(_SHORTCUTS.format(turn, _ANY), json.dumps(astuple(begun)))
     try:
         ranks = range(dist.get_world_size())
         others = [_said_by(rank, turn, store, act, timeout_s) for rank in ranks]
@@ -237,58 +196,18 @@ def check_same_shortcuts(
         )
 
 
-def answer_check(begun: Begun) -> None:
-    """Tell ranks that wait for this one to change shortcuts, if any do, that it has gone on.
-
-    Called from any thread when nothing moves in the pipeline. Ranks that have begun as many
-    periods, or wait for another pipeline, are not answered: this rank may be late. Returns within
-    ``_ANSWER_S``, and at once while the store has not answered an earlier call.
-    """
-    if is_alone() or not _answering.acquire(blocking=False):
-        return
-
-    def answer() -> None:
-        try:
-            _answer(begun)
-        finally:
-            _answering.release()
-
-    with suppress(RuntimeError, ValueError):  # the store is gone, and with it whoever could wait
-        within(_ANSWER_S, answer)
-
-
-def _answer(begun: Begun) -> None:
-    with _turns.lock:
-        waiting = _SHORTCUTS.format(_turns.count, _ANY)
-        store = _line.store()
-        if not store.check([waiting]):
-            return
-        other = Begun(*json.loads(store.get(waiting)))
-        if other.pipeline == begun.pipeline and other.periods < begun.periods:
-            own = _SHORTCUTS.format(_turns.count, dist.get_rank())
-            store.set(own, json.dumps([begun.periods, other.periods]))
-            _turns.count += 1
-
-
 def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: float) -> str:
     key, deadline, pause_s = _SHORTCUTS.format(turn, rank), time.monotonic() + timeout_s, 1e-4
     while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank {rank} has not {act}d shortcuts within {timeout_s:g} s: {act} the same "
-                "tasks on all ranks, or build the pipeline with check_ranks=False on ranks that do "
-                "without the others"
+                "tasks on all ranks, between the same two steps, or build the pipeline with "
+                "check_ranks=False on ranks that do without the others"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)
     said: str = store.get(key).decode()
-    periods, fewer = json.loads(said)
-    if isinstance(periods, int):
-        raise RuntimeError(
-            f"rank {rank} has begun period {periods - 1} {_OTHERS[act]} the shortcuts that this "
-            f"rank {act}s before period {fewer}: {act} the same tasks on all ranks, between the "
-            "same two steps"
-        )
     return said
 
 

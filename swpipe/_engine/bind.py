@@ -83,6 +83,8 @@ def _checked(
 ) -> Step:
     slots, depth = iterations.slots, iterations.depth
     until = check.until(task) - iterations.first
+    if until <= 0:
+        return step
 
     def checked(i: int) -> None:
         if i < until:

@@ -26,11 +26,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from types import FrameType
-from typing import Any, Generic, NamedTuple, cast
+from typing import Any, Generic, cast
 
-from swpipe._distributed.rank_checks import Begun, answer_check, check_same_plan, tell_failure
+from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
@@ -42,27 +40,14 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
-
-class SourceLine(NamedTuple):
-    """A line of source code."""
-
-    filename: str
-    line: int
-
-    @classmethod
-    def of(cls, frame: FrameType) -> SourceLine:
-        """Where a frame is."""
-        return cls(frame.f_code.co_filename, frame.f_lineno)
-
-
 PULL_GRACE_S = 1.0
 """How long, at most, what is dropped waits for a batch that is being pulled."""
 
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
-def end_dropped(run: Run, watchdog: Watchdog, made_at: SourceLine) -> None:
-    """End a run whose pipeline nobody refers to any more, and say so."""
+def end_dropped(run: Run, watchdog: Watchdog, made_at: tuple[str, int]) -> None:
+    """End a run whose pipeline nobody refers to any more, and say in which file and line it was."""
     if run.ended:  # and the call that ended it was cut short before it told this finalizer
         return
     run.end()
@@ -92,7 +77,6 @@ class Driver(Generic[C]):
         run: The one in flight; None if nothing is.
         drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
         next_iteration: The number of the next run's first iteration.
-        begun: What other ranks may ask: which pipeline this is, and its periods in all runs.
         lost: Why no state leads back to what was in flight last; empty if nothing was lost.
     """
 
@@ -103,14 +87,13 @@ class Driver(Generic[C]):
         stall_timeout_s: float | None,
         *,
         check_ranks: bool,
-        made_at: SourceLine,
+        made_at: tuple[str, int],
     ) -> None:
         self.engine = engine
         self.run: Run | None = None
         self.drained: list[C] = []
         self.next_iteration = 0
         self.lost = ""
-        self.begun = Begun()
         self.access = ExclusiveAccess()
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
@@ -351,7 +334,7 @@ class Driver(Generic[C]):
             )
         if self._check_ranks:
             seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
-            self.begun.pipeline = check_same_plan(self._plan, *seeds[:1])
+            check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
         run = self.run = Run(self.engine, iterator, self.next_iteration)
         self.lost = ""
@@ -359,8 +342,7 @@ class Driver(Generic[C]):
             run.stop()
         try:
             run.start()
-            answer = partial(answer_check, self.begun) if self.begun.pipeline else None
-            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, answer)
+            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder)
             self._watchdog = watchdog
             watchdog.start()
             # Not __del__: what a signal handler raises within that is lost, at each end of a run.
@@ -389,7 +371,6 @@ class Driver(Generic[C]):
         return None
 
     def _advance(self, run: Run) -> C | None:
-        self.begun.periods += 1
         try:
             ctx = cast("C | None", run.advance())
         except BaseException as error:

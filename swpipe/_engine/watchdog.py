@@ -72,7 +72,6 @@ class Watchdog:
         timeout_s: After how many seconds without movement it fails; None for never.
         caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
             none.
-        on_idle: Called at each look that finds that nothing has moved.
     """
 
     def __init__(
@@ -80,12 +79,10 @@ class Watchdog:
         run: Run,
         timeout_s: float | None,
         caller: Callable[[], int | None],
-        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._run = run
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._caller = caller
-        self._on_idle = on_idle
         self._stopped = ProgressCounter()
         self._thread: WorkerThread | None = None
 
@@ -112,10 +109,7 @@ class Watchdog:
                 seen, idle_s = places, 0.0
                 continue
             idle_s += looked_s
-            if idle_s < self._timeout_s:
-                if self._on_idle is not None:
-                    self._on_idle()
-            elif (caller := self._caller()) is not None:
+            if idle_s >= self._timeout_s and (caller := self._caller()) is not None:
                 self._fail(idle_s, caller)
                 return
 

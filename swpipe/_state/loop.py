@@ -2,7 +2,7 @@
 
     models, optimizers, generators, memory         given, declared, or shown; ``Snapshot``
     what tasks declare with capture and restore    captured before, and restored
-    an optimizer that is shown later               saved at its first step; ``TrainingGuard``
+    an optimizer that is shown later               saved before its first step
 
 Nothing else is restored: for a Python value that no ``DeclaredIO`` captures, or a file, a trial is
 so many more iterations.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,10 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from swpipe._state.guard import TrainingGuard, refuse_scheduled
+from swpipe._state.torch_hooks import before_steps, refuse_scheduled
 from swpipe._values.fingerprint import is_fixed, replays_itself
-from swpipe._values.owners import Owner, Owners, given_state
 from swpipe._values.snapshot import Snapshot
-from swpipe._values.stateful import WHOLE, has_state, modules_in
+from swpipe._values.stateful import WHOLE, Owner, Owners, given_state, has_state, modules_in
 from swpipe._values.walk import map_tensors, nodes_in, unsharded
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import Device
@@ -75,27 +74,33 @@ class LoopState:
         self._snapshot.restore()
 
     @contextmanager
-    def trial(
-        self, *, always: bool = False, made: Callable[[Tensor], bool] = lambda tensor: False
-    ) -> Iterator[None]:
+    def trial(self) -> Iterator[None]:
         """A block in which the tasks run; everything is restored at its end, also on failure.
 
-        Training that would stay raises. Where the user has said what to restore, nothing is
-        refused, unless ``always``.
-
-        Args:
-            always: Refuse in any case.
-            made: Whether a tensor was made within the block.
+        So is an optimizer that steps within it for the first time, with its parameters.
 
         Raises:
-            UnsavedStateError: As ``TrainingGuard`` does.
+            UnsavedStateError: From the step of an optimizer that has a state, and that the user has
+                left out of what is to be restored; or that is not known, and has a scheduler.
         """
-        guards = self._shown or always
         try:
-            with TrainingGuard(self._snapshot, made, adds=self._shown) if guards else nullcontext():
+            with before_steps(self._before_step):
                 yield
         finally:
             self.restore()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._snapshot.restores(optimizer):
+            return
+        kind = type(optimizer).__name__
+        if optimizer.state and not self._shown:
+            raise UnsavedStateError(
+                [kind],
+                "the tasks call the step of an optimizer",
+                "Add it to state=: state=[model, optimizer, ...]",
+            )
+        refuse_scheduled(optimizer, ())
+        self._snapshot.add(Owner(kind, optimizer))
 
 
 def refuse_scripted(found: Iterable[Owner]) -> None:

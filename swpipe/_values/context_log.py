@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Self
+
+from swpipe._values.fingerprint import Fingerprint
 
 _LOCK = threading.Lock()
 _LOGS: dict[int, tuple[AttributeLog, ...]] = {}
@@ -54,12 +56,7 @@ class AttributeLog:
         """Whether other threads set or deleted an attribute, and the logging thread did not."""
         return name in self.by_others and name not in self.sets and name not in self.deletes
 
-    def compare(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Note what was set or deleted directly in the context's ``__dict__``."""
-        self.sets |= {n for n, v in after.items() if n not in before or before[n] is not v}
-        self.deletes |= before.keys() - after.keys()
-
-    def __enter__(self) -> AttributeLog:
+    def __enter__(self) -> Self:
         with _LOCK:
             logs = _LOGS.get(id(self._ctx), ())
             _LOGS[id(self._ctx)] = (*logs, self)
@@ -92,6 +89,54 @@ class AttributeLog:
 
     def _write(self, name: str, own: set[str]) -> None:
         (own if threading.get_ident() == self._thread else self.by_others).add(name)
+
+
+class ContextWatch(AttributeLog):
+    """A log that also finds what was changed directly in ``vars(ctx)``, or modified in place.
+
+    An attribute is modified in place if anything inside it is (``swpipe._values.fingerprint``). Not
+    counted are values of parameters, which belong to their module; what an object with a
+    ``record_stream`` method computes lazily into a private attribute that was None; and attributes
+    that only other threads set or deleted. In-place changes by other threads cannot be told apart:
+    tasks that run at the same time must not modify each other's objects.
+
+    Args:
+        ctx: The context.
+        objects: Look at other values than tensors and containers, too.
+
+    Attributes:
+        before: The attributes at the start of the block.
+        produced: Attributes that were added, rebound or modified in place; known at its end.
+        deleted: Those that were deleted; likewise.
+    """
+
+    def __init__(self, ctx: Any, *, objects: bool = True) -> None:
+        super().__init__(ctx)
+        self._objects = objects
+        self.before: dict[str, Any] = {}
+        self.produced: tuple[str, ...] = ()
+        self.deleted: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.before = attributes(self._ctx)  # other threads may set attributes at any time
+        # The values are referenced, so that no new object can have the id of one of them.
+        self._prints = {
+            name: Fingerprint(value, objects=self._objects) for name, value in self.before.items()
+        }
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        after = attributes(self._ctx)
+        super().__exit__()
+        before, foreign = self._prints, self.only_by_others
+        self.produced = tuple(
+            name
+            for name, value in after.items()
+            if (name not in before or before[name].value is not value or before[name].changed())
+            and not foreign(name)
+        )
+        self.deleted = tuple(name for name in before if name not in after and not foreign(name))
 
 
 def attributes(ctx: Any) -> dict[str, Any]:

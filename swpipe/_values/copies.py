@@ -37,9 +37,6 @@ class SavedTensors:
             for held in tensors_in(attributes_given(tensor)):
                 self.add(held)
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._saved
-
     def addresses(self) -> set[int]:
         """Where the memory of the strided ones begins."""
         parts = (part for saved in self._saved.values() for part, _ in saved.copies)

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -41,18 +42,20 @@ from swpipe._values.generators import (
     set_default_generators,
     state_of,
 )
-from swpipe._values.owners import Owner, modules_of, modules_restored_by
 from swpipe._values.stateful import (
     PLAIN,
     WHOLE,
     Named,
+    Owner,
     has_state_dict,
     is_foreign,
     modules_in,
+    modules_of,
+    modules_restored_by,
     optimizers_in,
     reached,
 )
-from swpipe._values.walk import nodes_in, parts_of, tensors_in, unsharded
+from swpipe._values.walk import nodes_in, tensors_in
 from swpipe.core.messages import listed
 from swpipe.device import Device
 from swpipe.errors import add_note
@@ -73,16 +76,14 @@ class Snapshot:
     Args:
         owners: The objects.
         device: Where their tensors are.
-        within: A task runs, which may have filled what modules hold beside parameters and buffers,
-            such as a queue: their containers are left alone.
     """
 
-    def __init__(self, owners: Sequence[Owner], device: Device, *, within: bool = False) -> None:
+    def __init__(self, owners: Sequence[Owner], device: Device) -> None:
         self._device = device
         device.synchronize()
         self._modules = [*modules_of(owners)]
         _reshard(self._modules)
-        self._saved = tensors = SavedTensors()
+        tensors = SavedTensors()
         # Tensors after the containers and modules that hold them.
         wrapped = [
             Owner(one.path, inner)
@@ -91,30 +92,26 @@ class Snapshot:
             for inner in optimizers_in(one.owner)
             if inner is not one.owner
         ]
-        saved = [_save(one, tensors, within) for one in (*owners, *wrapped)]
+        saved = [_save(one, tensors) for one in (*owners, *wrapped)]
         self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
-        self._addresses = tensors.addresses()
-        by_others = [*modules_restored_by(owners)]
-        others = {id(module) for module in by_others}
-        self._watched = [m for m in self._modules if id(m) not in others] if not within else []
+        by_others = {id(module) for module in modules_restored_by(owners)}
+        self._watched = [module for module in self._modules if id(module) not in by_others]
+        addresses = tensors.addresses()
         self._unsaved = {
             path: (tensor, version_of(tensor))
             for path, tensor in _unsaved_tensors(self._watched)
-            if tensor.untyped_storage().data_ptr() not in self._addresses
+            if tensor.untyped_storage().data_ptr() not in addresses
         }
         self._told: set[str] = set()
-        self._fresh: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
-        modules = (*by_others, *self._modules)
-        registered = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
-        self._registered = set(map(id, registered))  # initialized or not
         self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
-        self._in_others = {
-            id(optimizer)
+        self._optimizers |= {
+            id(optimizer)  # which the object restores with all that it trains
             for one in owners
             if not isinstance(one.owner, WHOLE) and has_state_dict(one.owner)
             for optimizer in optimizers_in(one.owner)
         }
+        self._added: dict[object, tuple[weakref.ref[Optimizer] | None, list[Restore]]] = {}
 
     def restore(self) -> None:
         """Restore everything, after the device has finished its current work.
@@ -125,13 +122,9 @@ class Snapshot:
         """
         self._device.synchronize()
         _reshard(self._modules)
-        for restore in self._restores:
+        added = [restores for _, restores in self._added.values()]
+        for restore in chain(*reversed(added), self._restores):
             restore()
-        for reference, options in self._fresh:
-            if (optimizer := reference()) is not None:
-                optimizer.state.clear()
-                for group, kept in zip(optimizer.param_groups, options, strict=False):
-                    group.update(kept)
         if changed := [path for path in self._changed() if path not in self._told]:
             self._told.update(changed)
             warnings.warn(
@@ -149,45 +142,29 @@ class Snapshot:
             if tensor is not before or version_of(tensor) != version:
                 yield path
 
-    def add_fresh(self, optimizer: Optimizer) -> None:
-        """Restore the options of one more optimizer, which has no state yet; it is not kept."""
-        groups = optimizer.param_groups
-        options = [{name: v for name, v in one.items() if name != "params"} for one in groups]
-        self._fresh.append((weakref.ref(optimizer), options))
+    def add(self, one: Owner) -> None:
+        """Restore one more object, as it is now, before all that was saved earlier.
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Restore one more optimizer, with its parameters, as it is now."""
-        tensors = SavedTensors()
-        restore = _save_optimizer(optimizer, tensors)
-        self._restores += [restore, tensors.restore]
-        self._addresses |= tensors.addresses()
-        self._optimizers.add(id(optimizer))
-
-    def saves(self, tensor: Any) -> bool:
-        """Whether a tensor, or the memory that it shares, is restored."""
-        if hasattr(tensor, "local_shards"):
-            return all(map(self.saves, unsharded(tensor)))
-        return (
-            tensor in self._saved
-            or id(tensor) in self._registered
-            or any(
-                part.layout is torch.strided
-                and part.untyped_storage().data_ptr() in self._addresses
-                for part in parts_of(tensor)
-            )
-        )
-
-    def unsaved_of(self, optimizer: Optimizer) -> list[Any]:
-        """What a step of an optimizer changes and is not restored: itself, or some parameters.
-
-        An object with ``state_dict`` that holds the optimizer restores all of it.
+        A task runs, which may have filled what modules hold beside parameters and buffers, such as
+        a queue: their containers are left alone. An optimizer is not kept alive.
         """
-        if id(optimizer) in self._in_others:
-            return []
-        if id(optimizer) not in self._optimizers:
-            return [optimizer]
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return [parameter for parameter in parameters if not self.saves(parameter)]
+        self._device.synchronize()
+        modules = [*modules_of([one])]
+        _reshard(modules)
+        self._modules += modules
+        tensors, added, key = SavedTensors(), self._added, object()
+        restores: list[Restore] = [_save(one, tensors, within=True), tensors.restore]
+
+        def forget(_: object) -> None:
+            added.pop(key, None)
+
+        optimizer = weakref.ref(one.owner, forget) if isinstance(one.owner, Optimizer) else None
+        added[key] = optimizer, restores
+
+    def restores(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is restored."""
+        added = (one and one() for one, _ in [*self._added.values()])
+        return id(optimizer) in self._optimizers or any(one is optimizer for one in added)
 
 
 def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
@@ -226,7 +203,7 @@ def _reshard(modules: Iterable[Module]) -> None:
             module.reshard()
 
 
-def _save(one: Owner, tensors: SavedTensors, within: bool) -> Restore:
+def _save(one: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore:
     owner = one.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
@@ -242,13 +219,14 @@ def _save(one: Owner, tensors: SavedTensors, within: bool) -> Restore:
 
 def _save_optimizer(optimizer: Optimizer, tensors: SavedTensors) -> Restore:
     """Save which containers it has, which ``load_state_dict`` replaces, and what is in them."""
+    attributes = vars(optimizer)  # not the optimizer: a task may make one in each iteration
     held = {
         name: value
-        for name, value in vars(optimizer).items()
+        for name, value in attributes.items()
         if name in ("state", "param_groups") or _holds_tensors(value)
     }
     refill = _save_containers((optimizer.state, optimizer.param_groups, held), tensors)
-    return lambda: (vars(optimizer).update(held), refill())
+    return lambda: (attributes.update(held), refill())
 
 
 def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:

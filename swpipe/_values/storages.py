@@ -57,10 +57,6 @@ class Storages:
         """The storages of a tensor."""
         return frozenset(number for number, _ in self.add(tensor))
 
-    def made(self, tensor: Tensor) -> bool:
-        """Whether an operator has made all memory of a tensor."""
-        return self.of(tensor) <= self.created
-
     def alive(self, number: StorageId) -> bool:
         """Whether the storage still exists."""
         return not self._references[number].expired()  # type: ignore[no-untyped-call]

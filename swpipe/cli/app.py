@@ -32,7 +32,6 @@ from swpipe.cli.user_inputs import (
     load_timeline,
     save,
 )
-from swpipe.core.files import parse_json
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.progress import progress_bar
@@ -403,7 +402,7 @@ def demo(
 def _profiles(path: Path) -> ProfileResults:
     """A saved profile, of one batch or of several."""
     text = path.read_text(encoding="utf-8")
-    if isinstance(parse_json(text), list):
+    if isinstance(json.loads(text), list):
         return ProfileResults.from_json(text)
     return ProfileResults([ProfileResult.from_json(text)])
 

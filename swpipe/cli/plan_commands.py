@@ -101,7 +101,7 @@ def infer(
     ):
         loop = opened.loop()
         recording = loop.record()
-        echo(str(recording.report(opened.plan() if plan else None)))
+        echo(recording.report(opened.plan() if plan else None))
         inferred = loop.inferred_plan(recording)
     save(context, Output("written to", output, inferred.save))
 

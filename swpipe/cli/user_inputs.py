@@ -330,7 +330,7 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
         raise UserError(
             f"plan {plain(name)}: {reason(error)}; name a file, or one of {here}"
         ) from error
-    except ValueError as error:  # PlanError, broken TOML or JSON, and bytes that are no text
+    except (ValueError, RecursionError) as error:  # PlanError, broken TOML or JSON, no text
         raise UserError(f"plan {plain(name)}: {reason(error)}") from error
 
 
@@ -341,7 +341,7 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     """What ``load`` makes of a file; ``what`` begins the error."""
     try:
         return load(path)
-    except (OSError, ValueError) as error:  # PlanError, broken JSON, and bytes that are no text
+    except (OSError, ValueError, RecursionError) as error:  # PlanError, broken JSON, no text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
 
 

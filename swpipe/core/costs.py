@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
-from swpipe.core.files import parse_json, read_rows, read_text, write_atomically
+from swpipe.core.files import read_rows, read_text, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
@@ -137,7 +137,7 @@ class CostModel:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a cost model.
         """
-        data: object = parse_json(text)
+        data: object = json.loads(text)
         if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
             raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
         problems: list[Problem] = []

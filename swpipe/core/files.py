@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,13 +13,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from swpipe.core.messages import MOST_CHARACTERS, listed, plain, shorten, shown
+from swpipe.core.messages import listed, plain, shown
 from swpipe.errors import PlanError, Problem
 
 MOST_BYTES = 16 * 2**20
 """The size of the largest plan or cost file that is read."""
-
-_MOST_DOTS = 100
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
@@ -95,51 +91,6 @@ def _written_in_place(path: str | os.PathLike[str]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- read
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The data of a TOML text.
-
-    Raises:
-        tomllib.TOMLDecodeError: It is not TOML.
-        PlanError: It is nested too deeply, or a number has too many digits.
-    """
-    # tomllib takes quadratic time and memory for keys of many parts, such as a.a.a = 1.
-    lines = "\n".join(line for line in text.split("\n") if line.count(".") > _MOST_DOTS)
-    if any(part.count(".") > _MOST_DOTS for part in re.findall(r"[^,=\[\]{}\n#]+", lines)):
-        raise _unreadable(f"a key has more than {_MOST_DOTS} dots")
-    if re.search(rf"0[xob][\da-fA-F_]{{{MOST_CHARACTERS}}}", text):  # int() limits decimals only
-        raise _unreadable(f"a number has more than {MOST_CHARACTERS} digits")
-    import tomllib
-
-    data: dict[str, Any] = _parsed(tomllib.loads, tomllib.TOMLDecodeError, text)
-    return data
-
-
-def parse_json(text: str) -> Any:
-    """The data of a JSON text.
-
-    Raises:
-        json.JSONDecodeError: It is not JSON.
-        PlanError: It is nested too deeply, or a number has too many digits.
-    """
-    return _parsed(json.loads, json.JSONDecodeError, text)
-
-
-def _parsed(loads: Callable[[str], Any], bad_format: type[ValueError], text: str) -> Any:
-    try:
-        return loads(text)
-    except bad_format:
-        raise
-    except RecursionError:
-        raise _unreadable("it is nested too deeply") from None
-    except ValueError as error:  # int() refuses long numbers
-        raise _unreadable(shorten(str(error))) from error
-
-
-def _unreadable(why: str) -> PlanError:
-    rule = "plans, costs and timelines have few levels and short numbers"
-    return PlanError([Problem(f"the text cannot be read: {why}; {rule}: correct it there")])
 
 
 def read_rows(

@@ -75,29 +75,19 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
         loader: As in ``for batch in loader``; one that Accelerate prepared is what it wraps.
         draws_watched: Whether somebody looks if others draw from ``generators_in_pass``.
     """
+    return why_not_apart(loader, draws_watched=draws_watched) is None
+
+
+def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str] | None:
+    """What is not known of a loader, and what to do about it; None for one that is apart."""
     if type(loader) in SEQUENCES:
-        return True
-    if isinstance(loader, LoaderAround):
-        if loader.touches or type(loader.loader) is list:
-            return False
-        return is_apart(loader.loader, draws_watched=draws_watched)
-    loader = unprepared(loader)
-    return bool(
-        type(loader) is DataLoader
-        and loader.num_workers > 0
-        and all(_is_known(one) for one in samplers_of(loader))
-        and not any(_may_be_changed(one) for one in samplers_of(loader))
-        and (draws_watched or not generators_in_pass(loader))
-    )
-
-
-def why_not_apart(loader: Any) -> tuple[str, str]:
-    """What is not known of a loader that is not apart, and what to do about it."""
+        return None
     if isinstance(loader, LoaderAround):
         if loader.touches:
             return loader.touches, "Stop at the first end, or let a sampler pad"
         if type(loader.loader) is list:
             return "is over a list, which the loop may change", "Give it a tuple"
+        return why_not_apart(loader.loader, draws_watched=draws_watched)
     loader = unprepared(loader)
     if isinstance(loader, _BaseDataLoaderIter):
         return "is an iterator of a DataLoader", "Give the DataLoader itself, with workers"
@@ -114,6 +104,8 @@ def why_not_apart(loader: Any) -> tuple[str, str]:
         if not _is_known(one):
             what = f"has a sampler ({type(one).__name__}) that may read what the loop changes"
             return what, "Use one of torch's"
+    if draws_watched or not generators_in_pass(loader):
+        return None
     return "has a sampler with a generator of its own, from which the loop may draw", "Give none"
 
 

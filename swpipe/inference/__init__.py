@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swpipe.inference.comparison import Comparison, Needed, Needless
     from swpipe.inference.record_tasks import record
-    from swpipe.inference.recording import Dependences, InferenceReport, Recording
+    from swpipe.inference.recording import Dependences, Recording
 
 __all__ = [
     "Comparison",
     "Dependences",
-    "InferenceReport",
     "Needed",
     "Needless",
     "Recording",

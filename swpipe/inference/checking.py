@@ -35,8 +35,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from swpipe._state.loop import declared_owners
@@ -44,7 +42,6 @@ from swpipe._values.context_log import AttributeLog
 from swpipe._values.generators import TORCH
 from swpipe._values.storages import StorageId, Storages
 from swpipe.analysis.validation import refusal
-from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
@@ -62,34 +59,6 @@ from swpipe.inference.purity import PureRuns, PureUses, told, use_recorder
 from swpipe.inference.states import declared_tensors, items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import WatchedIterations
-
-
-@dataclass(frozen=True)
-class CheckedPlan:
-    """What all runs of one pipeline are checked for.
-
-    Attributes:
-        verified: The pipeline's plan and its tasks.
-        device: Its device.
-        every: The iterations in which all tasks are watched.
-        pure: Those in which pure tasks are.
-    """
-
-    verified: VerifiedPlan
-    device: Device
-    every: WatchedIterations
-    pure: WatchedIterations
-
-    @cached_property
-    def orders(self) -> KeptOrders:
-        """What the plan keeps of the serial order."""
-        return KeptOrders(self.verified)
-
-    def begin(self, first: int) -> RunCheck | None:
-        """A check of the run that begins with this iteration; None if none of it is watched."""
-        if first >= max(self.every.until, self.pure.until):
-            return None
-        return RunCheck(self, first)
 
 
 # Not contextlib.contextmanager, which sets the traceback of what the task raised: it may refuse.
@@ -148,21 +117,30 @@ class RunCheck:
     """Checks the iterations of one run.
 
     Args:
-        checked: What they are checked for.
+        orders: What the plan keeps of the serial order.
+        device: The pipeline's device.
+        every: The iterations in which all tasks are watched.
+        pure: Those in which pure tasks are.
         first: The run's first iteration; no task runs yet.
     """
 
-    def __init__(self, checked: CheckedPlan, first: int) -> None:
-        self._checked, self._first = checked, first
-        self.plan, self.device = checked.verified.plan, checked.device
+    def __init__(
+        self,
+        orders: KeptOrders,
+        device: Device,
+        every: WatchedIterations,
+        pure: WatchedIterations,
+        first: int,
+    ) -> None:
+        self.plan, self.device = orders.verified.plan, device
+        self._releases = orders.verified.releases
+        self._every, self._pure, self._first = every, pure, first
         self._threads = len(self.plan.thread_groups) > 1
-        tasks = checked.verified.tasks
+        tasks = orders.verified.tasks
         known = items_in(declared_owners(tasks)).tensors.values()
         self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
-        self._places = ComparedPlaces(
-            checked.verified.resolved, tasks, checked.orders, self._gradients
-        )
-        self._pure, self._apart = PureUses(), ApartStates(tasks)
+        self._places = ComparedPlaces(orders, self._gradients)
+        self._pure_uses, self._apart = PureUses(), ApartStates(tasks)
         # By worker, whose runs follow each other.
         self.pure_runs = {
             (task.name, worker): PureRuns(self.device)
@@ -176,8 +154,7 @@ class RunCheck:
 
     def until(self, task: PipelineTask) -> int:
         """The first iteration from which on a task is not watched any more."""
-        every, pure = self._checked.every.until, self._checked.pure.until
-        return max(every, pure) if task.pure else every
+        return max(self._every.until, self._pure.until) if task.pure else self._every.until
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block, on this thread.
@@ -185,9 +162,9 @@ class RunCheck:
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
         """
-        if ctx.iter_idx in self._checked.every:
+        if ctx.iter_idx in self._every:
             return _Watch(self, task, ctx)
-        if task.pure and ctx.iter_idx in self._checked.pure:
+        if task.pure and ctx.iter_idx in self._pure:
             return _WordWatch(self, task, ctx)
         return _NOTHING
 
@@ -208,7 +185,7 @@ class RunCheck:
             return False
         number, depth = watch.ctx.iter_idx, self.plan.depth
         others = range(max(self._first, number - depth + 1), number + depth)
-        return not self._threads or all(one in self._checked.every for one in others)
+        return not self._threads or all(one in self._every for one in others)
 
     def end(self, watch: _Watch) -> None:
         """It has ended, whether or not it failed."""
@@ -232,7 +209,7 @@ class RunCheck:
 
     def check_uses(self, watch: _Watch) -> None:
         """Refuse that a task used what may have gone, since nobody had said that it does."""
-        releases, used = self._checked.verified.releases, watch.log.reads | watch.log.deletes
+        releases, used = self._releases, watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self.plan, [unsaid])
 
@@ -241,7 +218,7 @@ class RunCheck:
         task, ctx, operators = watch.task, watch.ctx, watch.operators
         found = [*runs.faults(ctx, operators)]
         with self._lock:
-            for fault in (*self._pure.faults(task, ctx.iter_idx, operators), *found):
+            for fault in (*self._pure_uses.faults(task, ctx.iter_idx, operators), *found):
                 what = fault.name
                 if fault.number:
                     place = Place("memory", fault.number, fault.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swpipe._engine.iterations import Engine
+from swpipe._engine.iterations import Engine, TaskCheck
 from swpipe.analysis.verification import VerifiedPlan
 from swpipe.inference.watched_iterations import WatchedIterations
 
@@ -43,7 +43,13 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
     if not (every.until or pure.until):
         return engine
     # Late: they are many modules, and a run that watches nothing needs none of them.
-    from swpipe.inference.checking import CheckedPlan
+    from swpipe.inference.checking import RunCheck
+    from swpipe.inference.places import KeptOrders
 
-    check = CheckedPlan(verified, engine.device, every, pure)
-    return replace(engine, check=check.begin)
+    orders = KeptOrders(verified)
+
+    def begin(first: int) -> TaskCheck | None:
+        is_watched = first < max(every.until, pure.until)
+        return RunCheck(orders, engine.device, every, pure, first) if is_watched else None
+
+    return replace(engine, check=begin)

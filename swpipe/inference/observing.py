@@ -9,7 +9,7 @@ alive.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._state.guard import before_steps
-from swpipe._values.context_log import AttributeLog, attributes
-from swpipe._values.fingerprint import Fingerprint, is_fixed
+from swpipe._state.torch_hooks import before_steps
+from swpipe._values.context_log import ContextWatch, attributes
+from swpipe._values.fingerprint import is_fixed
 from swpipe._values.generators import TORCH, generator_states
-from swpipe._values.owners import Owner, modules_of
-from swpipe._values.stateful import modules_in
+from swpipe._values.stateful import Owner, modules_in, modules_of
 from swpipe._values.storages import MemoryPrint, StorageId, Storages
 from swpipe._values.walk import grad_or_none, leaves_in, tensors_in, unsharded
 from swpipe.core.context import IterContext, TypedContext
@@ -75,18 +74,6 @@ class TaskObservation(NamedTuple):
     def writes(self) -> set[StorageId]:
         """Storages that it modified, by operators or otherwise."""
         return self.operators.writes | self.changed
-
-    @property
-    def touched(self) -> frozenset[object]:
-        """What it touched; memory of the iteration itself does not count."""
-        used = self.operators.all_reads | self.writes
-        items = [item for item, storages in self.items.items() if storages & used]
-        return frozenset(
-            {(item.owner, item.kind) for item in (*items, *self.replaced)}
-            | self.reads.union(self.sets, self.stepped, self.options, self.generators)
-            | self.ran.union(self.switched)
-            | ({"memory"} if self.operators.writes - self.operators.created else frozenset())
-        )
 
 
 class IterationObservation(NamedTuple):
@@ -150,13 +137,14 @@ class IterationObserver:
         at_begin = before.of_items()
         observed = []
         for task in self._tasks:
-            log, operators = AttributeLog(ctx), OperatorRecorder(self._device, self.storages)
+            log = ContextWatch(ctx, objects=False)
+            operators = OperatorRecorder(self._device, self.storages)
             modes, stepped = ModuleModes(modules_of(self.owners), eager=True), set[int]()
             with modes:
                 self._call(task, ctx, log, operators, stepped)
             after = self._moment(ctx)
-            log.compare(before.attributes, after.attributes)
-            values = {n: after.attributes[n] for n in log.sets if n in after.attributes}
+            sets = log.sets.union(log.deletes, log.produced, log.deleted)
+            values = {name: v for name, v in attributes(ctx).items() if name in sets}
             changed, silent = before.memory.changed_until(after.memory)
             generators = _differing(before.generators, after.generators)
             # A generator that is new was just created, or its library imported.
@@ -167,7 +155,7 @@ class IterationObserver:
                 TaskObservation(
                     task=task.name,
                     reads=frozenset(log.reads),
-                    sets=frozenset(log.sets | log.deletes | {*before.modified()}),
+                    sets=frozenset(sets),
                     operators=operators.accesses,
                     held=before.held,
                     items={item: one.storages for item, one in before.items.items()},
@@ -197,7 +185,7 @@ class IterationObserver:
         self,
         task: PipelineTask,
         ctx: TypedContext,
-        log: AttributeLog,
+        log: ContextWatch,
         operators: OperatorRecorder,
         stepped: set[int],
     ) -> None:
@@ -206,7 +194,7 @@ class IterationObserver:
             if not any(one.owner is optimizer for one in self.owners):
                 self.owners.append(Owner(type(optimizer).__name__, optimizer))
 
-        with eager(), before_steps(step), operators, log:
+        with log, eager(), before_steps(step), operators:
             run_alone(task, ctx, self._device, self._seeds)
 
 
@@ -239,7 +227,6 @@ class _Moment:
     """A context, and the objects with state that are known by now, between two tasks.
 
     Attributes:
-        attributes: The context's attributes.
         held: Attribute to the storages of the tensors in it.
         items: State item to its tensor.
         memory: The memory of all of them.
@@ -262,12 +249,10 @@ class _Moment:
             item: _Item(tensor, storages.of(tensor), tensor.requires_grad)
             for item, tensor in assign_declared(found.tensors, tasks).items()
         }
-        self.attributes = attributes(ctx)
         known = {id(one.tensor) for one in self.items.values()}
-        self._prints = {n: Fingerprint(v, objects=False) for n, v in self.attributes.items()}
         self.held: dict[str, frozenset[StorageId]] = {}
         tensors = [one.tensor for one in self.items.values()]
-        for name, value in self.attributes.items():
+        for name, value in attributes(ctx).items():
             inside = [part for one in tensors_in(value) for part in unsharded(one)]
             # A parameter's gradient is a state item, and no part of the context.
             grads = [grad_or_none(one) for one in inside if id(one) not in known]
@@ -282,10 +267,6 @@ class _Moment:
     def of_items(self) -> frozenset[StorageId]:
         """The storages of all state items."""
         return frozenset[StorageId]().union(*(one.storages for one in self.items.values()))
-
-    def modified(self) -> Iterator[str]:
-        """Attributes in which a container or a tensor was modified in place."""
-        return (name for name, one in self._prints.items() if one.changed())
 
     def replaced_until(self, later: _Moment) -> frozenset[StateItem]:
         """State items added or removed since, or with another tensor or other memory."""

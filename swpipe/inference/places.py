@@ -21,7 +21,6 @@ from swpipe.analysis.races import race_problems
 from swpipe.analysis.validation import refusal
 from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.effects import Effects, Location
-from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import Problem
 from swpipe.inference.states import declared_tensors
@@ -117,7 +116,7 @@ class KeptOrders:
     """
 
     def __init__(self, verified: VerifiedPlan) -> None:
-        self._guaranteed = verified.before
+        self.verified, self._guaranteed = verified, verified.before
         self._random = frozenset(task.name for task in verified.tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
@@ -171,20 +170,12 @@ class ComparedPlaces:
     """What the tasks of one run have touched; call it under a lock.
 
     Args:
-        resolved: The plan.
-        tasks: Its tasks, in serial order.
         orders: What the plan keeps.
         gradients: Those that are compared.
     """
 
-    def __init__(
-        self,
-        resolved: ResolvedPlan,
-        tasks: Sequence[PipelineTask],
-        orders: KeptOrders,
-        gradients: WatchedGradients,
-    ) -> None:
-        self._plan, self._tasks = resolved.plan, tasks
+    def __init__(self, orders: KeptOrders, gradients: WatchedGradients) -> None:
+        self._plan, self._tasks = orders.verified.plan, orders.verified.tasks
         self._orders, self._gradients = orders, gradients
         self._places: dict[tuple[str, int, str], Place] = {}
         self._most = _MOST_DEAD

@@ -7,7 +7,7 @@ from typing import Any
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.loop import LoopState
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext, context_class
 from swpipe.core.effects import Declared, Effects
@@ -18,18 +18,11 @@ from swpipe.device import resolve as resolve_device
 from swpipe.inference.accesses import add_transfers, find_accesses, find_transfers
 from swpipe.inference.groups import effects_of, group
 from swpipe.inference.notes import notes_on
-from swpipe.inference.observing import (
-    IterationObservation,
-    IterationObserver,
-    run_alone,
-)
+from swpipe.inference.observing import IterationObserver, run_alone
 from swpipe.inference.operators import copied
 from swpipe.inference.recording import Recording
 from swpipe.inference.shown_state import shown_state
 from swpipe.inference.states import assign_declared, items_in
-
-MAX_ITERATIONS = 128
-"""How many iterations are recorded at most, where their number is not given."""
 
 
 def record(
@@ -37,7 +30,7 @@ def record(
     batch: Any,
     *,
     context: type[TypedContext] | None = None,
-    iterations: int | None = 2,
+    iterations: int = 2,
     device: Any = None,
     seed: int | None = None,
     state: Any = None,
@@ -58,9 +51,7 @@ def record(
         context: The class of the contexts, as for ``SWPipeline``.
         iterations: How many to run; everything that a task accesses in any of them counts. The
             first may create state that later ones only use, such as an optimizer's. What outlives
-            an iteration shows only from one iteration to the next. None to go on until two more
-            iterations bring nothing new and every task has been seen to touch something, up to
-            ``MAX_ITERATIONS``: for tasks that act now and then.
+            an iteration shows only from one iteration to the next.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         state: What to restore, in a list or by names; None for what torch shows.
@@ -70,14 +61,15 @@ def record(
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
-        ValueError: ``iterations`` is neither None nor an integer of 1 or more.
+        ValueError: ``iterations`` is no integer of 1 or more.
         TypeError: Something in ``state`` cannot be restored, or ``context`` cannot be used.
-        UnsavedStateError: Tasks call the step of an optimizer that is not restored.
+        UnsavedStateError: Tasks call the step of an optimizer that is not restored, or may step a
+            scheduler that is not.
         BaseException: Whatever a task raised, with a note of where.
     """
     tasks = checked_tasks(tasks)
-    if iterations is not None and (type(iterations) is not int or iterations < 1):
-        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more, or None")
+    if type(iterations) is not int or iterations < 1:
+        raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more")
     validate(PipelinePlan.serial(tasks), tasks)
     where = resolve_device(device)
     seeds, kind = TaskSeeds(seed, where), context_class(context)
@@ -91,8 +83,8 @@ def record(
         state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
     observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
-    with saved.trial(always=True, made=observer.storages.made):
-        observed = _observe(observer, batch, iterations)
+    with saved.trial():
+        observed = [observer.run(batch, number) for number in range(iterations)]
         items = assign_declared(items_in(observer.owners).tensors, tasks)
         trained = {item for item, tensor in items.items() if tensor.requires_grad}
     accesses = find_accesses(
@@ -114,22 +106,3 @@ def record(
         owners=Owners(saved.owners),
         notes=notes_on(tasks, seen, states, trained, runs, accesses, transfers),
     )
-
-
-def _observe(
-    observer: IterationObserver, batch: Any, iterations: int | None
-) -> list[IterationObservation]:
-    """Observe so many iterations, or as many as bring something new."""
-    observed: list[IterationObservation] = []
-    known: dict[str, frozenset[object]] = {}
-    quiet = 0
-    while len(observed) < (iterations or MAX_ITERATIONS):
-        observed.append(observer.run(batch, len(observed)))
-        found = {
-            one.task: known.get(one.task, frozenset()) | one.touched for one in observed[-1].tasks
-        }
-        quiet = quiet + 1 if found == known else 0
-        known = found
-        if iterations is None and quiet >= 2 and all(known.values()):
-            break
-    return observed

@@ -9,7 +9,7 @@ from itertools import chain
 from operator import or_
 from typing import Any
 
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.effects import DRAWS, UNDECLARED, Effects, Location
 from swpipe.core.messages import listed
@@ -103,13 +103,31 @@ class Recording:
         """The effects of the tasks: a plan declares no dependences on the loader or the body."""
         return {name: touched for name, touched in self.effects.items() if name not in OTHERS}
 
-    def report(self, plan: PipelinePlan | None = None) -> InferenceReport:
-        """A printable report; with a plan, it includes the comparison.
+    def report(self, plan: PipelinePlan | None = None) -> str:
+        """All of it as text; with a plan, the comparison in place of the dependences.
 
         Raises:
             PlanError: The plan cannot run with these tasks at all.
         """
-        return InferenceReport(self, None if plan is None else self.compare(plan))
+        from tabulate import tabulate
+
+        rows = [
+            (task, _told(effects.reads), _told(effects.writes))
+            for task, effects in self.effects.items()
+            if task != BODY
+        ]
+        parts = [tabulate(rows, ("task", "reads", "writes"), maxcolwidths=[None, 48, 48])]
+        states = (
+            f"{name}: {listed(members, 3)}"
+            for name, members in self.states.items()
+            if members != (name,)
+        )
+        parts += _section("states:", states)
+        if plan is None:
+            parts += _section("dependences:", map(str, self.dependences().needed))
+        else:
+            parts.append(str(self.compare(plan)))
+        return "\n\n".join([*parts, *_section("notes:", (f"- {note}" for note in self.notes))])
 
 
 @dataclass(frozen=True)
@@ -133,46 +151,10 @@ class Dependences:
         return tuple((one.consumer, one.producer, 1) for one in self.needed if one.distance)
 
 
-@dataclass(frozen=True)
-class InferenceReport:
-    """A recording as text.
-
-    Attributes:
-        recording: What to report.
-        comparison: The comparison with a plan, if one was given.
-    """
-
-    recording: Recording
-    comparison: Comparison | None = None
-
-    def __str__(self) -> str:
-        notes = "\n".join(["notes:", *(f"  - {note}" for note in self.recording.notes)])
-        parts = [self._tasks(), self._states(), self._dependences(), notes]
-        return "\n\n".join(part for part in parts if part)
-
-    def _tasks(self) -> str:
-        from tabulate import tabulate
-
-        rows = [
-            (task, _told(effects.reads), _told(effects.writes))
-            for task, effects in self.recording.effects.items()
-            if task != BODY
-        ]
-        return tabulate(rows, ("task", "reads", "writes"), maxcolwidths=[None, 48, 48])
-
-    def _states(self) -> str:
-        rows = [
-            f"  {name}: {listed(members, 3)}"
-            for name, members in self.recording.states.items()
-            if members != (name,)
-        ]
-        return "\n".join(["states:", *rows]) if rows else ""
-
-    def _dependences(self) -> str:
-        if self.comparison is not None:
-            return str(self.comparison)
-        found = self.recording.dependences().needed
-        return "\n".join(["dependences:", *(f"  {one}" for one in found)]) if found else ""
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    """Lines below a title; nothing without lines."""
+    found = [f"  {line}" for line in lines]
+    return ["\n".join([title, *found])] if found else []
 
 
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

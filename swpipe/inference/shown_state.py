@@ -29,11 +29,10 @@ from torch import Tensor
 from torch._C import _has_storage as has_storage
 from torch.optim import Optimizer
 
-from swpipe._state.guard import before_calls, before_steps, refuse_scheduled
 from swpipe._state.loop import Captured, declared_owners, refuse_scripted
-from swpipe._values.copies import SavedTensors
-from swpipe._values.owners import Owner, Owners, modules_of
+from swpipe._state.torch_hooks import before_calls, before_steps, refuse_scheduled
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner, Owners, modules_of
 from swpipe._values.storages import StorageId, described
 from swpipe._values.walk import parts_of, tensors_in
 from swpipe.core.messages import listed
@@ -82,66 +81,53 @@ def shown_state(
     return owners
 
 
-class _Recorder(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Tells ``shown`` before memory is written, a leaf is used, and a generator is drawn from."""
-
-    def __init__(self, device: Device, shown: _Shown) -> None:
-        super().__init__(device)
-        self._shown = shown
-
-    def _record(self, value: Any, mode: str, replays: bool = False) -> None:
-        super()._record(value, mode, replays)
-        for tensor in tensors_of(value) if mode != CREATED else ():
-            if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
-                if self.storages.of(tensor) - self.storages.created:
-                    self._shown.before_use(tensor)
-            elif mode in ("w", "rw"):
-                for part in filter(has_storage, parts_of(tensor)):
-                    self._shown.before_write(self.storages.of(part) - self.storages.created, part)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; a generator that is given is saved before."""
-        if (generator := kwargs.get("generator")) is not None:
-            self._shown.before_draw(generator)
-        return super().run(func, args, kwargs)
-
-
-class _Shown:
+class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Within the block, what torch shows is saved; at its end it is put back."""
 
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
-        self._device = device
+        super().__init__(device)
         self._found = [*declared]
         refuse_scripted(self._found)
-        self._saved: list[Snapshot | SavedTensors] = [Snapshot(self._found, device)]
+        self._saved = Snapshot(self._found, device)
         self._modules = set(map(id, modules_of(self._found)))
         self._optimizers: set[int] = set()
         self._memory: dict[StorageId, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
         self._generators: set[int] = set()
         self._stack = ExitStack()
-        self._operators = _Recorder(device, self)
         self._kept: frozenset[StorageId] = frozenset()  # made in the iteration before
         self._handed_on: set[StorageId] = set()
 
     def __enter__(self) -> _Shown:
-        self._stack.callback(self._put_back)
+        self._stack.callback(self._saved.restore)
         self._stack.enter_context(before_calls(self._before_call))
         self._stack.enter_context(before_steps(self._before_step))
-        self._stack.enter_context(self._operators)
+        super().__enter__()
         return self
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
+        super().__exit__(*failure)
         self._stack.close()
 
-    def _put_back(self) -> None:
-        self._device.synchronize()
-        for saved in reversed(self._saved):
-            saved.restore()
+    def _record(self, value: Any, mode: str, replays: bool = False) -> None:
+        super()._record(value, mode, replays)
+        for tensor in tensors_of(value) if mode != CREATED else ():
+            if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
+                if self.storages.of(tensor) - self.storages.created:
+                    self._before_use(tensor)
+            elif mode in ("w", "rw"):
+                for part in filter(has_storage, parts_of(tensor)):
+                    self._before_write(self.storages.of(part) - self.storages.created, part)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a generator that is given is saved before."""
+        if (generator := kwargs.get("generator")) is not None:
+            self._before_draw(generator)
+        return super().run(func, args, kwargs)
 
     def begin(self, batch: Any) -> None:
         """An iteration begins on a batch, which is nobody else's."""
-        accesses, storages = self._operators.accesses, self._operators.storages
+        accesses, storages = self.accesses, self.storages
         for numbers in (accesses.reads, accesses.replays, accesses.created):
             numbers.clear()
         for tensor in tensors_in(batch):
@@ -149,7 +135,7 @@ class _Shown:
 
     def end(self) -> None:
         """It has ended, and its context is gone."""
-        accesses, storages = self._operators.accesses, self._operators.storages
+        accesses, storages = self.accesses, self.storages
         gc.collect()
         used = self._kept & accesses.all_reads
         self._handed_on |= {number for number in used if not storages.alive(number)}
@@ -158,7 +144,7 @@ class _Shown:
 
     def handed_on(self) -> list[str]:
         """What one iteration made and the next one read and replaced."""
-        return sorted(map(self._operators.storages.description, self._handed_on))
+        return sorted(map(self.storages.description, self._handed_on))
 
     def owners(self) -> Owners:
         """All that was shown; memory that belongs to no module and no optimizer by itself."""
@@ -166,7 +152,7 @@ class _Shown:
             id(part) for one in self._found for part in modules_of([one]) if part is not one.owner
         }
         found = [one for one in self._found if id(one.owner) not in inner]
-        storages = self._operators.storages
+        storages = self.storages
         named = self._memory_of(found)
         leaves = [one for one in self._leaves.values() if not storages.of(one) <= named]
         found += [Owner(f"leaf ({described(one)})", one) for one in leaves]
@@ -178,7 +164,7 @@ class _Shown:
 
     def _memory_of(self, owners: Iterable[Owner]) -> set[StorageId]:
         tensors = items_in(owners).tensors.values()
-        return set[StorageId]().union(*map(self._operators.storages.of, tensors))
+        return set[StorageId]().union(*map(self.storages.of, tensors))
 
     def _add(self, owner: Any) -> None:
         kind = type(owner).__name__
@@ -189,7 +175,7 @@ class _Shown:
             refuse_scheduled(owner, [other.owner for other in self._found])
         self._modules.update(map(id, modules_of([one])))
         self._found.append(one)
-        self._saved.append(Snapshot([one], self._device, within=True))
+        self._saved.add(one)
 
     def _before_call(self, module: torch.nn.Module) -> None:
         if id(module) not in self._modules:
@@ -200,28 +186,23 @@ class _Shown:
             self._optimizers.add(id(optimizer))
             self._add(optimizer)
 
-    def before_draw(self, generator: Any) -> None:
+    def _before_draw(self, generator: Any) -> None:
         """A generator of the user's is drawn from."""
         if generator._cdata not in self._generators:
             self._generators.add(generator._cdata)
             self._add(generator)
 
-    def before_use(self, leaf: Tensor) -> None:
+    def _before_use(self, leaf: Tensor) -> None:
         """A leaf that requires grad is used: it may get a gradient, or be written."""
         if id(leaf) not in self._leaves:
             self._leaves[id(leaf)] = leaf
-            self._save(leaf)
+            self._saved.add(Owner("leaf", leaf))
 
-    def before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
+    def _before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
         """Memory is written that was there before."""
         for number in numbers:
             if number not in self._memory and tensor.layout is torch.strided and not tensor.is_meta:
                 with torch.no_grad():
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     self._memory[number] = whole.set_(tensor.untyped_storage())
-                self._save(self._memory[number])
-
-    def _save(self, tensor: Tensor) -> None:
-        saved = SavedTensors()
-        saved.add(tensor)
-        self._saved.append(saved)
+                self._saved.add(Owner("memory", self._memory[number]))

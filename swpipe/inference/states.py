@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from swpipe._state.loop import declared_memory
 from swpipe._values.containers import LEAF, kind_of
-from swpipe._values.owners import Owner
 from swpipe._values.stateful import (
     PLAIN,
+    Owner,
     has_state_dict,
     is_generator,
     modules_in,

@@ -338,7 +338,7 @@ def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[
     if pull_ahead is False:
         yield "The loader is pulled in turn (pull_ahead=False)."
     elif not ahead:
-        what, mend = why_not_apart(loader)
+        what, mend = why_not_apart(loader, draws_watched=True) or ("", "")
         yield (
             f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
             "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for "

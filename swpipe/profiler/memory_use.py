@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from swpipe._state.loop import LoopState
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe._values.storages import Storages, nbytes
 from swpipe._values.walk import leaves_in, map_tensors, tensors_held, unsharded
 from swpipe.analysis.last_readers import users_of, uses_of

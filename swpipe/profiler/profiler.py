@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
-from swpipe._values.owners import given_state
+from swpipe._values.stateful import given_state
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar

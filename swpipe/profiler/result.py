@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from swpipe.core.files import parse_json, write_atomically
+from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
@@ -164,7 +164,7 @@ class ProfileResult(Figures, Report):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(parse_json(text))
+        return cls.from_dict(json.loads(text))
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -248,7 +248,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = parse_json(text)
+        data = json.loads(text)
         if not isinstance(data, list):
             raise ValueError(f"profile results are a JSON list, not {type(data).__name__}")
         return cls(ProfileResult.from_dict(entry) for entry in data)

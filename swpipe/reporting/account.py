@@ -322,7 +322,7 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     floor_s = bounds.ii_us / 1e6
     what, _, names = bounds.busiest.partition(": ")
     limiting = names.removesuffix(" alone").split(", ")
-    limit = f"{what}: {listed(names.split(', '), _NAMED)}"
+    limit = f"{what}: {listed(names.replace(PULL, f'the {LOADER}').split(', '), _NAMED)}"
     if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
         limiting = [*Roles.of(plan).recurring]
         named = listed(limiting, 2 * _NAMED)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from swpipe._values.context_log import ContextWatch
 from swpipe._values.fingerprint import TensorState, is_fixed
 from swpipe._values.walk import grad_or_none, leaves_in, map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import ShortcutError, add_note
-from swpipe.shortcut.changes import ContextWatch
 from swpipe.shortcut.graft import (
     Sources,
     Spent,
@@ -94,12 +94,11 @@ def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
         edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
         gradients = LeafGradients(watch.before)
         task.fn(ctx)
-    produced, deleted = watch.changes
     states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
-    values = ReplayedValues({name: vars(ctx)[name] for name in produced}, states)
+    values = ReplayedValues({name: vars(ctx)[name] for name in watch.produced}, states)
     made = list(tensors_in(values))
     sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges, made)
-    return Cache(task.name, ctx, values, deleted, gradients.changed(), sources, device)
+    return Cache(task.name, ctx, values, watch.deleted, gradients.changed(), sources, device)
 
 
 class Cache:

@@ -38,8 +38,7 @@ class ShortcutControl(Generic[C]):
         Raises:
             TypeError: ``with_`` is neither a function nor a dict of values.
             ValueError: A task that this pipeline does not have; ``with_`` for several.
-            RuntimeError: Another rank enables other tasks, or continues without, or does not
-                answer within ``stall_timeout_s``.
+            RuntimeError: Another rank enables other tasks, or none within ``stall_timeout_s``.
         """
         from swpipe.shortcut.substitute import substitute_of
 
@@ -82,8 +81,7 @@ class ShortcutControl(Generic[C]):
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            begun = self._driver.begun
-            check_same_shortcuts(self.plan.digest(), act, wanted, begun, timeout_s)
+            check_same_shortcuts(self.plan.digest(), act, wanted, timeout_s)
 
     @contextmanager
     def shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> Iterator[None]:

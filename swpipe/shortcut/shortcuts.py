@@ -10,8 +10,8 @@ A task runs in one of three modes::
                          cache what changed, and         restore what it produced, connected to
                          what each io captures           the autograd graph; restore each io
 
-A replay leaves the context as the cached run did (``swpipe.shortcut.changes``), with tensors in any
-nesting, and what each ``DeclaredIO`` captured. Objects that were shared are shared again.
+A replay leaves the context as the cached run did, with tensors in any nesting, and what each
+``DeclaredIO`` captured. Objects that were shared are shared again.
 
 - Outputs that later tasks modify in place are copied for each replay; other tensors share memory
   with the cache (``swpipe.shortcut.handed_out``). If the cache is modified all the same, the next

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from swpipe._engine.program import RETIRE
+from swpipe._values.context_log import ContextWatch
 from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.messages import shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.pipeline import SWPipeline
-from swpipe.shortcut.changes import ContextWatch
 from swpipe.testing.compared_values import DELETED, copies, first_unequal, leaves_by_name
 from swpipe.testing.same_numbers import Loop, tasks_of
 
@@ -159,8 +159,8 @@ class _Side:
             with nullcontext() if task.pure else self._changes(left):
                 with ContextWatch(ctx) as watch:
                     task.fn(ctx)
-                left |= copies(_attributes(ctx, watch.changes.produced))
-                left |= {f"ctx.{name}": DELETED for name in watch.changes.deleted}
+                left |= copies(_attributes(ctx, watch.produced))
+                left |= {f"ctx.{name}": DELETED for name in watch.deleted}
             self.left[ctx.iter_idx, task.name] = left
 
         return replace(task, fn=run)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swpipe._engine.program import OWN, RETIRE
-from swpipe.core.files import parse_json, read_text, replacing, write_atomically
+from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
 from swpipe.core.plan import MOST_ITERATIONS, PULL
 from swpipe.core.resolved import ResolvedPlan
@@ -84,7 +84,7 @@ def add_to(path: Path, other: Path, spans: Sequence[Span], about: Mapping[str, A
     Raises:
         ValueError: ``other`` is something else.
     """
-    document = parse_json(_read(other))
+    document = json.loads(_read(other))
     given = document if isinstance(document, dict) else {}
     events, base_ns = given.get("traceEvents"), given.get("baseTimeNanoseconds")
     if not isinstance(events, list) or not isinstance(base_ns, int):
@@ -126,7 +126,7 @@ def _read(path: Path) -> str:
 def load(path: Path) -> dict[str, Any]:
     """The arguments of a ``Trace``, from a file that ``save`` wrote; see ``Trace.load``."""
     try:
-        document = parse_json(_read(path))
+        document = json.loads(_read(path))
         events, other = document["traceEvents"], document["otherData"]
         if other["producer"] != "swpipe":
             raise ValueError("another program's trace")

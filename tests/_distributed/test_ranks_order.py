@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +17,6 @@ from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, check_same_
 from swpipe.errors import StallError
 from tests.support.ranks import WELL_BEFORE_S, Ranks
 from tests.support.scripts import Script, Scripts, as_torchrun
-
-ROOT = Path(__file__).parents[2]
 
 ITERATIONS = 6
 
@@ -150,7 +144,7 @@ def test_collectives_are_issued_in_one_order_on_four_ranks(four_ranks: Ranks) ->
 @pytest.mark.slow
 def test_many_runs_do_not_hang(two_ranks: Ranks) -> None:
     """Delays drawn anew in each."""
-    check_orders(two_ranks, 60, first_seed=1000)
+    check_orders(two_ranks, 30, first_seed=1000)
 
 
 def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
@@ -194,7 +188,7 @@ def _one_rank_raises(group: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["default", "dist", "own"])
+@pytest.mark.parametrize("group", ["default", "own"])
 def test_one_ranks_failure_ends_all_with_its_own_error(group: str) -> None:
     """It arrives as itself, with its task, while the other rank still waits for it."""
     with Ranks(2, grace_s=1.0) as ranks:
@@ -235,36 +229,31 @@ def test_a_rank_that_is_let_down_says_who_failed_first_and_of_what(
     assert "Planted: on rank one" in one.stderr
 
 
-@pytest.mark.slow
-def test_torchrun_ends_within_seconds_and_names_the_cause(tmp_path: Path) -> None:
-    """The job fails at once; the rank that was let down says who failed first, and of what."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(script), "own"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,  # most of it goes into importing torch, on a busy machine
-        check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "Planted: on rank one" in done.stderr
-    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank0]:"))
-    # Of ranks that have ended when it looks, torchrun calls the first one the root cause.
-    blames_victim = "rank      : 1 " not in done.stderr.split("Root Cause")[1]
-    if blames_victim or "Error: " in said:  # else torchrun ended it before it could say
-        assert CAUSE in said
-
-
 def _fail(ctx: IterContext) -> None:
     raise Planted(f"number {ctx.batch}")
 
 
+def _nobody_has_failed() -> None:
+    """As in a new job: whatever a test has left in the store of shared ranks is old."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        store = _get_default_store()
+        old = [(rank, "earlier", 0.0) for rank in range(dist.get_world_size())]
+        for word in old:
+            store.set(f"swpipe/failures/{word[0]}", json.dumps(word))
+        store.set(FIRST_FAILURE, json.dumps(old[0]))
+    dist.barrier()
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What is noted on it once this rank's failure is told."""
+    tell_failure(error)
+    return getattr(error, "__notes__", [])
+
+
 def _each_fails_in_turn() -> list[str]:
     """What is noted on this rank's error: rank 0 fails first, then rank 1."""
+    _nobody_has_failed()
     pipe = SWPipeline(PipelinePlan.serial([PipelineTask("fails", _fail)]), device="cpu")
     notes: list[str] = []
     for turn in range(2):
@@ -274,13 +263,13 @@ def _each_fails_in_turn() -> list[str]:
             except Planted as error:
                 notes = error.__notes__
         dist.barrier()
+    _nobody_has_failed()
     return notes
 
 
-def test_the_rank_that_failed_first_is_noted_on_the_others_errors() -> None:
+def test_the_rank_that_failed_first_is_noted_on_the_others_errors(two_ranks: Ranks) -> None:
     """Its own error has no such note; it tells its task, too."""
-    with Ranks(2) as ranks:
-        first, second = ranks.run(_each_fails_in_turn)
+    first, second = two_ranks.run(_each_fails_in_turn)
     assert len(first) == 1
     assert len(second) == 2
     assert second[1] == (
@@ -291,6 +280,7 @@ def test_the_rank_that_failed_first_is_noted_on_the_others_errors() -> None:
 
 def _after_an_old_failure() -> list[str]:
     """Rank 0 failed long ago; now rank 1 does, and then rank 0 again."""
+    _nobody_has_failed()
     if dist.get_rank() == 0:
         told = (0, "long ago", time.time() - 2 * RECENT_S)
         _get_default_store().set(FIRST_FAILURE, json.dumps(told))
@@ -298,17 +288,15 @@ def _after_an_old_failure() -> list[str]:
     notes: list[str] = []
     for rank in (1, 0):
         if dist.get_rank() == rank:
-            error = Planted(f"now, on rank {rank}")
-            tell_failure(error)
-            notes = getattr(error, "__notes__", [])
+            notes = _notes(Planted(f"now, on rank {rank}"))
         dist.barrier()
+    _nobody_has_failed()
     return notes
 
 
-def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one() -> None:
+def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one(two_ranks: Ranks) -> None:
     """The later one takes its place."""
-    with Ranks(2) as ranks:
-        zero, one = ranks.run(_after_an_old_failure)
+    zero, one = two_ranks.run(_after_an_old_failure)
     assert one == []
     assert "rank 1 had failed before" in zero[0]
     assert "now, on rank 1" in zero[0]
@@ -316,24 +304,23 @@ def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one() -> None:
 
 def _after_a_caught_failure(again: bool) -> list[str]:
     """Rank 1 fails; where all ranks compare a plan after that, it was caught; then rank 0 fails."""
+    _nobody_has_failed()
     rank = dist.get_rank()
     if rank == 1:
         tell_failure(Planted("caught"))
     dist.barrier()
     if again:
         check_same_plan(PipelinePlan.serial(["train"]))
-    error = Planted("now")
-    if rank == 0:
-        tell_failure(error)
-    return getattr(error, "__notes__", [])
+    found = _notes(Planted("now")) if rank == 0 else []
+    _nobody_has_failed()
+    return found
 
 
-def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run() -> None:
+def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run(two_ranks: Ranks) -> None:
     """Also a recent one; without a later run it may be the cause."""
-    with Ranks(2) as ranks:
-        zero, _ = ranks.run(_after_a_caught_failure, False)
-        assert "rank 1 had failed before" in zero[0]
-        assert ranks.run(_after_a_caught_failure, True) == [[], []]
+    zero, _ = two_ranks.run(_after_a_caught_failure, False)
+    assert "rank 1 had failed before" in zero[0]
+    assert two_ranks.run(_after_a_caught_failure, True) == [[], []]
 
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:39055"
@@ -347,43 +334,42 @@ SILENT = (
 
 def _some_are_let_down(failing: int | None) -> list[str]:
     """Rank 3 is silent; the others lose their connections, if they do not fail by themselves."""
+    _nobody_has_failed()
     rank = dist.get_rank()
-    if rank == 3:  # it got over a failure long ago
-        told = (3, "long ago", time.time() - 2 * RECENT_S)
-        _get_default_store().set("swpipe/failures/3", json.dumps(told))
-    dist.barrier()
-    error: Exception = RuntimeError(LOST)
-    if rank == failing:
-        error = Planted("of its own")
-    if rank != 3:
-        tell_failure(error)
-    dist.barrier()
-    return getattr(error, "__notes__", [])
+    error = Planted("of its own") if rank == failing else RuntimeError(LOST)
+    found = _notes(error) if rank != 3 else []
+    _nobody_has_failed()
+    return found
 
 
 @pytest.mark.parametrize("failing", [None, 2])
-def test_ranks_that_are_let_down_blame_no_other_victim(failing: int | None) -> None:
-    """They name the rank that failed for a reason of its own, or else the one without a word."""
-    with Ranks(4) as ranks:
-        said = ranks.run(_some_are_let_down, failing)
+def test_ranks_that_are_let_down_blame_no_other_victim(
+    four_ranks: Ranks, failing: int | None
+) -> None:
+    """They name the rank that failed for a reason of its own, or else the one without a word.
+
+    What that one has said long ago, it has got over.
+    """
+    said = four_ranks.run(_some_are_let_down, failing)
     cause = "swpipe: rank 2 had failed before, which may be the cause: Planted: of its own"
     expected = [SILENT] if failing is None else [cause]
     assert said == [[] if rank in (failing, 3) else expected for rank in range(4)]
 
 
 def _all_are_let_down(stalls: bool) -> list[str]:
+    _nobody_has_failed()
     stalled = stalls and dist.get_rank() == 1
-    error = StallError("nothing moves") if stalled else RuntimeError(LOST)
-    tell_failure(error)
-    dist.barrier()
-    return getattr(error, "__notes__", [])
+    found = _notes(StallError("nothing moves") if stalled else RuntimeError(LOST))
+    _nobody_has_failed()
+    return found
 
 
 @pytest.mark.parametrize("stalls", [False, True])
-def test_where_all_ranks_are_let_down_none_is_blamed_but_one_that_stalled(stalls: bool) -> None:
+def test_where_all_ranks_are_let_down_none_is_blamed_but_one_that_stalled(
+    two_ranks: Ranks, stalls: bool
+) -> None:
     """As when the network is gone, or when one's stall ends the others."""
-    with Ranks(2) as ranks:
-        zero, one = ranks.run(_all_are_let_down, stalls)
+    zero, one = two_ranks.run(_all_are_let_down, stalls)
     assert one == []
     cause = "swpipe: rank 1 had failed before, which may be the cause: StallError: nothing moves"
     assert zero == ([cause] if stalls else [])

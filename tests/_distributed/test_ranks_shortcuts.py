@@ -2,74 +2,50 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
-from swpipe._distributed import rank_checks as ranks_module
+from swpipe import SWPipeline
 from tests.support.plans_for_tests import piped, tasks
-from tests.support.ranks import WELL_BEFORE_S, Ranks
-
-
-def _enabled(one: str, other: str, check_ranks: bool = True) -> list[str]:
-    """What is shortcut where rank 0 asks for one task and rank 1 for another."""
-    with SWPipeline(piped(3), tasks(), check_ranks=check_ranks) as pipe:
-        try:
-            pipe.enable_shortcut(one if dist.get_rank() == 0 else other)
-        except RuntimeError as error:
-            return [str(error), *pipe.shortcut_tasks]
-        assert pipe.run(range(4)).iterations == 4
-        return sorted(pipe.shortcut_tasks)
-
+from tests.support.ranks import Ranks
 
 NAMES = [task.name for task in tasks()]
+FIRST, SECOND = NAMES[:2]
 
 
-def test_ranks_that_shortcut_different_tasks_are_refused(two_ranks: Ranks) -> None:
-    """On all of them alike, by name, and nothing is shortcut."""
-    for said in two_ranks.run(_enabled, NAMES[0], NAMES[1]):
-        assert len(said) == 1
-        assert f"tasks: {NAMES[0]} on rank 0, {NAMES[1]} on rank 1. " in said[0]
-        assert "Enable the same tasks on all ranks" in said[0]
+def _changed(act: str, one: str, other: str, check_ranks: bool = True) -> list[str]:
+    """What is said, and shortcut then, where rank 0 changes one task and rank 1 another."""
+    with SWPipeline(piped(3), tasks(), check_ranks=check_ranks) as pipe:
+        if act == "disable":
+            pipe.enable_shortcut(*NAMES)
+        said = []
+        try:
+            getattr(pipe, f"{act}_shortcut")(one if dist.get_rank() == 0 else other)
+        except RuntimeError as error:
+            said = [str(error)]
+        else:
+            assert pipe.run(range(4)).iterations == 4
+        return [*said, *sorted(pipe.shortcut_tasks)]
 
 
-def test_ranks_that_shortcut_the_same_task_run(two_ranks: Ranks) -> None:
-    """After a refusal, too."""
-    assert two_ranks.run(_enabled, NAMES[0], NAMES[0]) == [NAMES[:1]] * 2
+@pytest.mark.parametrize(
+    ("act", "before", "after"), [("enable", [], NAMES[:1]), ("disable", NAMES, NAMES[1:])]
+)
+def test_ranks_that_change_different_shortcuts_are_refused(
+    two_ranks: Ranks, act: str, before: list[str], after: list[str]
+) -> None:
+    """On all of them alike, by name, and nothing changes; those that change the same run then."""
+    for said, *left in two_ranks.run(_changed, act, FIRST, SECOND):
+        assert "the ranks would shortcut different tasks" in said
+        assert (f"tasks: {FIRST} on rank 0, {SECOND} on rank 1. " in said) is (act == "enable")
+        assert "Enable the same tasks on all ranks, and disable the same, in the same order" in said
+        assert left == sorted(before)
+    assert two_ranks.run(_changed, act, FIRST, FIRST) == [sorted(after)] * 2
 
 
 def test_ranks_that_go_alone_are_not_compared(two_ranks: Ranks) -> None:
     """``check_ranks=False`` leaves plans and shortcuts to each rank."""
-    assert two_ranks.run(_enabled, NAMES[0], NAMES[1], False) == [[NAMES[0]], [NAMES[1]]]
-
-
-def _disabled(one: str, other: str) -> list[str]:
-    """What is said and still shortcut where all tasks are, and each rank disables its own."""
-    with SWPipeline(piped(3), tasks()) as pipe:
-        pipe.enable_shortcut(*NAMES)
-        try:
-            pipe.disable_shortcut(one if dist.get_rank() == 0 else other)
-        except RuntimeError as error:
-            return [str(error), *sorted(pipe.shortcut_tasks)]
-        assert pipe.run(range(4)).iterations == 4
-        return sorted(pipe.shortcut_tasks)
-
-
-def test_ranks_that_disable_different_shortcuts_are_refused(two_ranks: Ranks) -> None:
-    """On all of them alike, by name; everything is shortcut as before."""
-    for said in two_ranks.run(_disabled, NAMES[0], NAMES[1]):
-        assert "the ranks would shortcut different tasks" in said[0]
-        assert "and disable the same, in the same order" in said[0]
-        assert said[1:] == sorted(NAMES)
-
-
-def test_ranks_that_disable_the_same_shortcut_run(two_ranks: Ranks) -> None:
-    """The others are still shortcut."""
-    assert two_ranks.run(_disabled, NAMES[0], NAMES[0]) == [sorted(NAMES[1:])] * 2
+    assert two_ranks.run(_changed, "enable", FIRST, SECOND, False) == [[FIRST], [SECOND]]
 
 
 def _block_left(failing: int) -> list[str]:
@@ -77,10 +53,10 @@ def _block_left(failing: int) -> list[str]:
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         pipe.run(range(2))
         if dist.get_rank() == failing:
-            with pytest.raises(KeyError), pipe.shortcut(NAMES[0]):
+            with pytest.raises(KeyError), pipe.shortcut(FIRST):
                 raise KeyError
         else:
-            pipe.enable_shortcut(NAMES[0])
+            pipe.enable_shortcut(FIRST)
         dist.barrier()
         return list(pipe.shortcut_tasks)
 
@@ -103,102 +79,23 @@ def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> No
     assert two_ranks.run(_nothing_to_disable) == [4, 4]
 
 
-def _profiled() -> str:
-    with SWPipeline(piped(3), tasks()) as pipe:
-        try:
-            TaskProfiler(pipe).profile(0, 1, 2, 2, tasks=NAMES[dist.get_rank()])
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_ranks_that_profile_different_tasks_are_refused(two_ranks: Ranks) -> None:
-    """A profile shortcuts one task after the other."""
-    for said in two_ranks.run(_profiled):
-        assert "the ranks would shortcut different tasks" in said
-
-
-def _goes_on_alone(act: str, of: str) -> str:
-    """Rank 0 changes a shortcut after two steps and rank 1 does not; what rank 0 is told."""
-
-    def meet(ctx: IterContext) -> None:
-        dist.all_reduce(torch.ones(1))
-
-    alone = [PipelineTask("meet", meet)]
-    # "add" is shortcut on both ranks, so that it can be disabled on one.
-    tasks = [*alone, PipelineTask("add", lambda ctx: setattr(ctx, "sum", 1))]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks, stall_timeout_s=60.0) as pipe:
-        pipe.enable_shortcut("add")
-        batches, said = iter(range(6)), ""
-        for _ in range(2):
-            pipe.progress(batches)
-        change = getattr(pipe, f"{act}_shortcut")
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError) as caught:
-                change(of)
-            said = str(caught.value)
-        pipe.progress(batches)
-        change(of)
-        for _ in range(3):
-            pipe.progress(batches)
-    return said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("act", "of", "word"), [("enable", "meet", "without"), ("disable", "add", "with")]
-)
-def test_a_rank_that_goes_on_alone_is_noticed(act: str, of: str, word: str) -> None:
-    """Long before the time-out; and ranks that are alike from then on run."""
-    with Ranks(2) as ranks:
-        begun_s = time.monotonic()
-        told = ranks.run(_goes_on_alone, act, of)[0]
-        assert time.monotonic() - begun_s < WELL_BEFORE_S
-    assert told == (
-        f"rank 1 has begun period 2 {word} the shortcuts that this rank {act}s before period 2: "
-        f"{act} the same tasks on all ranks, between the same two steps"
-    )
-
-
-def _comes_late() -> list[str]:
-    """Rank 1 answers for pipelines that have not gone on without, and then enables the task."""
-    with (
-        SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as other,
-        SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe,
-    ):
-        other.run(range(5))
-        pipe.run(range(2))
-        if dist.get_rank() == 1:
-            waiting = ranks_module._SHORTCUTS.format(ranks_module._turns.count, ranks_module._ANY)
-            _get_default_store().wait([waiting])
-            assert other._driver.begun.periods > pipe._driver.begun.periods
-            ranks_module.answer_check(other._driver.begun)
-            ranks_module.answer_check(pipe._driver.begun)
-        pipe.enable_shortcut(NAMES[0])
-        return list(pipe.shortcut_tasks)
-
-
-def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks) -> None:
-    """While it is at another pipeline, of the same plan even, or no period ahead of the others."""
-    assert two_ranks.run(_comes_late) == [NAMES[:1]] * 2
-
-
-def _alone(act: str) -> str:
+def _alone() -> list[str]:
+    """What rank 0 is told, which alone disables a shortcut, and then enables another."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
-        if act == "disable":
-            pipe.enable_shortcut(NAMES[0])
+        pipe.enable_shortcut(FIRST)
         pipe._stall_timeout_s = 0.3
-        said = ""
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=f"rank 1 has not {act}d shortcuts") as caught:
-                getattr(pipe, f"{act}_shortcut")(NAMES[0])
-            said = str(caught.value)
+        said = []
+        for change in (pipe.disable_shortcut, pipe.enable_shortcut):
+            if dist.get_rank() == 0:
+                with pytest.raises(RuntimeError) as caught:
+                    change(FIRST if not said else SECOND)
+                said.append(str(caught.value))
         dist.barrier()
         return said
 
 
-@pytest.mark.parametrize("act", ["enable", "disable"])
-def test_a_rank_that_changes_shortcuts_alone_is_refused(act: str) -> None:
+def test_a_rank_that_changes_shortcuts_alone_is_refused() -> None:
     """After the time in which a stall is one."""
-    with Ranks(2) as ranks:
-        assert "within 0.3 s" in ranks.run(_alone, act)[0]
+    with Ranks(2) as ranks:  # whose checks are not counted alike after that
+        for act, said in zip(("disable", "enable"), ranks.run(_alone)[0], strict=True):
+            assert f"rank 1 has not {act}d shortcuts within 0.3 s" in said

@@ -6,17 +6,13 @@ The ranks are scripts of their own (``stall_job``), since what counts is how the
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
 from swpipe._engine.watchdog import STALL_EXIT_CODE
 from tests._distributed.stall_job import AT, CATCHES
-
-ROOT = Path(__file__).parents[2]
+from tests.support.scripts import Script, Scripts
 
 WITHIN_S = 60.0
 """The promise is ``STALL_S`` + 10 s, which ``stall_job`` prints; a busy machine takes longer."""
@@ -27,17 +23,13 @@ JOBS = (
 )
 
 
-def run_jobs(folder: Path, jobs: Collection[str]) -> dict[str, list[tuple[int, str]]]:
+def run_jobs(
+    scripts: Scripts, folder: Path, jobs: Collection[str]
+) -> dict[str, list[tuple[int, str]]]:
     """For each job, exit code and standard error of each rank that the stall has to end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests._distributed.stall_job", str(folder), *jobs],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=180,
-        check=True,
-    )
+    script = Script(module="tests._distributed.stall_job", args=(str(folder), *jobs))
+    done = scripts.run(script, deadline_s=180)
+    assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     ended: dict[str, list[tuple[int, str]]] = {job: [] for job in jobs}
     for job in jobs:
@@ -53,12 +45,12 @@ def run_jobs(folder: Path, jobs: Collection[str]) -> dict[str, list[tuple[int, s
     return ended
 
 
-def check_others_end(folder: Path, *jobs: str) -> None:
+def check_others_end(scripts: Scripts, folder: Path, *jobs: str) -> None:
     """Each ends in time, with an exit code that is not 0, and rank, task and iteration.
 
     A script that catches the stall has its own code, though a worker is still in the collective.
     """
-    for job, ended in run_jobs(folder, jobs).items():
+    for job, ended in run_jobs(scripts, folder, jobs).items():
         size, how, group = job.split(":")
         for code, error in ended:
             if how.endswith("+catch"):
@@ -75,10 +67,10 @@ def check_others_end(folder: Path, *jobs: str) -> None:
                 assert re.search(without, error), (job, error)
 
 
-def test_every_other_rank_ends(tmp_path: Path) -> None:
+def test_every_other_rank_ends(scripts: Scripts, tmp_path: Path) -> None:
     """All ways to stop communicating, of the last rank and of the one that holds the store.
 
     Inside a collective nothing interrupts the caller's thread; a worker's outlives its script. Of
     the rank that is stopped and holds the store the others learn nothing.
     """
-    check_others_end(tmp_path, *JOBS)
+    check_others_end(scripts, tmp_path, *JOBS)

@@ -455,40 +455,6 @@ def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_closing_in_mid_flight_ends_the_threads_and_drops_the_contexts() -> None:
-    """Leaving the block with iterations in flight is clean."""
-    contexts: list[weakref.ref[IterContext]] = []
-    with SWPipeline(piped(), tasks(h2d=lambda ctx: contexts.append(weakref.ref(ctx)))) as pipe:
-        pipe.fill_pipeline(iter(range(9)))
-        assert swpipe_threads(within_s=0)
-    assert swpipe_threads() == []
-    del pipe
-    assert [ref() for ref in contexts] == [None] * len(contexts)
-
-
-def test_closing_from_another_thread_ends_a_call_in_progress() -> None:
-    """The caller of ``progress`` gets an error, and does not wait for ever."""
-    inside, release = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        inside.set()
-        await_event(release, "the close")
-
-    with SWPipeline(piped(), tasks(dist=at(1, wait))) as pipe:
-
-        def close() -> None:
-            await_event(inside, "dist")
-            pipe.close()
-            release.set()
-
-        closer = threading.Thread(target=close)
-        closer.start()
-        with pytest.raises(RuntimeError, match="closed"):
-            pipe.run(range(9))
-        closer.join()
-
-
-@pytest.mark.usefixtures("patient")
 def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison across ranks takes its time; a close in it once left threads running."""
     pipe = SWPipeline(piped(), tasks())

@@ -16,7 +16,6 @@ from swpipe.device import CpuDevice
 from tests.support.plans_for_tests import NAMES, piped, task, tasks
 
 OWN_THREAD = ["<admit>", "forward", "backward", "step", "<retire>"]
-RANGES = [name for name in OWN_THREAD for _ in range(3)]
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
@@ -40,21 +39,6 @@ class NvtxDevice(CpuDevice):
 def test_there_are_no_observers_by_default() -> None:
     """On a CPU with no profiler and no trace there are no observers."""
     assert Observers(CpuDevice())() == ()
-
-
-def test_a_torch_profiler_sees_every_task_of_its_thread() -> None:
-    """Each task of each iteration is one range, and so are swpipe's own two."""
-    with SWPipeline(piped(), tasks()) as pipe, profile(activities=[ProfilerActivity.CPU]) as seen:
-        pipe.run(range(3))
-    assert sorted(ranges(seen)) == sorted([*RANGES, "<admit>"])  # the last finds no batch
-
-
-def test_a_torch_profiler_has_one_row_per_task() -> None:
-    """``key_averages()`` sums a task's iterations in one row, under the task's name."""
-    with SWPipeline(piped(), tasks()) as pipe, profile(activities=[ProfilerActivity.CPU]) as seen:
-        pipe.run_serial(range(3))
-    rows = {row.key: row.count for row in seen.key_averages()}
-    assert {name: rows.get(name) for name in NAMES} == dict.fromkeys(NAMES, 3)
 
 
 def test_a_torch_profiler_of_all_threads_sees_the_workers() -> None:

@@ -31,21 +31,6 @@ def host_waits(ins: Instruction) -> set[tuple[str, int]]:
     return {(wait.producer, wait.lag) for wait in ins.host_waits}
 
 
-def test_every_kind_of_ordering_is_a_dependence_with_a_distance() -> None:
-    """``deps`` have distance 0, ``same_period_deps`` the stages' difference, others their own."""
-    plan = PipelinePlan(
-        schedule={"a": TaskSchedule(stage=2), "b": TaskSchedule(stage=0)},
-        deps=[("a", "b")],
-        cross_iter_deps=[("a", "b", 3)],
-        same_period_deps=[("a", "b")],
-    )
-    assert [(dep.distance, dep.lag) for dep in resolve_plan(plan).dependences] == [
-        (0, 2),
-        (3, 5),
-        (-2, 0),
-    ]
-
-
 def test_doubles_count_once() -> None:
     """The same dependence said twice is one."""
     plan = PipelinePlan(
@@ -80,27 +65,6 @@ def test_the_plans_own_order_decides_first() -> None:
         order=["a", "b"],
     )
     assert list(resolve_plan(plan).period_order) == ["c", "a", "b"]
-
-
-def test_the_default_lane_is_framed_by_admission_and_retirement() -> None:
-    """Worker lanes hold their tasks alone; the default lane has swpipe's own two at its ends."""
-    assert lanes(compile_plan(resolve_plan(piped()), streams=False)) == {
-        "default": [ADMIT, "forward", "backward", "step", RETIRE],
-        "io": ["dist", "h2d"],
-    }
-
-
-def test_no_wait_is_left_that_others_imply() -> None:
-    """Of the example's edges between threads, one wait each way and one for the batch remain."""
-    program = compile_plan(resolve_plan(piped()), streams=True).instructions
-    assert host_waits(program["dist"]) == {("backward", 1)}  # its turn among collectives
-    assert host_waits(program["h2d"]) == {(ADMIT, 0)}
-    assert host_waits(program["backward"]) == {("dist", 0)}  # likewise, and so after forward's data
-    assert host_waits(program["forward"]) == set()
-    assert program["dist"].event_waits == (EventWait("h2d", 0),)
-    assert program["forward"].event_waits == (EventWait("dist", 0),)
-    assert program["backward"].event_waits == ()  # behind forward on the same stream
-    assert program[RETIRE].event_waits == ()  # all work leads to the caller's stream
 
 
 def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
@@ -170,13 +134,6 @@ def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
     )
     program = compile_plan(resolve_plan(plan), streams=True).instructions
     assert program["use"].event_waits == (EventWait("make", 0),)
-
-
-def test_only_what_is_waited_for_is_recorded_and_published() -> None:
-    """Events and progress nobody waits for cost nothing."""
-    program = compile_plan(resolve_plan(piped()), streams=True).instructions
-    assert {name for name, ins in program.items() if ins.record} == {ADMIT, "h2d", "dist"}
-    assert {name for name, ins in program.items() if ins.publish} == {ADMIT, "dist", "backward"}
 
 
 def test_every_event_can_be_recorded_for_hunting_trouble() -> None:

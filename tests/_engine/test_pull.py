@@ -87,13 +87,6 @@ def test_every_batch_is_pulled_once_and_in_order(pipe: SWPipeline) -> None:
     assert pipe.next_iteration == 14
 
 
-@pytest.mark.parametrize("size", range(4))
-def test_data_may_end_at_any_time(pipe: SWPipeline, size: int) -> None:
-    """Also before the pipeline is full."""
-    assert [ctx.iter_idx for ctx in pipe.iterate(Loader(size))] == [*range(size)]
-    assert pipe.in_flight == 0
-
-
 def test_the_next_batch_is_pulled_while_the_tasks_run(pipe: SWPipeline) -> None:
     """Task and pull wait for each other: they can only go on side by side."""
     meet = threading.Barrier(2, timeout=30)
@@ -248,16 +241,6 @@ def test_within_calls_the_loader_is_called_only_during_a_call(depth: int | None)
             assert loader.pulled == pulled
     assert loader.pulled == 9
     assert loader.outside == 0
-
-
-def test_drain_hands_out_all_that_was_pulled(pipe: SWPipeline) -> None:
-    """The iterator keeps its other batches, and goes on with them."""
-    loader = Loader(9)
-    first = pipe.progress(loader)
-    assert pipe.in_flight == 2
-    rest = pipe.drain()
-    assert [first.z, *(ctx.z for ctx in rest)] == [1, 3, 5]
-    assert [ctx.z for ctx in pipe.iterate(loader)] == [2 * i + 1 for i in range(3, 9)]
 
 
 def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:

@@ -19,8 +19,6 @@ from swpipe._engine import randomness
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, lend_access
 from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
-from swpipe.errors import StallError
-from tests.support.hang import Hang
 from tests.support.plans_for_tests import NOBODY_ELSE
 from tests.support.sequencer import PATIENCE_S, await_event
 
@@ -265,32 +263,6 @@ def test_an_inner_worker_may_have_access_when_the_outer_takes_its_own_back() -> 
 
 
 # ------------------------------------------------------------------------------------- endings
-
-
-def test_a_task_left_behind_does_not_delay_another_pipeline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The run that failed gives back the access on its behalf."""
-    place = Hang(monkeypatch)
-
-    def hang(_: IterContext) -> None:
-        torch.rand(3)
-        place.hang()
-        raise ArithmeticError  # it draws no more
-
-    torch.manual_seed(5)
-    untouched = torch.get_rng_state()
-    with pipeline(1, early=hang, stall_timeout_s=0.1, host=place) as pipe:
-        with pytest.raises(StallError):
-            pipe.run(range(9))
-        place.noticed = lambda: False
-        left = next(t for t in threading.enumerate() if t.name == "swpipe-io")
-        assert torch.equal(torch.get_rng_state(), untouched)
-        assert serial(2) == serial(2)
-        place.release.set()
-        left.join(PATIENCE_S)
-        assert serial(2, 1) == serial(2)[:1]
-    assert torch.equal(torch.get_rng_state(), untouched)
 
 
 @pytest.mark.parametrize("at_the_end_of_data", [False, True])

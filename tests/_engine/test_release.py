@@ -388,16 +388,6 @@ def batches() -> list[Tensor]:
     return [torch.randn(16, 4, generator=draws) for _ in range(BATCHES)]
 
 
-def test_the_numbers_are_those_of_a_run_that_keeps_all() -> None:
-    """The loss that a plan lets go takes the graph with it."""
-    logs = []
-    for keep in (None, ["log"]):
-        job = Training()
-        with SWPipeline(job.plan(keep), device="cpu") as pipe:
-            logs.append([ctx.log for ctx in pipe.iterate(batches())])
-    assert logs[0] == logs[1]
-
-
 def test_overlap_keeps_what_its_body_reads() -> None:
     """Bit for bit as without; the body's mistake names ``keep``."""
     plain, kept = Training(), Training()
@@ -440,18 +430,6 @@ def test_a_shortcut_finds_what_it_needs() -> None:
         pipe.enable_shortcut("decode")
         losses = [ctx.log for ctx in pipe.iterate(batches())]
     assert len(losses) == BATCHES
-
-
-def test_a_failure_leaves_a_pipeline_that_runs_again() -> None:
-    """Whatever had gone by then."""
-    job = Job()
-    job.odd["end"] = lambda ctx: 1 / (ctx.iter_idx - 3)
-    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
-        with pytest.raises(ZeroDivisionError):
-            pipe.run(job.batches())
-        job.odd.clear()
-        data = job.batches(pipe.next_iteration)
-        assert [ctx.loss for ctx in pipe.iterate(data)] == LOSSES
 
 
 def test_a_plan_with_keep_is_saved_and_loaded() -> None:

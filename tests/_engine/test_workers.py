@@ -15,7 +15,6 @@ from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.verification import verify_for_run
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
-from tests.support.plans_for_tests import NOBODY_ELSE
 from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
 
 WORKERS = 3
@@ -137,33 +136,6 @@ def test_a_failure_elsewhere_ends_the_wait_for_iterations_before() -> None:
             running.run(batches())
         released.set()
     assert not [t for t in swpipe_threads() if not t.join(PATIENCE_S) and t.is_alive()]
-
-
-def test_drained_in_mid_run_and_left_early() -> None:
-    """What is in flight comes out in order; what is left is dropped."""
-    with pipe(lambda ctx: ctx.batch) as running:
-        batches = iter(range(20))
-        found = [running.progress(batches).y for _ in range(4)]
-        found += [ctx.y for ctx in running.drain()]
-        assert found == [*range(len(found))]
-        assert len(found) == 4 + running.plan.depth - 1
-        for ctx in running.iterate(batches):
-            assert ctx.y == len(found)
-            break
-        assert running.drop() == running.plan.depth - 1
-
-
-def test_a_random_task_draws_as_under_the_serial_plan() -> None:
-    """Its seed is the iteration's; workers take turns to draw."""
-
-    def read(ctx: IterContext) -> object:
-        return torch.rand(2)
-
-    options: Any = {"random": True, "io": [NOBODY_ELSE]}
-    with pipe(read, **options) as running, pipe(read, **options) as alone:
-        found = [ctx.y for ctx in running.iterate(range(9))]
-        for i, drawn in enumerate(found):
-            assert torch.equal(drawn, alone.run_one_serial_iter(i, i).y)
 
 
 def test_a_task_after_the_workers_can_have_its_own_order() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -71,32 +70,6 @@ def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
     with pytest.raises(KeyError), AttributeLog(ctx):
         raise KeyError
     assert type(ctx) is IterContext
-
-
-@pytest.mark.parametrize("delete", [False, True])
-def test_the_class_may_be_restored_while_another_thread_writes(
-    delete: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write goes on as it would."""
-    from swpipe._values import context_log as module
-
-    ctx = context()
-    watch = AttributeLog(ctx)
-
-    class Watchers(dict[int, tuple[AttributeLog, ...]]):
-        def get(self, key: Any, default: Any = ()) -> Any:
-            if watchers := super().get(key, default):
-                watch.__exit__()
-            return watchers
-
-    monkeypatch.setattr(module, "_LOGS", Watchers())
-    watch.__enter__()
-    if delete:
-        del ctx.old
-    else:
-        ctx.new = 1
-    assert type(ctx) is IterContext
-    assert set(vars(ctx)) == {"batch", "iter_idx", *(() if delete else ("old", "new"))}
 
 
 def test_two_watching_threads_have_separate_logs() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe._values.owners import Owner
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner
 from swpipe.device import CpuDevice
 
 

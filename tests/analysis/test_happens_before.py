@@ -131,23 +131,6 @@ def two_streams(**more: object) -> PipelinePlan:
     )
 
 
-def test_program_order_is_host_order_alone() -> None:
-    """Two streams that nobody joins are in no order on the device."""
-    before = HappensBefore.of(resolve_plan(two_streams()), streams=True)
-    assert before.host("a", "b", 0)
-    assert not before.device("a", "b", 0)
-    assert before.device("a", "a", 1)
-
-
-def test_an_event_orders_the_device() -> None:
-    """And with it what its stream was given before."""
-    plan = two_streams(deps=[("b", "a")], pipeline_depth=2)
-    before = HappensBefore.of(resolve_plan(plan), streams=True)
-    assert before.device("a", "b", 0)
-    assert before.device("a", "b", 1)
-    assert not before.device("b", "a", 1)
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_launch_limit_orders_the_device(ahead: int) -> None:
     """When an iteration is admitted, the one ``depth + run_ahead`` before it is done."""

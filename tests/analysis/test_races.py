@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -30,7 +30,6 @@ from tests.support.safety import (
     is_as_stale_as_allowed,
     random_pair,
     small_workload,
-    verify_tasks,
     with_loader,
     without,
 )
@@ -291,19 +290,6 @@ def test_the_older_state_is_offered_only_where_the_two_meet_in_one_period() -> N
     assert text.endswith('must be the same in every run: add cross_iter_deps=[("a", "b", 1)]')
 
 
-def test_a_write_after_a_stale_read_stays_where_it_is() -> None:
-    """Staleness lets nobody read what a serial run would write only later."""
-    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
-    (text, *_) = says(two(order=["b", "a"], stale={"model": 3}), effects)
-    assert "'b' on iteration i must come after 'a' on iteration i, but" in text
-
-
-def test_writers_keep_their_order_whatever_is_stale() -> None:
-    """Two that write cannot be exchanged."""
-    effects = {"a": CHANGES_MODEL, "b": CHANGES_MODEL}
-    assert says(two(stale={"model": 3}), effects)
-
-
 def test_an_attribute_is_never_stale() -> None:
     """Though a state of the same name may be."""
     turned = two(TaskSchedule(), TaskSchedule(), order=["b", "a"], stale={"x": 2})
@@ -422,32 +408,3 @@ def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
     device = VirtualDevice()
     with pytest.raises(PlanError, match="'forward' on iteration i must come after 'step'"):
         SWPipeline(plan, TASKS, device=device, host=device.host)
-
-
-def test_declared_states_of_a_right_plan_pass() -> None:
-    """On both kinds of device."""
-    for streams in KINDS:
-        verify_tasks(piped(), TASKS, streams=streams)
-
-
-def stages_and_groups() -> Iterator[tuple[int, str]]:
-    """Places for a task."""
-    for stage in range(3):
-        yield from ((stage, DEFAULT_GROUP), (stage, "io"))
-
-
-def test_two_tasks_on_one_state_everywhere() -> None:
-    """Every placement of a reader and a writer without edges, against trying everything."""
-    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
-    refused = 0
-    for stage_a, group_a in stages_and_groups():
-        for stage_b, group_b in stages_and_groups():
-            plan = two(
-                TaskSchedule(stage_a, thread_group=group_a),
-                TaskSchedule(stage_b, thread_group=group_b),
-            )
-            validate(plan, [PipelineTask(name, print) for name in "ab"])
-            broken = fights(plan, effects, streams=False)
-            assert named(order_problems(plan, effects, streams=False)) == broken
-            refused += bool(broken)
-    assert 0 < refused < 36

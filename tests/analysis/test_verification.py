@@ -24,7 +24,7 @@ from swpipe.errors import PlanError
 from swpipe.plans import clicks
 from swpipe.plans.torchrec import sparse_dist
 from tests.support.plans_for_tests import piped
-from tests.support.safety import KINDS, edges_of, fights, verify_tasks, without
+from tests.support.safety import edges_of, fights, verify_tasks, without
 
 STATES = {"model", "optimizer", "gradients", "histogram", "guard", "tables", "cache", "dense"}
 
@@ -384,21 +384,6 @@ def test_memory_that_fits_is_told() -> None:
     with pytest.raises(PlanError, match="up to 4 MiB"):
         verify_tasks(late, effects=effects, memory=held, budget_bytes=2**20)
     verify_tasks(late, effects=effects, memory=held, budget_bytes=2**20, streams=False)
-
-
-@pytest.mark.parametrize("streams", [None, *KINDS])
-def test_one_kind_of_device_may_be_asked_for(streams: bool | None) -> None:
-    """A stream that orders two threads orders them where there are streams."""
-    plan = PipelinePlan(
-        {"a": TaskSchedule(stream="s", thread_group="io"), "b": TaskSchedule(stream="s")},
-        order=["a", "b"],
-    )
-    effects = {"a": touching("", "x"), "b": touching("x")}
-    if streams:
-        verify_tasks(plan, effects=effects, streams=streams)
-    else:
-        with pytest.raises(PlanError, match="'b' on iteration i must come after 'a'"):
-            verify_tasks(plan, effects=effects, streams=streams)
 
 
 @pytest.mark.parametrize(

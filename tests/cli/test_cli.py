@@ -202,7 +202,7 @@ def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str], log: Pa
     assert told.err.splitlines()[-1] == "swpipe: /dev/full: No space left on device"
 
 
-# ------------------------------------------------------- timeline and profile
+# ------------------------------------------------------- timeline
 
 
 @needs_clicks
@@ -220,21 +220,6 @@ def test_a_timeline_is_recorded_and_drawn(
     assert "initiation interval" in out
     assert run("trace", timeline, "--output", tmp_path / "other.svg") == 0
     assert "<svg" in (tmp_path / "other.svg").read_text()
-
-
-@pytest.mark.slow
-@needs_clicks
-def test_batches_are_profiled_side_by_side(
-    capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
-) -> None:
-    """A column for each, a row for each task, here of the plain loop; and as JSON."""
-    args = ("--data", log, "--batch-size", 10, "--rounds", 2, "--batches", 2, "--serially")
-    said = out(capsys, "profile", *args, "--output", tmp_path / "profile.json")
-    assert "batch 0" in said
-    assert "batch 1" in said
-    assert all(f"\n{name} " in said for name in PLANS["pipelined"]().schedule)
-    results = json.loads((tmp_path / "profile.json").read_text())
-    assert [result["mode"] for result in results] == ["serial", "serial"]
 
 
 def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,11 @@ import torch
 
 from swpipe import IterContext, PipelineTask, TypedContext
 from swpipe.cli import app
-from tests.cli.test_cli import out, refused
+from swpipe.profiler import ProfileResults
+from swpipe.tasks.images import images_workload
+from tests.cli.test_cli import needs_matplotlib, out, refused
 from tests.docs.pages import ROOT
+from tests.profiler.test_result import RESULT
 
 
 class Typed(TypedContext):
@@ -74,6 +76,7 @@ def test_train_makes_a_plan_for_a_loop_of_ones_own(
     said = out(capsys, "train", *args)
     assert "auto over serial: " in said
     assert "bit-equal: 6 losses" in said
+    assert "auto: expected " in said
 
 
 def test_train_tells_what_a_loop_of_ones_own_lacks(
@@ -89,32 +92,39 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matplotlib", [False, True])
 def test_the_demo_runs_with_torch_alone(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    matplotlib: bool,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On generated images, whose loss falls; pictures that it cannot draw it says how to get."""
-    if matplotlib and not find_spec("matplotlib"):
-        pytest.skip("needs swpipe[plot]")
-    monkeypatch.setattr(app, "find_spec", lambda name: matplotlib or None)
+    monkeypatch.setattr(app, "find_spec", lambda name: None)
     monkeypatch.setattr(app, "_DEMO_PROFILES_S", 0.2)
+    monkeypatch.setattr(images_workload, "_DIFFERENT", 4)
     said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
     assert "Training the same model (images) under two plans, in turns: serial, pipelined." in said
     assert "bit-equal: 40 losses and 6 parameters" in said
     lines = said.split("files:\n")[1].splitlines()
     files = [Path(line.strip()) for line in lines if line.startswith(" ")]
-    assert {file.name for file in files} == {*app.DEMO_FILES, *(app.DEMO_PICTURES * matplotlib)}
+    assert [file.name for file in files] == [*app.DEMO_FILES]
     assert all(file.stat().st_size > 0 for file in files)
-    missing = "no pictures: they need matplotlib: pip install 'swpipe[plot]'"
-    assert lines[len(files) :] == [missing] * (not matplotlib)
+    assert lines[len(files) :] == ["no pictures: they need matplotlib: pip install 'swpipe[plot]'"]
     first, last = map(float, re.findall(r"(\d\.\d+) to (\d\.\d+)$", said, re.MULTILINE)[0])
     assert last < first / 2
     # The table comes before what takes longer.
     assert said.index("bit-equal") < said.index("What each task costs, plain loop.")
     assert said.index("plain loop, serial") < said.index("What each task costs, under the plan.")
+
+
+@needs_matplotlib
+def test_the_demo_draws_pictures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its timeline and of its table, with the other files."""
+    result = ProfileResults([RESULT])
+    monkeypatch.setattr(app, "profile_job", lambda *given, **options: result)
+    monkeypatch.setattr(images_workload, "_DIFFERENT", 1)
+    out(capsys, "demo", "--directory", tmp_path, "--steps", 4)
+    written = {file.name for file in tmp_path.iterdir() if file.stat().st_size > 0}
+    assert written >= {*app.DEMO_FILES, *app.DEMO_PICTURES}
 
 
 def test_a_package_index_can_show_the_readme() -> None:

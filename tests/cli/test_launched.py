@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from swpipe import PipelinePlan
+from swpipe import PipelinePlan, TaskProfiler
 from swpipe._distributed.agreement import Facts, differences
+from swpipe.analysis import verify
 from swpipe.cli import launched as ranks
 from swpipe.cli.user_errors import UserError
 from swpipe.cli.user_inputs import Output, load_plan, save
@@ -60,8 +62,8 @@ class Done(NamedTuple):
 
 MAIN = "from swpipe.cli import main; main()"
 
-QUICK = "import swpipe.tuning.autotuning as a; a.EFFORT, a._ROUNDS, a._WINDOWS = 0.1, 2, 1; "
-QUICKLY = QUICK + MAIN
+QUICK = "a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1"
+QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
 """What a plan is searched and tried with says nothing about ranks."""
 
 
@@ -74,20 +76,29 @@ def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN) -> Done:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_bit_equal_under_two_plans(click_scripts: Scripts, tmp_path: Path) -> None:
-    """One bar, one table, one timeline: those of rank 0."""
+def test_two_ranks_train_bit_equal_under_three_plans(
+    click_scripts: Scripts, tmp_path: Path
+) -> None:
+    """One bar, one table, one timeline: those of rank 0; both measure, and come to one plan."""
     log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
     timeline = tmp_path / "timeline.json"
     done = on_two_ranks(
         click_scripts, "train", "--data", log, "--held-out", held_out, "--batch-size", 8,
-        "--steps", 6, "--compare", "serial,sparse_dist", "--timeline", timeline,
+        "--steps", 6, "--compare", "serial,sparse_dist,auto", "--timeline", timeline, code=QUICKLY,
     )  # fmt: skip
     assert done.codes == {}, done.err
-    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
+    for plan in ("sparse_dist", "auto"):
+        assert done.out.count(f"serial and {plan}: bit-equal: 6 losses and 37 parameters") == 1
     assert done.out.count("held-out rows: AUC ") == 1
     assert done.out.count("data: 60 rows, none malformed") == 1
     assert done.err.count("training: 100%") == 1  # of one rank alone
     assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
+    assert re.findall(
+        r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
+    )
+    assert "\nserial " in done.out
+    assert "auto: expected " in done.out
+    assert done.err.splitlines().count("recording what the tasks touch") == 1
 
 
 @pytest.mark.slow
@@ -100,22 +111,6 @@ def test_what_one_rank_finds_wrong_is_told_once(click_scripts: Scripts, tmp_path
     (told,) = done.told
     assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
     assert done.codes == {0: 2, 1: 2}
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_plan_and_train_together(click_scripts: Scripts, tmp_path: Path) -> None:
-    """Both come to the same plan, and it gives the numbers of the serial one."""
-    log = write_log(tmp_path / "log.tsv", 60)
-    args = ("train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
-    done = on_two_ranks(click_scripts, *args, code=QUICKLY)
-    assert done.codes == {}, done.err
-    assert done.out.count("serial and auto: bit-equal: 4 losses and 37 parameters") == 1
-    assert re.findall(
-        r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
-    )
-    assert "\nserial " in done.out
-    assert "auto: expected " in done.out
-    assert done.err.splitlines().count("recording what the tasks touch") == 1
 
 
 APART = """
@@ -304,9 +299,14 @@ def _reraise(_: ranks.Rank, error: Exception) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_a_breakdown_is_of_every_task(
-    one_rank: list[ranks.Verdict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    one_rank: list[ranks.Verdict],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
+    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=2)
+    monkeypatch.setattr(TaskProfiler, "profile_many", quick)
     log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
     args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)
     said = out(capsys, "profile", *args)
@@ -363,23 +363,26 @@ def test_the_plans_of_ranks_pass_their_check(
 ) -> None:
     """That with stale tables too: it says so, and nothing else of it is stale.
 
-    All are checked against what the first command recorded, which takes most of the time.
+    All are checked against what the command for one of them recorded, which takes most of the time.
     """
     recorded: list[Recording] = []
     record = Loop.record
 
-    def once(loop: Loop) -> Recording:
-        if not recorded:
-            recorded.append(record(loop))
-        return recorded[0]
+    def kept(loop: Loop) -> Recording:
+        recorded.append(record(loop))
+        return recorded[-1]
 
-    monkeypatch.setattr(Loop, "record", once)
+    monkeypatch.setattr(Loop, "record", kept)
     log = write_log(tmp_path / "log.tsv", 60)
-    for plan in sharded_clicks.PLANS:
-        args = ("--data", log, "--batch-size", 8, "--device", "cpu")
-        said = out(capsys, "plan", "check", plan, *args)
-        assert f"{plan}: all " in said
-        assert "orders are kept in every interleaving" in said
+    args = ("--data", log, "--batch-size", 8, "--device", "cpu")
+    said = out(capsys, "plan", "check", "sparse_dist", *args)
+    (recording,) = recorded
+    orders = verify(
+        sharded_clicks.PLANS["sparse_dist"](), recording.tasks, recording.effects
+    ).orders
+    assert f"sparse_dist: all {orders} orders are kept in every interleaving" in said
+    for plan in sharded_clicks.PLANS.values():
+        assert verify(plan(), recording.tasks, recording.effects).orders > 0
     assert one_rank == []
 
 

@@ -290,31 +290,22 @@ def test_a_plan_is_made_for_the_users_own_tasks(
     assert json.loads((here / "kept.json").read_text())["tasks"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_search")
-@needs_clicks
-def test_training_under_auto_says_what_it_expects_and_what_it_got(
-    capsys: pytest.CaptureFixture[str], log: Path
-) -> None:
-    """And the numbers are the serial ones."""
-    said = out(capsys, "train", "--data", log, "--batch-size", 8, "--compare", "serial,auto")
-    assert said.startswith("auto: ")
-    assert "serial and auto: bit-equal: 8 losses and 37 parameters" in said
-    assert "auto: expected " in said
-
-
 # ------------------------------------------------------- profile and trace
 
 
 def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under the serial plan, as they have no other, and under a file."""
+    """Under the serial plan, as they have no other, and under a file; several batches beside it."""
     args = ("profile", "--workload", "my_loop:loop", "--rounds", 2, "--output", "profile.json")
-    for plan in ((), ("--plan", "plan.toml")):
+    for plan, modes in (
+        ((), ["pipelined"]),
+        (("--plan", "plan.toml", "--batches", 2, "--serially"), ["serial"] * 2),
+    ):
         said = out(capsys, *args, *plan)
         assert "\nload " in said
         assert "\nlearn " in said
-        (result,) = json.loads((here / "profile.json").read_text())
-        assert set(result["exposed_s"]) == {"load", "learn"}
+        results = json.loads((here / "profile.json").read_text())
+        assert [result["mode"] for result in results] == modes
+        assert all(set(result["exposed_s"]) == {"load", "learn"} for result in results)
 
 
 def test_a_loader_of_the_users_own_is_traced(

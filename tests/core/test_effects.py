@@ -33,17 +33,6 @@ def test_a_state_is_fought_over_from_one_iteration_to_the_next() -> None:
     }
 
 
-def test_readers_do_not_conflict() -> None:
-    """Neither within an iteration nor across."""
-    assert not list(conflicts({"a": touching({X, MODEL}), "b": touching({X, MODEL})}))
-
-
-def test_two_writers_keep_their_order() -> None:
-    """What the second writes must stay."""
-    table = {"a": touching(writes={X}), "b": touching(writes={X})}
-    assert list(conflicts(table)) == [Conflict("b", "a", 0, X, "write after write")]
-
-
 @pytest.mark.parametrize(
     ("mode", "effects"),
     [

@@ -7,7 +7,6 @@ import math
 import tomllib
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 
 QUICK = 15
-SLOW = 100
 
 NAME = mostly(st.sampled_from(["a", "b", "c", "d e", "f.g"]))
 KEY = st.integers(0, 29).flatmap(
@@ -113,13 +111,3 @@ def test_a_plan_of_any_json_is_read_or_refused(text: str) -> None:
 def test_costs_of_any_values_are_read_or_refused(text: str) -> None:
     """Strange names and numbers, and a good file with a part of it replaced."""
     read_costs(text)
-
-
-@pytest.mark.slow
-@given(data=PLANS, toml=edited(piped(3).to_toml()), costs=COSTS)
-@settings(max_examples=SLOW)
-def test_many_more_files_are_read_or_refused(data: Any, toml: str, costs: Any) -> None:
-    """The same, longer."""
-    read_plan(json.dumps(data), toml=False)
-    read_plan(toml, toml=True)
-    read_costs(json.dumps(costs))

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
-from swpipe.core import plan as plan_module
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import MOST_TASKS
 from swpipe.errors import PlanError
 from tests.support.plans_for_tests import piped, tasks
 
@@ -72,12 +70,6 @@ def test_depth_is_the_least_that_works_unless_set() -> None:
 def test_a_plan_can_be_pickled() -> None:
     """Plans travel to other processes."""
     assert pickle.loads(pickle.dumps(piped())) == piped()
-
-
-def test_a_digest_tells_plans_apart() -> None:
-    """Equal plans have equal digests, and any change of data changes it."""
-    assert piped().digest() == piped().digest()
-    assert piped().digest() != piped(depth=4).digest()
 
 
 def test_a_stream_object_cannot_be_written_to_a_file() -> None:
@@ -164,19 +156,6 @@ def test_a_file_without_a_schedule_is_refused() -> None:
         PipelinePlan.from_toml("")
 
 
-@pytest.mark.parametrize("form", ["toml", "json"])
-def test_too_many_tasks_are_refused_before_they_are_read(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of TOML, whose parser takes longest, before it is parsed."""
-    names = [f"t{number}" for number in range(MOST_TASKS + 2)]
-    toml = "".join(f"[schedule.{name}]\nstage = 0\n" for name in names)
-    text = toml if form == "toml" else json.dumps({"schedule": {name: {} for name in names}})
-    monkeypatch.setattr(plan_module, "read_table" if form == "json" else "parse_toml", None)
-    with pytest.raises(PlanError, match=r"tasks, but a plan has at most 10000: join some"):
-        PipelinePlan.from_toml(text) if form == "toml" else PipelinePlan.from_json(text)
-
-
 def test_text_that_does_not_parse_keeps_line_and_column() -> None:
     """Syntax errors come from the parser, with their place."""
     with pytest.raises(tomllib.TOMLDecodeError, match="line 2, column"):
@@ -200,13 +179,6 @@ def test_a_replaced_plan_keeps_its_tasks() -> None:
     """A plan made from another with dataclasses.replace once had lost them."""
     plan = PipelinePlan.serial([PipelineTask("a", print)])
     assert replace(plan, pipeline_depth=2).tasks == plan.tasks
-
-
-def test_staleness_goes_to_files_and_back() -> None:
-    """It is part of the plan's data."""
-    plan = PipelinePlan({"a": TaskSchedule()}, stale={"embeddings": 1})
-    assert PipelinePlan.from_toml(plan.to_toml()) == plan
-    assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
 def test_thread_groups_come_as_tasks_name_them_the_callers_first() -> None:

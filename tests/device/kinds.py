@@ -47,12 +47,9 @@ def _on_cpu(case: Any) -> object:
 
 
 def _on_virtual(case: Any) -> object:
-    from tests.device.virtual.harness import run_case
-    from tests.support.exploring import ExploringHost
-    from tests.support.strategies import with_run_ahead
+    from tests.device.virtual.harness import run_any
 
-    host = None if case.seed % 3 else ExploringHost(case.seed)
-    return run_case(with_run_ahead(case), host=host, observed=bool(case.seed % 2))
+    return run_any(case)
 
 
 def _accelerator() -> Device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,47 +128,6 @@ def test_writing_a_view_comes_after_reads_of_its_base() -> None:
     found = recorded(make, view, look, write_part)
     assert {("write_part", "view", 0), ("write_part", "look", 0)} < orders(found)
     assert "ctx.a" in writes(recorded(make, view, look, drop, write_part), "write_part")
-
-
-def test_backward_reads_what_autograd_saved() -> None:
-    """Backward reads a saved activation, so a task that overwrites it comes later."""
-    weight = torch.ones(4, requires_grad=True)
-
-    def forward(ctx: Any) -> None:
-        ctx.hidden = weight * 2
-        ctx.loss = (ctx.hidden * ctx.hidden).sum()
-
-    def backward(ctx: Any) -> None:
-        ctx.loss.backward()
-
-    def recycle(ctx: Any) -> None:
-        with torch.no_grad():
-            ctx.hidden.zero_()
-
-    found = recorded(forward, backward, recycle)
-    assert "ctx.hidden" in reads(found, "backward")
-    assert ("recycle", "backward", 0) in orders(found)
-
-
-@dataclass
-class Batch:
-    """As users write them."""
-
-    dense: Tensor
-    rest: dict[str, list[Tensor]]
-
-
-def test_a_tensor_deep_inside_a_batch_is_modified() -> None:
-    """It writes the batch; the user's own batch is not changed."""
-    batch = Batch(torch.ones(2), {"x": [torch.ones(3)]})
-    found = recorded(
-        sets("y", lambda ctx: ctx.batch.rest["x"][0] + 1),
-        named("scale", lambda ctx: ctx.batch.rest["x"][0].mul_(3)),
-        batch=batch,
-    )
-    assert writes(found, "scale") == {"ctx.batch"}
-    assert ("scale", "set y", 0) in orders(found)
-    assert batch.rest["x"][0].tolist() == [1, 1, 1]
 
 
 def test_an_object_that_cannot_be_inspected_is_noted() -> None:

@@ -122,44 +122,6 @@ RIGHT = {
 # ------------------------------------------------------------------------- what tasks really do
 
 
-def test_a_step_that_acts_every_fourth_iteration_stops_the_run_there() -> None:
-    """The plan was made for a step that touches nothing, as it does in the first three.
-
-    Which of the next iteration's accesses the step meets first, to a parameter or to a gradient,
-    is chance; all of them come before it, since autograd notices a step between two of them itself.
-    """
-    training, begun = Training(), threading.Event()
-
-    def backward(ctx: IterContext) -> None:
-        training.backward(ctx)
-        if ctx.iter_idx == 4:
-            begun.set()
-
-    def step(ctx: IterContext) -> None:
-        if ctx.iter_idx == 3:
-            await_event(begun, "the next iteration")
-        training.step(ctx)
-
-    plan = on_threads("forward", "step", "backward", stages=(0, 1, 0), deps=RIGHT["deps"])
-    _, error = stopped(checked(plan, [training.forward, backward, step]))
-    message = str(error)
-    assert re.search(r"check_effects: task 'step' on iteration 3 touched ", message)
-    assert re.search(r"gradient of a parameter|unnamed memory", message)
-    assert re.search(r"which '(forward|backward)' on iteration 4 touches", message)
-    assert any("iteration" in note for note in error.__notes__)
-
-
-def test_a_plan_that_orders_all_that_is_touched_runs_with_the_same_bits() -> None:
-    """On threads of their own, and checked, as serially and not checked."""
-    serial, threads = Training(), Training()
-    with SWPipeline(PipelinePlan.serial(serial.tasks), device="cpu") as pipe:
-        wanted = [ctx.loss.detach() for ctx in pipe.iterate(batches())]
-    with checked(on_threads("forward", "step", "backward", **RIGHT), threads.tasks) as pipe:
-        found = [ctx.loss.detach() for ctx in pipe.iterate(batches())]
-    for one, other in ((found, wanted), (threads.model.state_dict(), serial.model.state_dict())):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def test_it_does_not_depend_on_the_order_in_which_the_two_just_ran() -> None:
     """Here they always run in serial order: the reader waits, which the plan does not know."""
     state = torch.zeros(3)
@@ -194,25 +156,6 @@ def test_two_touch_one_place_at_the_same_time() -> None:
         meeting.wait()
 
     assert finished(checked(on_threads("left", "right"), [left, right])) == BATCHES
-
-
-def test_an_attribute_that_is_read_now_and_then() -> None:
-    """By a task that the plan does not put behind the one that sets it."""
-    ready = [threading.Event() for _ in range(BATCHES)]
-
-    def decode(ctx: IterContext) -> None:
-        ctx.decoded = ctx.batch.tolist()
-        ready[ctx.iter_idx].set()
-
-    def look(ctx: IterContext) -> None:
-        if ctx.iter_idx == 5:
-            assert ready[5].wait(30)
-            assert ctx.decoded
-
-    done, error = stopped(checked(on_threads("decode", "look"), [decode, look]))
-    assert done == 5
-    assert "ctx.decoded" in str(error)
-    assert "iteration 5" in str(error)
 
 
 def test_gradients_that_another_task_clears() -> None:
@@ -261,34 +204,6 @@ def test_gradients_that_another_task_reads() -> None:
     _, error = stopped(checked(plan, [train, look, last]))
     assert "the gradient of a parameter (float32 [" in str(error)
     assert '("train", "look", 1)' in str(error)
-
-
-def test_the_memory_of_a_gradient_has_its_name() -> None:
-    """Of one that two tasks use at the same time, after it was accumulated."""
-    training = Training(every=1)
-
-    def train(ctx: IterContext) -> None:
-        for step in (training.step, training.forward, training.backward):
-            step(ctx)
-
-    def scale(ctx: IterContext) -> None:
-        for parameter in training.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-    def look(ctx: IterContext) -> None:
-        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
-
-    plan = on_threads(
-        "scale",
-        "look",
-        "train",
-        deps=[("scale", "train"), ("look", "train")],
-        cross_iter_deps=[("train", "scale"), ("train", "look")],
-    )
-    _, error = stopped(checked(plan, [train, scale, look]))
-    assert "the gradient of a parameter (float32 [" in str(error)
-    assert re.search(r"which '(look|scale)' on iteration 0 touches", str(error))
 
 
 def test_gradients_that_another_task_clears_by_hand() -> None:
@@ -362,33 +277,6 @@ def test_generators_of_the_users_own() -> None:
     both = [PipelineTask(one.__name__, partial(one, own=shared)) for one in (noise, drop)]
     _, error = stopped(checked(on_threads("noise", "drop"), both))
     assert "touched state '<torch._C.Generator" in str(error)
-
-
-def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of two tasks, those on one iteration and on the next one: all others follow."""
-    state = torch.zeros(3)
-    asked: set[tuple[str, str, int]] = set()
-    keeps = HappensBefore.keeps
-
-    def noted(order: HappensBefore, first: str, then: str, distance: int) -> bool:
-        asked.add((first, then, distance))
-        return keeps(order, first, then, distance)
-
-    def read(ctx: IterContext) -> None:
-        ctx.out = ctx.batch + state.sum()
-
-    def write(ctx: IterContext) -> None:
-        state.add_(1)
-
-    deps, back = [("write", "read")], [("read", "write")]
-    plan = on_threads("read", "write", deps=deps, cross_iter_deps=back, pipeline_depth=300)
-    with checked(plan, [read, write]) as pipe:
-        monkeypatch.setattr(HappensBefore, "keeps", noted)
-        assert pipe.run(batches()).iterations == BATCHES
-    assert asked >= {("read", "write", 0), ("write", "read", 1), ("write", "write", 1)}
-    assert {distance for *_, distance in asked} == {0, 1}
 
 
 # ---------------------------------------------------------------------------- no false alarms
@@ -588,6 +476,12 @@ def test_nothing_is_watched_without_it() -> None:
     assert seen[2][1] == 1
 
 
+EVERY_FOURTH = (
+    r"check_effects: task '\w+' on iteration \d touched .*(gradient of a parameter|unnamed memory)"
+    r".*, which '\w+' on iteration \d touches as well, and the plan does not keep their order"
+)
+
+
 def test_each_run_is_checked_for_itself() -> None:
     """After a run that was stopped, iterations have the same numbers again."""
     training = Training()
@@ -598,7 +492,7 @@ def test_each_run_is_checked_for_itself() -> None:
     with checked(plan, training.tasks) as pipe:
         assert pipe.run(batches(3)).iterations == 3
         for _ in range(2):
-            with pytest.raises(PlanError, match="check_effects"):
+            with pytest.raises(PlanError, match=EVERY_FOURTH):
                 pipe.run(batches())
 
 
@@ -622,29 +516,73 @@ def test_iterations_of_a_run_that_was_dropped_are_not_compared_with() -> None:
             assert pipe.run(batches()).iterations == BATCHES
 
 
-def test_what_a_task_raises_goes_first() -> None:
-    """The check says nothing of a task that failed."""
+def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two tasks, those on one iteration and on the next one: all others follow."""
+    state = torch.zeros(3)
+    asked: set[tuple[str, str, int]] = set()
+    keeps = HappensBefore.keeps
 
-    def fail(ctx: IterContext) -> None:
-        raise ValueError("its own")
+    def noted(order: HappensBefore, first: str, then: str, distance: int) -> bool:
+        asked.add((first, then, distance))
+        return keeps(order, first, then, distance)
 
-    with checked(PipelinePlan.serial([PipelineTask("fail", fail)]), [fail]) as pipe:
-        with pytest.raises(ValueError, match="its own"):
-            pipe.run(range(3))
+    def read(ctx: IterContext) -> None:
+        ctx.out = ctx.batch + state.sum()
+
+    def write(ctx: IterContext) -> None:
+        state.add_(1)
+
+    deps, back = [("write", "read")], [("read", "write")]
+    plan = on_threads("read", "write", deps=deps, cross_iter_deps=back, pipeline_depth=300)
+    with checked(plan, [read, write]) as pipe:
+        monkeypatch.setattr(HappensBefore, "keeps", noted)
+        assert pipe.run(batches()).iterations == BATCHES
+    assert asked >= {("read", "write", 0), ("write", "read", 1), ("write", "write", 1)}
+    assert {distance for *_, distance in asked} == {0, 1}
 
 
 def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places whose memory or iteration is gone are dropped."""
-    monkeypatch.setattr("swpipe.inference.places._MOST_DEAD", 400)
+    monkeypatch.setattr("swpipe.inference.places._MOST_DEAD", 60)
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
     with pipe:
-        contexts = pipe.iterate(batches(1) * 600)
+        contexts = pipe.iterate(batches(1) * 160)
         for number, _ in enumerate(contexts):
-            if number == 580:
+            if number == 150:
                 check = pipe._driver.run.iterations.check
-                assert len(check._places._places) < 500
+                assert len(check._places._places) < 150
                 assert max(len(place.runs) for place in check._places._places.values()) < 50
+
+
+def test_the_memory_of_a_gradient_has_its_name() -> None:
+    """Of one that two tasks use at the same time, after it was accumulated."""
+    training = Training(every=1)
+
+    def train(ctx: IterContext) -> None:
+        for step in (training.step, training.forward, training.backward):
+            step(ctx)
+
+    def scale(ctx: IterContext) -> None:
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def look(ctx: IterContext) -> None:
+        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+
+    plan = on_threads(
+        "scale",
+        "look",
+        "train",
+        deps=[("scale", "train"), ("look", "train")],
+        cross_iter_deps=[("train", "scale"), ("train", "look")],
+    )
+    _, error = stopped(checked(plan, [train, scale, look]))
+    assert "the gradient of a parameter (float32 [" in str(error)
+    assert re.search(r"which '(look|scale)' on iteration 0 touches", str(error))
 
 
 def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:

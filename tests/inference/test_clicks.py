@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.analysis.validation import validate
-from swpipe.core.effects import conflicts
-from swpipe.core.plan import OTHERS
-from swpipe.core.resolved import resolve_plan
 from swpipe.inference import Recording, record
-from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.inference.helpers import WORD, orders, reads, writes
-from tests.support.plans_for_tests import scattered
 from tests.tasks.clicks.rows import write_log
 
 pytest.importorskip("torchrec")
@@ -94,50 +88,3 @@ def test_inferred_dependences_make_a_plan_with_the_same_numbers(
     validate(piped, job.tasks())
     serially = results(job_on(tmp_path), job.plan("serial"))
     assert all(map(torch.equal, serially, results(job, piped)))
-
-
-@pytest.mark.slow
-def test_inferred_dependences_are_enough_on_any_stages_and_threads(
-    recording: Recording, tmp_path: Path
-) -> None:
-    """Checked on random plans."""
-    job = job_on(tmp_path)
-    serially = results(job, job.plan("serial"))
-    for seed in range(5):
-        job = job_on(tmp_path)
-        plan = scattered(recording.plan(), seed)
-        assert all(map(torch.equal, serially, results(job, plan))), seed
-
-
-def test_recording_trains_nothing(tmp_path: Path) -> None:
-    """A job goes on as if it had not been; its running AUC replaces a tensor each time."""
-    recorded = job_on(tmp_path)
-    before = recorded.auc.counts
-    recording_of(recorded)
-    assert torch.equal(recorded.auc.counts, before)
-    plan = recorded.plan("serial")
-    assert all(map(torch.equal, results(recorded, plan), results(job_on(tmp_path), plan)))
-
-
-def test_a_removed_dependence_is_reported_missing(recording: Recording) -> None:
-    """Each inferred dependence, removed, is missing once its tasks are on different threads."""
-    found = recording
-    needed = found.dependences()
-    of_tasks = {name: one for name, one in found.effects.items() if name not in OTHERS}
-    schedule: dict[Any, Any] = {
-        task.name: replace(PLANS["serial"]().schedule[task.name], thread_group=task.name)
-        for task in found.tasks
-    }
-    whole = PipelinePlan(schedule, needed.deps, needed.cross_iter_deps, pipeline_depth=2)
-    assert found.compare(whole).missing == ()
-    for edge in needed.needed:
-        plan = replace(
-            whole,
-            deps=[pair for pair in needed.deps if (*pair, 0) != edge[:3]],
-            cross_iter_deps=[entry for entry in needed.cross_iter_deps if entry != edge[:3]],
-        )
-        lacking = found.compare(plan).missing
-        assert edge[:3] in {one[:3] for one in lacking}
-        declared = [Edge(*dep[:3]) for dep in resolve_plan(plan).dependences]
-        mended = Orders(tuple(of_tasks), [*declared, *map(edge_of, lacking)])
-        assert all(mended.implies(edge_of(conflict)) for conflict in conflicts(of_tasks))

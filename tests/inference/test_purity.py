@@ -162,18 +162,6 @@ def written_out(job: Job) -> Callable[[Any], Any]:
     return lambda ctx: torch.mul(job.looked_up(ctx), 2.0, out=kept).clone()
 
 
-@lie("BatchNorm in training", "unnamed memory")
-def batch_norm(job: Job) -> Callable[[Any], Any]:
-    job.norm.train()
-    return lambda ctx: job.norm(job.looked_up(ctx))
-
-
-@lie("Dropout", "generator")
-def dropout(job: Job) -> Callable[[Any], Any]:
-    module = nn.Dropout(0.5)
-    return lambda ctx: module(job.looked_up(ctx))
-
-
 @lie("a draw from a generator that others use", "generator")
 def given_generator(job: Job) -> Callable[[Any], Any]:
     job.train_also = lambda ctx: torch.rand(1, generator=job.draws)
@@ -490,24 +478,6 @@ def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("run", [under_a_plan, under_overlap])
-def test_a_table_unfrozen_by_the_body_stops_the_run(run: Run) -> None:
-    """It was honest until then. Four iterations are in flight at most, and end before it stops."""
-    job = Job()
-    done: list[int] = []
-
-    def train() -> None:
-        for ctx in run(job, job.tasks(job.looked_up)):
-            done.append(ctx.iter_idx)
-            if ctx.iter_idx == 5:
-                job.table.requires_grad_(True)
-                job.optimizer.add_param_group({"params": [job.table.weight]})
-
-    with pytest.raises(PlanError, match=r"'decode' is pure.*float32"):
-        train()
-    assert done[-1] <= 5 + 4
-
-
 def test_what_a_lie_touched_is_named_without_a_look_at_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -549,59 +519,10 @@ def test_lies_are_let_go_where_nobody_looks() -> None:
 # ------------------------------------------------------------------ plans written by hand
 
 
-def by_hand(*, order: bool) -> tuple[PipelinePlan, list[PipelineTask], Callable[[], list[Tensor]]]:
-    """A plan with the next iteration's forward before this one's step, or with their order."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def forward(ctx: Any) -> None:
-        ctx.loss = (model(ctx.batch) - 3).square().sum()
-
-    def backward(ctx: Any) -> None:
-        optimizer.zero_grad()
-        ctx.loss.backward()
-
-    def step(ctx: Any) -> None:
-        optimizer.step()
-
-    tasks = [PipelineTask(each.__name__, each) for each in (forward, backward, step)]
-    plan = PipelinePlan(
-        {"forward": TaskSchedule(0), "backward": TaskSchedule(1), "step": TaskSchedule(1)},
-        deps=[("backward", "forward"), ("step", "backward")],
-        cross_iter_deps=[("forward", "step")] if order else [],
-        order=[] if order else ["forward", "backward", "step"],
-    )
-    return plan, tasks, lambda: [torch.rand(2, 4) for _ in range(6)]
-
-
 def losses(pipe: SWPipeline[Any], batches: list[Tensor]) -> list[float]:
     """Of a run to the end."""
     with pipe:
         return [float(ctx.loss.detach()) for ctx in pipe.iterate(batches)]
-
-
-def test_a_plan_that_forgot_a_dependence_is_refused_by_default() -> None:
-    """It trains other numbers, without a word where nobody checks."""
-    plan, tasks, batches = by_hand(order=False)
-    expected = losses(SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu"), batches())
-    plan, tasks, batches = by_hand(order=False)
-    unchecked = losses(SWPipeline(plan, tasks, device="cpu", check_effects=False), batches())
-    assert unchecked[0] == expected[0]
-    assert unchecked[1:] != expected[1:]
-    plan, tasks, batches = by_hand(order=False)
-    with pytest.raises(
-        PlanError, match=r"'forward' on iteration i must come after 'step' on iteration i - 1"
-    ):
-        losses(SWPipeline(plan, tasks, device="cpu"), batches())
-
-
-def test_the_same_plan_with_the_dependence_gives_the_serial_numbers() -> None:
-    """It is watched in its first iterations and passes."""
-    plan, tasks, batches = by_hand(order=True)
-    expected = losses(SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu"), batches())
-    plan, tasks, batches = by_hand(order=True)
-    assert losses(SWPipeline(plan, tasks, device="cpu"), batches()) == expected
 
 
 @pytest.mark.parametrize("how", ["deletes", "rebinds"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
-from swpipe._values.owners import Owners
+from swpipe._values.stateful import Owners
 from swpipe.errors import UnsavedStateError
 from swpipe.profiler.trial_state import trial_state
 

@@ -73,21 +73,6 @@ def test_tasks_that_set_the_current_batch_are_ordered(recording: Recording) -> N
     verify(plan, recording.tasks, pull_ahead=True)
 
 
-def test_tables_are_found_without_their_declaration(recording: Recording) -> None:
-    """Backward updates them inside a kernel; the dense half's step does not access them."""
-    plain = [replace(task, io=()) for task in recording.tasks]
-    found = record(plain, next(iter(batches(1))), device=CPU)
-    written = {
-        task: {m for place in effects.writes for m in found.states.get(place.name, ())}
-        for task, effects in found.effects.items()
-    }
-    table = "DistributedModelParallel.tables.0.embedding_bags.t0.weight"
-    assert table in written[plans.EMBED_BACK]
-    assert table not in written[plans.STEP]
-    assert "DistributedModelParallel.bottom.0.weight" in written[plans.STEP]
-    assert recording.states["tables"]
-
-
 def test_collectives_are_recorded(recording: Recording) -> None:
     """The exchange of sizes, and the reduction of gradients."""
     assert {plans.START, plans.DENSE_BACK} <= recording.collectives <= plans.ORDERED

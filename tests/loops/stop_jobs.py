@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import random
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import swpipe
-from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe import PipelineTask, SWPipeline
 from swpipe.loops import StopRequest, stop_request
 from swpipe.plans import prefetch_plan
 from tests.loops.ordinary_loops import NoisyRows, Rows
@@ -102,20 +101,15 @@ def overlapped(job: Job) -> Any:
     return swpipe.overlap(job.loader(Rows()), job.tasks(), pull_ahead=True, device="cpu")
 
 
-def planned(job: Job, plan: Callable[[Any], PipelinePlan]) -> Any:
-    """Under a plan, serial or with a task on a thread of its own; the rows are augmented."""
+def prefetched(job: Job) -> Any:
+    """Under a plan with a task on a thread of its own; the rows are augmented."""
     tasks = job.tasks(random=True, io=[])
-    pipe = SWPipeline(plan(tasks), tasks, device="cpu", seed=5, check_ranks=False)
+    plan = prefetch_plan(tasks[:1], tasks[1:])
+    pipe = SWPipeline(plan, tasks, device="cpu", seed=5, check_ranks=False)
     return swpipe.loops.ResumableLoop(pipe, job.loader(NoisyRows()))
 
 
-LOOPS: dict[str, Callable[[Job], Any]] = {
-    "overlapped": overlapped,
-    "serial": functools.partial(planned, plan=PipelinePlan.serial),
-    "prefetched": functools.partial(
-        planned, plan=lambda tasks: prefetch_plan(tasks[:1], tasks[1:])
-    ),
-}
+LOOPS: dict[str, Callable[[Job], Any]] = {"overlapped": overlapped, "prefetched": prefetched}
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from itertools import islice
@@ -19,8 +17,7 @@ from swpipe.loops import RankDataError, pad_with
 from tests.loops.even_jobs import differs
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.support.scripts import Script, Scripts
 
 
 @pytest.mark.parametrize(
@@ -43,21 +40,11 @@ def test_the_numbers_are_those_of_even_data(
     assert two_ranks.run(differs, kind, ends, way, then) == [[], []]
 
 
-def test_neither_torchrec_nor_fbgemm_is_needed(tmp_path: Path) -> None:
+def test_neither_torchrec_nor_fbgemm_is_needed(scripts: Scripts, tmp_path: Path) -> None:
     """They cannot be imported, and the numbers are the same."""
-    command = [sys.executable, "-m", "tests.loops.even_jobs"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=120) for rank in ranks]
-    assert [out for out, _ in told] == ["[[], []]\n"] * 2, told
+    store = str(tmp_path / "store")
+    ranks = [Script(module="tests.loops.even_jobs", args=(rank, store)) for rank in ("0", "1")]
+    assert scripts.run_together(ranks) == [(0, "[[], []]\n", "")] * 2
 
 
 class _Gated:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import lower_bounds, simulate
 from swpipe.plans import prefetch_plan
@@ -35,43 +34,6 @@ def test_it_equals_a_plan_written_by_hand() -> None:
         pipeline_depth=4,
         pull_group="loader",
     )
-
-
-def test_it_takes_tasks_as_well_as_names() -> None:
-    """Tasks as keys make a plan that a pipeline runs without naming them again."""
-    seen: list[int] = []
-    feed = PipelineTask("feed", lambda ctx: setattr(ctx, "twice", 2 * ctx.batch))
-    use = PipelineTask("use", lambda ctx: seen.append(ctx.twice))
-    with SWPipeline(prefetch_plan([feed], [use]), device="cpu") as pipe:
-        pipe.run([1, 2, 3])
-    assert seen == [2, 4, 6]
-
-
-@pytest.mark.parametrize("depth", [2, 3, 5])
-def test_feeding_runs_ahead_by_the_depth_and_no_further(depth: int) -> None:
-    """While an iteration is computed, ``depth - 1`` later ones are prepared, not one more."""
-    fed = threading.Semaphore(0)
-    ahead: list[int] = []
-    count = 0
-
-    def feed(ctx: IterContext) -> None:
-        nonlocal count
-        count += 1
-        fed.release()
-
-    def use(ctx: IterContext) -> None:
-        for _ in range(depth if ctx.iter_idx == 0 else 1):
-            assert fed.acquire(timeout=10)
-        ahead.append(count - ctx.iter_idx)
-
-    plan = prefetch_plan(
-        [PipelineTask("feed", feed)], [PipelineTask("use", use)], depth=depth, pull_group=None
-    )
-    with SWPipeline(plan, device="cpu") as pipe:
-        batches = iter(range(20))
-        for _ in range(10):
-            pipe.progress(batches)
-    assert ahead == [depth] * 10
 
 
 @pytest.mark.parametrize("maxsize", [1, 2, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import Advice, ProfileResult
-from tests.profiler.sleepers import overlapped, sleepers
+from tests.profiler.sleepers import InTurn, overlapped, sleepers
 from tests.support.virtual_clock import TimedHost
 
 DEPS = [("train", "read"), ("step", "train")]
@@ -194,24 +193,12 @@ def test_why_a_task_is_not_moved_is_said_in_short(host: TimedHost) -> None:
         assert advice.text.count("part") <= 8
 
 
-class Loader:
-    """Batches that take 6 ms each on a virtual clock; five in a pass."""
-
-    def __init__(self, host: TimedHost) -> None:
-        self.host = host
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in range(5):
-            self.host.sleep(6e-3)
-            yield batch
-
-
 def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     """Serially it costs what it takes; on a thread of its own nothing, as was promised."""
     tasks = sleepers(host, train=7, step=2)
     plan = PipelinePlan.serial(tasks)
     with SWPipeline(plan, tasks, device="cpu") as pipe:
-        result = TaskProfiler(pipe).profile(None, loader=Loader(host))
+        result = TaskProfiler(pipe).profile(None, loader=InTurn(host, 6, length=5))
     assert result.tasks == ("<pull>", "train", "step")
     assert result.baseline_s == pytest.approx(15e-3)
     assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
@@ -220,7 +207,7 @@ def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     assert first.change == ITS_THREAD
     assert first.saved_s == pytest.approx(6e-3)
     with SWPipeline(PipelinePlan.from_json(first.plan), tasks, device="cpu") as pipe:
-        tried = TaskProfiler(pipe).profile(None, pipelined=True, loader=Loader(host))
+        tried = TaskProfiler(pipe).profile(None, pipelined=True, loader=InTurn(host, 6, length=5))
     assert tried.baseline_s == pytest.approx(9e-3)
     assert tried.exposed_s["<pull>"] == pytest.approx(0, abs=1e-6)
     assert tried.busy_s == pytest.approx({"default": 9e-3, "loader": 6e-3})

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TypedDict
 
 import pytest
-import torch
 
 import swpipe.profiler.costing
 import swpipe.profiler.thread_costs
@@ -216,22 +215,6 @@ def test_device_time_has_no_idle_time_if_the_device_is_behind(
         costs = measure_costs(pipe, [None], lock=False, **COUNTS)
     assert us_of(costs, "device_us") == pytest.approx({"read": 0.0, "train": 9e3})
     assert simulate(pipe.plan, costs).ii_us == pytest.approx(9e3)
-
-
-def test_trained_state_is_restored() -> None:
-    """Parameters, and the number of the next iteration."""
-    model = torch.nn.Linear(4, 1)
-    before = model.weight.detach().clone()
-
-    def train(ctx: IterContext) -> None:
-        with torch.no_grad():
-            model.weight += 1
-
-    tasks = [PipelineTask("train", train)]
-    with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        measure_costs(pipe, [None], pipelined=True, **COUNTS)
-        assert torch.equal(model.weight, before)
-        assert pipe.progress(iter([None])).iter_idx == 0
 
 
 def test_the_switch_interval_is_restored() -> None:

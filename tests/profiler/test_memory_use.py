@@ -133,16 +133,6 @@ def test_gradients_are_held_until_the_next_iteration_sets_them_to_none() -> None
     assert not any(block.begin == "step" for block in found.blocks)
 
 
-def test_all_state_is_put_back() -> None:
-    """As by every measurement."""
-    work = Training()
-    before = work.model.weight.detach().clone()
-    measured(work.forward, work.backward, work.step, batch=torch.ones(8, 256))
-    assert torch.equal(work.model.weight, before)
-    assert work.model.weight.grad is None
-    assert not work.optimizer.state
-
-
 def test_of_several_batches_the_one_that_holds_most_counts() -> None:
     """And none is an error."""
 

@@ -248,7 +248,7 @@ def test_what_fails_without_a_shortcut_too_is_raised() -> None:
 def test_training_that_cannot_be_undone_is_raised() -> None:
     """It is no reason to leave a task out."""
     with pytest.raises(UnsavedStateError):
-        measured(Machine(raises={READ: UnsavedStateError(["x"], "why")}), [READ, STEP])
+        measured(Machine(raises={READ: UnsavedStateError(["x"], "why", "mend")}), [READ, STEP])
 
 
 def test_on_several_ranks_a_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe.profiler import try_plans
-from tests.profiler.sleepers import sleepers
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.profiler import measure_costs, measure_memory, try_plans
+from tests.profiler.sleepers import InTurn, sleepers
 from tests.support.virtual_clock import TimedHost
 
 SERIAL = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
@@ -31,19 +32,29 @@ def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> No
 
 def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
     """It takes 5 ms, on the caller's thread or beside the tasks."""
-
-    class Loader:
-        def __iter__(self) -> Iterator[int]:
-            host.sleep(5e-3)
-            yield 0
-
     tasks = sleepers(host, read=4, work=3)
     plans = {"serial": SERIAL, "pulled ahead": replace(SERIAL, pull_group="loader")}
-    took_s = try_plans(tasks, plans, [1, 2], 2, 6, device="cpu", loader=Loader())
+    took_s = try_plans(tasks, plans, [1, 2], 2, 6, device="cpu", loader=InTurn(host, 5, length=1))
     assert took_s == pytest.approx({"serial": 12e-3, "pulled ahead": 7e-3})
 
 
-def test_trials_restore_trained_state() -> None:
+def costs(tasks: list[PipelineTask], batch: Any) -> None:
+    with SWPipeline(BESIDE, tasks) as pipe:
+        try:
+            measure_costs(pipe, [batch], 1, 2, pipelined=True)
+        finally:
+            assert pipe.next_iteration == 0
+
+
+MEASURES: dict[str, Callable[[list[PipelineTask], Any], object]] = {
+    "plans": lambda tasks, batch: try_plans(tasks, {"beside": BESIDE}, [batch], 1, 2),
+    "costs": costs,
+    "memory": lambda tasks, batch: measure_memory(tasks, [batch], device="cpu"),
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_whatever_is_measured_trained_state_is_restored(measure: str) -> None:
     """Also when a task fails; no thread stays."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
@@ -56,9 +67,9 @@ def test_trials_restore_trained_state() -> None:
             raise OSError("the disk is gone")
 
     tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("work", work)]
-    try_plans(tasks, {"beside": BESIDE}, [1], 1, 2)
+    MEASURES[measure](tasks, 1)
     assert torch.equal(model.weight, before)
     with pytest.raises(OSError, match="the disk is gone"):
-        try_plans(tasks, {"beside": BESIDE}, ["bad"], 1, 2)
+        MEASURES[measure](tasks, "bad")
     assert torch.equal(model.weight, before)
     assert threading.active_count() == threads

@@ -14,10 +14,9 @@ from swpipe.schedulable import (
     SchedulablePipeline,
     Task,
     TaskContext,
-    ThreadedExecutor,
     translation,
 )
-from tests.schedulable.work import Log, one_stage, pool, results
+from tests.schedulable.work import Log, one_stage, pool
 
 
 class CountTokens(Task):
@@ -134,21 +133,3 @@ def test_nvtx_tags_are_ranges_within_the_tasks(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(translation, "nvtx_ranges", Ranges)
         pipe.step(0)
     assert told == [("inner", 1), ("run", 0), ("end of inner", 1)]
-
-
-@pytest.mark.parametrize("executor", [None, ThreadedExecutor("per_task")])
-def test_random_tasks_draw_the_same_whatever_runs_beside_them(executor: Any) -> None:
-    """``random`` is that of ``PipelineTask``: seeded for each task and batch."""
-
-    def draws(executor: Any, lookahead: int) -> list[float]:
-        found: list[float] = []
-        tasks = (
-            Task.from_fn("noise", lambda ctx: torch.rand(3), lookahead=lookahead, random=True),
-            Task.from_fn("r", lambda ctx: found.append(torch.rand(()).item()), random=True),
-        )
-        with Pipeline(tasks, pool(), executor=executor, seed=4) as pipe:
-            list(results(pipe, range(5)))
-        return found
-
-    assert draws(executor, 2) == draws(None, 0)
-    assert len(set(draws(executor, 1))) == 5

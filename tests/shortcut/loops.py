@@ -1,12 +1,12 @@
 """Ordinary training loops, written as tasks, and their training with and without shortcuts.
 
-``trained`` runs a loop; ``trained_around_shortcuts`` shortcuts tasks for some iterations in between
-and restores the state, as a profile does. Both return everything that was trained.
+``trained`` runs a loop, and returns everything that was trained; ``differing`` shortcuts tasks for
+some iterations in between and restores the state, as a profile does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import combinations, repeat
 from typing import Any
@@ -82,21 +82,28 @@ def trained(make: Callable[[], Loop]) -> dict[str, Any]:
     return outcome(loop)
 
 
-def trained_around_shortcuts(
-    make: Callable[[], Loop], names: Sequence[str], plan: PipelinePlan | None = None
-) -> dict[str, Any]:
-    """The same, with tasks shortcut for ``WITHIN`` iterations in between, and state restored."""
-    loop = make()
+def differing(
+    make: Callable[[], Loop], shortcuts: Iterable[tuple[str, ...]], plan: PipelinePlan | None = None
+) -> list[tuple[str, ...]]:
+    """Those shortcuts after which it trains to something else, where state was restored.
+
+    Each stands for ``WITHIN`` iterations; after the ``AFTER`` that follow, state is restored again.
+    """
+    loop, found = make(), []
     with SWPipeline(plan or PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
         run(pipe, BEFORE)
         saved = trial_state(pipe, BATCH, None)
-        try:
-            with pipe.shortcut(*names):
-                run(pipe, WITHIN)
-        finally:
+        for names in shortcuts:
+            try:
+                with pipe.shortcut(*names):
+                    run(pipe, WITHIN)
+            finally:
+                saved.restore()
+            run(pipe, AFTER)
+            if not same(trained(make), outcome(loop)):
+                found.append(names)
             saved.restore()
-        run(pipe, AFTER)
-    return outcome(loop)
+    return found
 
 
 def run(pipe: SWPipeline, count: int) -> None:

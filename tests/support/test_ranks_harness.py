@@ -73,16 +73,6 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def test_each_rank_returns_its_result_in_rank_order(two_ranks: Ranks) -> None:
-    """Arguments arrive, collectives work, one intra-op thread each."""
-    assert two_ranks.run(_sum_of_ranks, 10) == [(0, 21.0, 1), (1, 21.0, 1)]
-
-
-def test_one_group_runs_many_functions(two_ranks: Ranks) -> None:
-    """The processes are the same from one run to the next."""
-    assert two_ranks.run(_pid) == two_ranks.run(_pid)
-
-
 def test_what_all_ranks_raise_arrives_as_itself_and_the_group_lives_on(two_ranks: Ranks) -> None:
     """The first failure in time is raised; the others' stand in notes."""
     before = two_ranks.run(_pid)
@@ -134,10 +124,3 @@ def test_a_deadline_that_passes_shows_all_stacks_and_leaves_no_process() -> None
         assert "_one_never_ends" in str(caught.value)
         assert "rank 0 (had finished)" in str(caught.value)
         assert not any(_alive(pid) for pid in before)
-
-
-def test_no_process_survives_the_block() -> None:
-    """Leaving the block ends all ranks."""
-    with Ranks(2) as ranks:
-        before = ranks.run(_pid)
-    assert not any(_alive(pid) for pid in before)

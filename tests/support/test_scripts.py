@@ -30,15 +30,6 @@ def test_a_script_has_arguments_variables_and_a_folder_and_ends_in_good_order(
     assert "TOLD" not in os.environ
 
 
-def test_a_script_may_be_a_file(scripts: Scripts, tmp_path: Path) -> None:
-    """Its tracebacks show its lines."""
-    path = tmp_path / "script.py"
-    path.write_text("print(__file__)\n1 / 0  # here\n")
-    ended = scripts.run(Script(path=str(path)))
-    assert (ended.returncode, ended.stdout) == (1, f"{path}\n")
-    assert "1 / 0  # here" in ended.stderr
-
-
 def test_scripts_know_nothing_of_each_other(scripts: Scripts) -> None:
     """What one changes in a module is as before for the next."""
     assert scripts.run(Script("import torch; torch.planted = 1")).returncode == 0
@@ -53,21 +44,6 @@ def test_warnings_are_errors_where_the_test_says_so(scripts: Scripts) -> None:
     assert scripts.run(Script(code)).returncode == 0
 
 
-def test_scripts_run_at_the_same_time(scripts: Scripts, tmp_path: Path) -> None:
-    """Each waits for a file of the other; they come back in order."""
-    code = (
-        "import pathlib, sys, time\n"
-        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
-        "mine.touch()\n"
-        "while not other.exists():\n"
-        "    time.sleep(0.01)\n"
-        "print(mine.name)"
-    )
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    ended = scripts.run_together([Script(code, args=(a, b)), Script(code, args=(b, a))])
-    assert [one.stdout for one in ended] == ["a\n", "b\n"]
-
-
 def test_a_script_that_is_late_is_killed(scripts: Scripts) -> None:
     """And the next one runs."""
     code = "import sys, threading; print('stuck', file=sys.stderr, flush=True)"
@@ -76,9 +52,3 @@ def test_a_script_that_is_late_is_killed(scripts: Scripts) -> None:
         scripts.run(Script(f"{code}; threading.Event().wait()"), deadline_s=0.5)
     assert time.monotonic() - begin_s < WELL_BEFORE_S
     assert scripts.run(Script("print(1)")).stdout == "1\n"
-
-
-def test_a_script_that_a_signal_ends_has_its_code(scripts: Scripts) -> None:
-    """As with ``subprocess``."""
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    assert scripts.run(Script(code)).returncode == -15

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from swpipe import StreamSpec
-from tests.support.exploring import DeadlockError
 from tests.support.virtual_clock import TimedDevice, TimedHost
 
 
@@ -30,28 +29,6 @@ def test_the_clock_jumps_to_the_earliest_sleeper(seed: int) -> None:
     assert log == [(2400.0, "b"), (3600.0, "a"), (4800.0, "b"), (7200.0, "a")]
     for thread in threads:
         thread.join()
-
-
-def test_only_computing_takes_time_on_the_cpu() -> None:
-    """Each thread has its own."""
-    host = TimedHost()
-    host.compute(2.0)
-    host.sleep(3.0)
-
-    def work() -> None:
-        host.compute(1.0)
-        assert host.thread_time() == 1.0
-
-    host.start("worker", work).join()
-    assert (host.thread_time(), host.perf_counter()) == (2.0, 6.0)
-
-
-def test_a_deadlock_is_still_found() -> None:
-    """The clock does not help a thread that waits for another."""
-    host = TimedHost()
-    host.sleep(1.0)
-    with pytest.raises(DeadlockError, match="caller waits for counter 1 to reach 1"):
-        host.counter().wait(1)
 
 
 def test_a_stream_does_one_thing_after_the_other() -> None:

@@ -13,8 +13,7 @@ after this period's forward, so that the keys of one batch are outstanding and n
 backward waits for the prefetch, as in seed section 5.4, does not order these two:
 ``prefetch_embeddings`` waits for ``forward`` besides.
 
-The look-up in ``forward`` exchanges embeddings. It has no turn of its own among the collectives: it
-runs between those of ``global_tokens_allreduce`` and ``backward``, for which no other one waits.
+The look-up in ``forward`` exchanges embeddings, and so has a turn among the collectives.
 
 Sources: seed sections 5.1, 5.2, 5.4 and 5.5.
 """
@@ -45,8 +44,8 @@ IO = ("h2d", "start_shuffle", "finish_shuffle")
 DATA_DIST = ("start_input_dist", "wait_input_dist")
 PREFETCH = "prefetch_embeddings"
 COMPUTE = (
-    "zero_grad",
     "global_tokens_allreduce",
+    "zero_grad",
     "nccl_safety_barrier",
     "forward",
     "backward",
@@ -56,6 +55,9 @@ COMPUTE = (
 )
 TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
 """The fourteen, in serial order."""
+
+IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
+"""In a period the tokens are counted while the sizes of the next batch's ids are exchanged."""
 
 STREAMS = ("memcpy", "data_dist", "prefetch")
 
@@ -114,6 +116,7 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
     ids = {"lookahead": prefetch_depth, "stream": "data_dist", "nccl": True}
     fetched = {"lookahead": 1, "stream": "prefetch"}
     last = PREFETCH if prefetch else "wait_input_dist"
+    # The tasks of one batch come one after the other, which proves the schedule.
     waits: dict[str, dict[str, Any]] = {
         "h2d": ahead,
         "start_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("h2d",)},
@@ -125,11 +128,14 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
             "depends_on": ("wait_input_dist",),
             "same_progress_sync": ("forward",),
         },
-        # With this, the tasks of one batch come one after the other, which proves the schedule.
-        "zero_grad": {"depends_on": (last,), "cross_iter_depends_on": ("optimizer_step",)},
-        "global_tokens_allreduce": {"nccl": True, "depends_on": ("finish_shuffle",)},
+        "global_tokens_allreduce": {"nccl": True, "depends_on": (last,)},
+        "zero_grad": {
+            "depends_on": ("global_tokens_allreduce",),
+            "cross_iter_depends_on": ("optimizer_step",),
+        },
         "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
         "forward": {
+            "nccl": True,
             "depends_on": (last, "zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"),
             "cross_iter_depends_on": ("optimizer_step",),
         },
@@ -142,7 +148,7 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
         "optimizer_step": {"depends_on": ("finalize_model_grads",)},
         "watchdog_step": {"depends_on": ("optimizer_step",)},
     }
-    tasks = (StepTask(name, **waits[name]) for name in TASKS if prefetch or name != PREFETCH)
+    tasks = (StepTask(name, **waits[name]) for name in IN_PERIOD if prefetch or name != PREFETCH)
     return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
 
 

@@ -80,30 +80,28 @@ __all__ = [
     "pad_with_last",
 ]
 
+_EVEN = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last")
 _WHERE = {
-    "PipelineStage": "_torchrec",
-    "RewriteError": "inputs",
-    "MemoryOptions": "released",
-    "PerToken": "per_token",
-    "RewriteReport": "rewrite",
-    "TrainPipelineSemiSync": "semi_sync",
-    "TrainStep": "step",
-    "SparseDistTasks": "task_set",
-    "TaskOptions": "task_options",
-    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), "drop_in"),
-    **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), "shuffle"),
-    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), "staged"),
+    **dict.fromkeys(_EVEN, "swpipe._distributed.even_data"),
+    "PipelineStage": "._torchrec",
+    "RewriteError": ".inputs",
+    "MemoryOptions": ".released",
+    "PerToken": ".per_token",
+    "RewriteReport": ".rewrite",
+    "TrainPipelineSemiSync": ".semi_sync",
+    "TrainStep": ".step",
+    "SparseDistTasks": ".task_set",
+    "TaskOptions": ".task_options",
+    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".drop_in"),
+    **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffle"),
+    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".staged"),
 }
-
-_FRAMEWORKS = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last")
 
 
 def __getattr__(name: str) -> Any:
     """The names, loaded when asked for; those that are not ours are TorchRec's."""
-    if name in _FRAMEWORKS:
-        return getattr(import_module("swpipe._distributed.even_data"), name)
     if name in __all__:
-        return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'named')}"), name)
+        return getattr(import_module(_WHERE.get(name, ".named"), __name__), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         if name in (arguments := import_module(f"{__name__}.refused_arguments")).ELSEWHERE:
             return arguments.ELSEWHERE[name]

@@ -9,6 +9,7 @@ import importlib
 import logging
 import re
 import warnings
+from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,7 @@ def installed_version(package: str) -> str | None:
 
 
 def check_version(found: str | None) -> None:
-    """Refuse a missing TorchRec; warn of one that the tests do not run on.
-
-    Raises:
-        ImportError: None is installed.
-
-    Warns:
-        UserWarning: It is newer or older than those that are tested.
-    """
+    """Raise ImportError for a missing TorchRec; warn of one that the tests do not run on."""
     if found is None:
         raise ImportError(
             f"swpipe.tasks.torchrec needs torchrec, tested with {TESTED}, and none is installed: "
@@ -54,16 +48,7 @@ def check_version(found: str | None) -> None:
 
 
 def check_parts(found: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
-    """Refuse a TorchRec that lacks parts.
-
-    Args:
-        found: Its version.
-        lacks: What of it is not as expected, line by line.
-        cause: What failed, if its import did.
-
-    Raises:
-        ImportError: It lacks some.
-    """
+    """Raise ImportError, line by line, if it lacks parts or some import of it has failed."""
     if lacks or cause is not None:
         parts = lacks or [str(cause)]
         raise ImportError(
@@ -77,6 +62,7 @@ VERSION = installed_version("torchrec")
 if VERSION is None:
     check_version(VERSION)
 
+_experimental: Any = None  # before TorchRec 1.7
 try:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -84,19 +70,14 @@ try:
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         importlib.import_module("torchrec")
         lacks = problems()
+        with suppress(ImportError):
+            _experimental = importlib.import_module(
+                "torchrec.distributed.train_pipeline.experimental_pipelines"
+            )
 except ImportError as error:
     check_parts(VERSION, [], error)
 check_parts(VERSION, lacks)
 check_version(VERSION)
-
-try:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        _experimental: Any = importlib.import_module(
-            "torchrec.distributed.train_pipeline.experimental_pipelines"
-        )
-except ImportError:
-    _experimental = None  # before TorchRec 1.7
 
 _FOUND: dict[str, Any] = {part.name.lstrip("_"): find(part) for part in PARTS}
 globals().update(_FOUND)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -66,11 +66,11 @@ class Replayable(Awaitable):  # type: ignore[misc]
         """The result and the module's context, which the wait completes."""
         with self._lock:
             first = self._result is _PENDING
-            if first:
-                with nullcontext() if self._stream is None else self._there():
-                    result = self._awaitable.wait()
-                    self._result = result if self._then is None else self._then(result)
-                self._awaitable = None
+            if first and self._stream is None:
+                self._complete()
+            elif first:
+                with self._device.on(self._stream):
+                    self._complete()
         found = (self._result, self._module_context)
         if self._stream is not None:
             self._use_here(found)
@@ -83,14 +83,16 @@ class Replayable(Awaitable):  # type: ignore[misc]
         """
         with self._lock:
             if self._result is _PENDING:
-                with nullcontext() if self._stream is None else self._there():
+                with nullcontext() if self._stream is None else self._device.on(self._stream):
                     fn(self._awaitable, self._module_context)
 
     def _wait_impl(self) -> Any:
         return self.wait()
 
-    def _there(self) -> AbstractContextManager[object]:
-        return self._device.on(self._stream)
+    def _complete(self) -> None:
+        result = self._awaitable.wait()
+        self._result = result if self._then is None else self._then(result)
+        self._awaitable = None
 
     def _use_here(self, value: Any) -> None:
         """Make the current stream wait for the result, and hold its memory for it."""
@@ -105,13 +107,11 @@ class Replayable(Awaitable):  # type: ignore[misc]
 def fused_splits(fused: Any, contexts: Sequence[Any], device: Device) -> Replayable:
     """Wrap the fused exchange of sizes; its result is one ``Replayable`` for each module."""
 
-    def tensors_requests(requests: Sequence[Any]) -> list[Replayable]:
-        made = []
-        for request, context in zip(requests, contexts, strict=True):
-            made.append(Replayable(request, device, context))
-        return made
+    def each(requests: Sequence[Any]) -> list[Replayable]:
+        pairs = zip(requests, contexts, strict=True)
+        return [Replayable(request, device, context) for request, context in pairs]
 
-    return Replayable(fused, device, then=tensors_requests)
+    return Replayable(fused, device, then=each)
 
 
 def _again(tensor: Tensor) -> Tensor:

@@ -1,14 +1,5 @@
 """A drop-in for TorchRec's train pipelines: ``progress(dataloader_iter)``.
 
-    pipeline = PipelineFactory.create(
-        "jagged_prefetch_sparse_dist", model=model, optimizer=optimizer, device=device
-    )
-    while True:
-        try:
-            output = pipeline.progress(iterator)
-        except StopIteration:
-            break
-
 As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
 batch, raises StopIteration at the end, and treats None as the end of the data. Unlike TorchRec:
 
@@ -59,15 +50,10 @@ _REPLACED = (
 class Pass(Iterator[Any]):
     """What a pipeline pulls from, for one pass over one of the user's iterators; None ends it.
 
-    Args:
-        source: The user's iterator.
-        keep_back: How many batches are read ahead, and dropped at the end of the data: what
-            ``execute_all_batches=False`` means.
-        limit: Hand out so many batches at most; the others stay in the iterator.
-
-    Attributes:
-        stopped: Read no further; batches that were read are still handed out.
-        paused: Hand out none.
+    ``keep_back`` batches are read ahead, and dropped at the end of the data: what
+    ``execute_all_batches=False`` means. At most ``limit`` batches are handed out; the others stay
+    in the iterator. Once ``stopped`` it reads no further, and hands out what was read; while
+    ``paused`` nothing.
     """
 
     def __init__(
@@ -118,12 +104,168 @@ class Pass(Iterator[Any]):
         return len(self._kept) + early
 
 
-class SparseDistPipeline:
+class PassPipeline:
+    """A pipeline whose ``progress`` gets the user's iterator; it pulls one pass after another.
+
+    Use it as a context manager, or call ``close``. Its tasks set ``ctx.output``.
+
+    Attributes:
+        pipe: The underlying pipeline: for traces, shortcuts and the profiler.
+    """
+
+    pipe: SWPipeline[Any]
+    _keep_back = 0
+    _even: EvenData | None = None
+    _pass: Pass | None = None
+    _agreed: EvenIterator | None = None  # the pass, as all ranks have agreed on it
+    _drained: Sequence[Any] = ()  # by a ``drain`` that was interrupted
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Run one more batch, and return the oldest one's output.
+
+        Raises:
+            StopIteration: All batches are done.
+            UnevenDataError: The same, and other ranks have more batches, or this rank has.
+            RuntimeError: Batches in flight are of another mode: call ``drain`` first. Or they are
+                of another pipeline of the model, and stand in the way.
+            BaseException: As ``SWPipeline.progress``.
+
+        Warns:
+            RuntimeWarning: Another iterator was replaced by yet another before it began.
+        """
+        if self._has_grad():
+            return self._step_of(dataloader_iter)
+        with torch.no_grad():
+            return self._step_of(dataloader_iter)
+
+    def _step_of(self, source: Iterator[Any]) -> Any:
+        current = self._pass
+        if current is None or current.source is not source or current.stopped:
+            self._change_pass(source)
+        try:
+            return self._next(self._agreed or self._pass)
+        except StopIteration:
+            uneven = self._end_pass()  # the next call begins a new one, whatever its iterator
+            self._at_end()
+            if uneven is not None:
+                raise uneven from None
+            raise
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
+        """Pull the first batches and start on them, as else the first ``progress`` does."""
+        self._change_pass(dataloader_iter)
+        self.attach()
+        current: Any = self._agreed or self._pass
+        self.pipe.fill_pipeline(current)
+
+    def _change_pass(self, source: Iterator[Any]) -> None:
+        """Begin a pass over ``source``, once the present one has finished."""
+        if self._pass is not None:
+            if not self._pass.ends_before(source, self.pipe.in_flight):
+                return
+            if (uneven := self._end_pass()) is not None:
+                raise uneven
+        self._pass = self._new_pass(source)
+        if self._even is not None and not isinstance(source, EvenIterator):
+            self._agreed = EvenIterator(self._even, self._pass, ends_uneven=True)
+
+    def _end_pass(self) -> UnevenDataError | None:
+        """Let go of the pass; the error, if the ranks' data has ended at different steps."""
+        uneven = None if self._agreed is None else self._agreed.uneven
+        self._pass = self._agreed = None
+        return uneven
+
+    def _at_end(self) -> None:
+        """What the end of the data asks for."""
+
+    def _has_grad(self) -> bool:
+        """Whether batches may have gradients."""
+        return True
+
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source, keep_back=self._keep_back)
+
+    def _next(self, current: Any) -> Any:
+        return self.pipe.progress(current).output
+
+    def drain(self) -> list[Any]:
+        """Finish the batches in flight, and return their outputs, oldest first.
+
+        The iterator keeps its other batches. On several ranks, call it on all after the same step.
+        There, one batch more than the plan has in flight may have been pulled; it is finished too.
+
+        Raises:
+            RuntimeError: The batches in flight are of another mode.
+            BaseException: As ``SWPipeline.progress``.
+        """
+        current = self._agreed or self._pass
+        drained = self._drained = [*self._drained]
+        with nullcontext() if self._has_grad() else torch.no_grad():
+            if current is not None and self.pipe.in_flight:
+                current.paused = True
+                try:
+                    with suppress(StopIteration):
+                        while True:
+                            drained.append(self._next(current))
+                finally:
+                    current.paused = False
+            drained += (ctx.output for ctx in self.pipe.drain())
+        self._drained = ()
+        return drained
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save beside models and optimizers, so that a later run can go on from here.
+
+        Call it between two calls of ``progress``, together with the states of model and optimizers.
+
+        Returns:
+            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early;
+            ``rates``, where tables take those of an earlier step, are for the next look-up.
+
+        Raises:
+            RuntimeError: A run that is resumed from here would give other numbers; it says why.
+                Batches in flight have read stale rows, for example: call ``drain`` first.
+        """
+        state = self.pipe.state_dict(check=False)
+        early = sum(one.waiting for one in (self._pass, self._agreed) if one is not None)
+        return {**state, "in_flight": state["in_flight"] + early}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the model, the optimizers and the data are yours to set back.
+
+        Raises:
+            RuntimeError: Batches are in flight.
+            ValueError: ``state`` is not what ``state_dict`` returns.
+
+        Warns:
+            RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
+        """
+        self.pipe.load_state_dict(state)
+        self._end_pass()
+
+    def attach(self) -> None:
+        """Undo ``detach``."""
+
+    def close(self) -> None:
+        """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
+        self.pipe.close()
+        self._end_pass()  # with the batches that were pulled early, and their exchanges
+        if self._even is not None:
+            self._even.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+class SparseDistPipeline(PassPipeline):
     """Trains a model under one plan, with TorchRec's ``progress``.
 
-    Use it as a context manager, or call ``close``. Between two calls of ``progress`` the model may
-    be detached, evaluated and saved, if the plan uses no worker threads (ready-made ones do not).
-    With several ranks, creating one is a collective.
+    Between two calls of ``progress`` the model may be detached, evaluated and saved, if the plan
+    uses no worker threads (ready-made ones do not). With several ranks, creating one is a
+    collective.
 
     Args:
         tasks: The tasks of the step.
@@ -135,13 +277,7 @@ class SparseDistPipeline:
             serial plan. Without the check, a rank that ends alone leaves the others waiting in a
             collective.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
-
-    Attributes:
-        tasks: As given.
-        pipe: The underlying pipeline: for traces, shortcuts and the profiler.
     """
-
-    _keep_back = 0
 
     def __init__(
         self,
@@ -165,9 +301,8 @@ class SparseDistPipeline:
             mode=tasks.mode,
             run_ahead=run_ahead,
         )
-        self._pass: Pass | None = None
-        self._agreed: EvenIterator | None = None  # the pass, as all ranks have agreed on it
-        self._drained: list[Any] = []  # by a ``drain`` that was interrupted
+        self._end_pass()
+        self._drained = ()
         # Its own time-out comes before the watchdog's, since it says more.
         wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
         # The ranks' answers take a round trip. They are waited for one step later, while batches
@@ -186,91 +321,7 @@ class SparseDistPipeline:
         """Which modules are pipelined; None before the first batch."""
         return self.tasks.rewrite.report
 
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Attach the model, train on one more batch, and return the oldest batch's output.
-
-        Raises:
-            StopIteration: All batches are done.
-            UnevenDataError: The same, and other ranks have more batches, or this rank has.
-            RuntimeError: Batches in flight are of another mode: call ``drain`` first. Or they are
-                of another pipeline of the model, and stand in the way.
-            BaseException: As ``SWPipeline.progress``.
-
-        Warns:
-            RuntimeWarning: Another iterator was replaced by yet another before it began.
-        """
-        with nullcontext() if self._has_grad() else torch.no_grad():
-            current = self._pass_over(dataloader_iter)
-            try:
-                return self._next(current)
-            except StopIteration:
-                uneven = self._end_pass()  # the next call begins a new one, whatever its iterator
-                if self.tasks.trains():
-                    self.flush()
-                if uneven is not None:
-                    raise uneven from None
-                raise
-
-    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Pull the first batches and start on them; otherwise the first ``progress`` does.
-
-        Raises:
-            BaseException: As ``progress``.
-        """
-        current = self._pass_over(dataloader_iter)
-        self.attach()
-        self.pipe.fill_pipeline(current)
-
-    def _pass_over(self, source: Iterator[Any]) -> Pass | EvenIterator:
-        """What to pull from: the present pass, or once it has finished one over ``source``."""
-        if self._pass is not None:
-            if not self._pass.ends_before(source, self.pipe.in_flight):
-                return self._agreed or self._pass
-            if (uneven := self._end_pass()) is not None:
-                raise uneven
-        self._pass = self._new_pass(source)
-        if self._even is not None and not isinstance(source, EvenIterator):
-            self._agreed = EvenIterator(self._even, self._pass, ends_uneven=True)
-        return self._agreed or self._pass
-
-    def _end_pass(self) -> UnevenDataError | None:
-        """Let go of the pass; the error, if the ranks' data has ended at different steps."""
-        uneven = None if self._agreed is None else self._agreed.uneven
-        self._pass = self._agreed = None
-        return uneven
-
-    def _has_grad(self) -> bool:
-        """Whether batches may have gradients."""
-        return True
-
-    def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, keep_back=self._keep_back)
-
-    def drain(self) -> list[Any]:
-        """Finish the batches in flight, and return their outputs, oldest first.
-
-        The iterator keeps its other batches. On several ranks, call it on all after the same step.
-        There, one batch more than the plan has in flight has been pulled; it is finished too.
-
-        Raises:
-            RuntimeError: The batches in flight are of another mode.
-            BaseException: As ``SWPipeline.progress``.
-        """
-        current = self._agreed or self._pass
-        with nullcontext() if self._has_grad() else torch.no_grad():
-            if current is not None and self.pipe.in_flight:
-                current.paused = True
-                try:
-                    with suppress(StopIteration):
-                        while True:
-                            self._drained.append(self._next(current))
-                finally:
-                    current.paused = False
-            self._drained += (ctx.output for ctx in self.pipe.drain())
-        outputs, self._drained = self._drained, []
-        return outputs
-
-    def _next(self, current: Pass | EvenIterator) -> Any:
+    def _next(self, current: Any) -> Any:
         rewrite = self.tasks.rewrite
         if not rewrite.attached:
             rewrite.attach()
@@ -280,6 +331,10 @@ class SparseDistPipeline:
             for postproc in rewrite.postprocs:  # they have run already for these batches
                 postproc.check_unchanged(in_flight)
         return self.pipe.progress(current).output
+
+    def _at_end(self) -> None:
+        if self.tasks.trains():
+            self.flush()
 
     def flush(self) -> None:
         """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
@@ -294,37 +349,12 @@ class SparseDistPipeline:
         self.tasks.flush(self.pipe.next_iteration)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside models and optimizers, so that a later run can go on from here.
-
-        Call it between two calls of ``progress``, together with the states of model and optimizers.
-
-        Returns:
-            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early;
-            ``rates``, where tables take those of an earlier step, are for the next look-up.
-
-        Raises:
-            RuntimeError: A run that is resumed from here would give other numbers; it says why.
-                Batches in flight have read stale rows, for example: call ``drain`` first.
-        """
         check_saving(self.pipe, self.tasks)
-        state = self.pipe.state_dict(check=False)
-        early = sum(one.waiting for one in (self._pass, self._agreed) if one is not None)
-        return {**state, "in_flight": state["in_flight"] + early, **self.tasks.state_dict()}
+        return {**super().state_dict(), **self.tasks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the model, the optimizers and the data are yours to set back.
-
-        Raises:
-            RuntimeError: Batches are in flight.
-            ValueError: ``state`` is not what ``state_dict`` returns.
-
-        Warns:
-            RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
-        """
-        self.pipe.load_state_dict(state)
+        super().load_state_dict(state)
         self.tasks.load_state_dict(state)
-        self._end_pass()
-        self.tasks.resume(self.pipe.next_iteration)
 
     @property
     def _optimizer(self) -> Any:
@@ -349,24 +379,13 @@ class SparseDistPipeline:
         return self.tasks.model
 
     def attach(self) -> None:
-        """Undo ``detach``."""
         self.tasks.rewrite.attach()
 
     def close(self) -> None:
-        """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
-        self.pipe.close()
-        self._end_pass()  # with the batches that were pulled early, and their exchanges
+        super().close()
         self.tasks.rewrite.detach()
         for hook in self._hooks:
             hook.remove()
-        if self._even is not None:
-            self._even.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
 
 def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
@@ -398,11 +417,10 @@ def build(
     step: TrainStep | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
-    """A ``SparseDistPipeline``.
+    """A ``SparseDistPipeline`` under the plan that ``plan`` makes for the tasks.
 
-    ``plan`` makes the plan for the tasks. ``optimizer``, one or several,
-    stands for ``TrainStep([optimizer])``; give either that or ``step``. The other arguments are
-    those of ``TaskOptions`` and ``SparseDistPipeline``.
+    ``optimizer``, one or several, stands for ``TrainStep([optimizer])``; give either that or
+    ``step``. The other arguments are those of ``TaskOptions`` and ``SparseDistPipeline``.
 
     Raises:
         ValueError: Both an optimizer and a step, or neither.
@@ -418,11 +436,6 @@ def build(
 
 
 _OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
-
-
-def serial(tasks: SparseDistTasks) -> PipelinePlan:
-    """The serial plan, for any tasks."""
-    return plans.serial()
 
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
@@ -453,7 +466,7 @@ def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
 
 
 PLANS: dict[str, PlanFor] = {
-    "jagged_sw_serial": serial,
+    "jagged_sw_serial": lambda _: plans.serial(),
     "jagged_sparse_dist": lean(plans.sparse_dist),
     "jagged_prefetch_sparse_dist": lean(plans.prefetch),
     "jagged_split_sparse_dist": split,

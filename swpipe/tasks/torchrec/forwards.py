@@ -37,6 +37,7 @@ from swpipe.tasks.torchrec._torchrec import (
 from swpipe.tasks.torchrec.awaitables import Replayable
 from swpipe.tasks.torchrec.exchanged import CallInputs
 from swpipe.tasks.torchrec.inputs import Found
+from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.seam import Seam
 
 Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
@@ -50,11 +51,13 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
     each iteration has its own, of version 1. Keys are module names.
 
     Attributes:
+        computed: What modules have computed of the batch ahead of the forward; None without any.
         inputs: The inputs of each module, which are exchanged.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
     """
 
+    computed: PostprocResults | None = None
     inputs: dict[str, CallInputs] = field(default_factory=dict)
     embeddings: dict[str, Any] = field(default_factory=dict)
     seams: dict[str, Seam] = field(default_factory=dict)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,12 +100,12 @@ class _Bucket:
                 gradient.copy_(reduced)
 
 
+@dataclass
 class _Hook:
     """What one DDP wrapper's communication hook knows."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.pending: list[_Bucket] | None = None
+    group: dist.ProcessGroup
+    pending: list[_Bucket] | None = None
 
 
 _hooks: WeakKeyDictionary[nn.Module, _Hook | None] = WeakKeyDictionary()
@@ -173,11 +174,7 @@ class Accumulation:
         return (next_iteration - self._origin) % self.batches
 
     def restart(self, next_iteration: int) -> None:
-        """Begin a step with this batch, without gradients of others.
-
-        Warns:
-            RuntimeWarning: As ``warn_of_rounding``.
-        """
+        """Begin a step with this batch, without gradients of others."""
         self._origin = next_iteration
         if next_iteration and self._first is None:
             warn_of_rounding(self._ddp, self.batches)
@@ -196,11 +193,7 @@ class Accumulation:
 
 
 def warn_of_rounding(modules: Iterable[DistributedDataParallel], batches: int) -> None:
-    """Warn of the first step with an accumulation after a resume.
-
-    Warns:
-        RuntimeWarning: Its sums are rounded otherwise than without a stop.
-    """
+    """Warn of the first step with an accumulation after a resume, whose sums are rounded apart."""
     if any(dist.get_world_size(module.process_group) > 1 for module in modules):
         warnings.warn(
             "DDP reduces the first batch of a process by itself, so the first step that "

@@ -30,7 +30,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,37 +60,11 @@ class RewriteError(ValueError):
     """The model cannot be pipelined; the message names the module and the fix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What the inputs of one batch are picked from.
+BATCH = ""
+"""The inputs of a batch are picked from a dict that has the batch by this name, on the device.
 
-    Attributes:
-        batch: The batch on the device.
-        results: What modules of the model have computed from it ahead of the forward, by name.
-    """
-
-    batch: Any
-    results: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OfBatch:
-    """The first step to an input: from the source to its batch."""
-
-    def process(self, source: Source) -> Any:
-        """The batch."""
-        return source.batch
-
-
-@dataclass(frozen=True, slots=True)
-class OfModule:
-    """The first step to an input: from the source to the result of one module."""
-
-    name: str
-
-    def process(self, source: Source) -> Any:
-        """The result."""
-        return source.results[self.name]
+Modules' names lead to what these have computed from it ahead of the forward.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +120,7 @@ def _input_types(module: Any) -> tuple[type, ...]:
 def named_input(path: str) -> Found:
     """The input at a path within the batch, such as "features" or "user.ids"."""
     steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
-    return Found(CallArgs([ArgInfo([OfBatch(), *steps])], {}))
+    return Found(CallArgs([ArgInfo([GetItemArgInfoStep(BATCH), *steps])], {}))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -163,13 +137,12 @@ def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
     Such are those of feature processors: they take part in the look-up, and DDP expects their
     gradients in the backward of the dense part.
     """
-    own = {id(p) for p in module.parameters() if p.requires_grad}
+    own, inner = {id(p) for p in module.parameters() if p.requires_grad}, set(module.modules())
     return any(
-        id(parameter) in own
+        id(parameter) in own and name not in wrapper.parameters_to_ignore
         for wrapper in ddp_modules(model)
-        if wrapper not in set(module.modules())
+        if wrapper not in inner
         for name, parameter in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
     )
 
 
@@ -186,28 +159,22 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 def _path(arg: Any) -> str:
     text = "batch"
     for step in arg.steps:
-        if isinstance(step, OfModule):
-            text = f"{step.name}(...)"
+        if step is arg.steps[0] and getattr(step, "item_index", BATCH) != BATCH:
+            text = f"{step.item_index}(...)"
         elif isinstance(step, ScalarArgInfoStep):
             text = repr(step.value)
         elif isinstance(step, GetAttrArgInfoStep):
             text += f".{step.attr_name}"
-        elif isinstance(step, GetItemArgInfoStep):
+        elif isinstance(step, GetItemArgInfoStep) and step is not arg.steps[0]:
             text += f"[{step.item_index!r}]"
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """What a trace has found.
-
-    Attributes:
-        inputs: The input of each sharded module.
-        computed: The arguments of each module that runs ahead of the forward, in its order.
-    """
+class Traced(NamedTuple):
+    """The input of each sharded module; the arguments of those that run ahead of the forward."""
 
     inputs: dict[str, Found]
-    computed: dict[str, Any]
+    computed: dict[str, Any]  # in the order of the forward: modules may draw random numbers
 
 
 def traced_inputs(
@@ -238,10 +205,8 @@ def traced_inputs(
     flattened = any(hasattr(node, "ph_key") for node in graph.nodes)
     finder = _Finder(model, calls, postproc=postproc, flattened=flattened)
     inputs = {name: finder.input_of(name) for name in sharded}
-    # In the order of the forward: modules may draw random numbers.
-    return Traced(
-        inputs, {name: finder.computed[name] for name in calls if name in finder.computed}
-    )
+    computed = {name: finder.computed[name] for name in calls if name in finder.computed}
+    return Traced(inputs, computed)
 
 
 def _untraced(model: nn.Module, error: Exception) -> str:
@@ -343,7 +308,7 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         return super()._get_node_args_helper_inner(arg, for_postproc_module)
 
     def _handle_placeholder(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo:
-        return super()._handle_placeholder(child_node, arg_info).add_step(OfBatch())
+        return super()._handle_placeholder(child_node, arg_info).add_step(GetItemArgInfoStep(BATCH))
 
     def _handle_module(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo | None:
         name = str(child_node.target)
@@ -356,7 +321,7 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
                 self._why = self._why or f" by {name!r}, whose own arguments are not found"
                 return None
             self.computed[name] = args
-        return arg_info.add_step(OfModule(name))
+        return arg_info.add_step(GetItemArgInfoStep(name))
 
     def _handle_constant(
         self, arg: Any, arg_info: ArgInfo, for_postproc_module: bool = False

@@ -18,7 +18,6 @@ from torch import Tensor
 from swpipe._values.stateful import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
 from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler
@@ -85,13 +84,9 @@ def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:
         yield f"the plan reads {listed(sorted(stale))} from before the update of the batch before"
     for task in pipe.tasks:
         entry = pipe.plan.schedule[task.name]
-        changed = sorted(_changed(task))
+        changed = sorted(io.state for io in task.io if io.state in SAVED and "w" in io.mode)
         if changed and (entry.thread_group != "default" or runs_early(pipe.plan, task.name)):
             yield f"{task.name!r} changes {listed(changed)} ahead"
-
-
-def _changed(task: PipelineTask) -> set[str]:
-    return {io.state for io in task.io if io.state in SAVED and "w" in io.mode}
 
 
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:

@@ -1,15 +1,4 @@
-"""TorchRec's pipelines by their names, each a row of data on one class.
-
-::
-
-    TorchRec                                  here
-    class                                     Form: a kind of forward, a plan, what is left out
-    model, optimizer, custom_model_fwd        TrainStep
-    execute_all_batches                       Pass(keep_back=...)
-    progress with another iterator            the current pass is stopped; a new one begins when
-                                              none of its batches is in flight
-    the mode of the model                     as for SparseDistPipeline
-"""
+"""TorchRec's pipelines by their names, each a row of data on one class."""
 
 from __future__ import annotations
 
@@ -26,10 +15,10 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 from swpipe.tasks.torchrec.drop_in import (
+    PLANS,
     PlanFor,
     SparseDistPipeline,
     lean,
-    serial,
     split,
 )
 from swpipe.tasks.torchrec.forwards import Kind
@@ -65,7 +54,7 @@ class Form:
         copies_apart: Whether batches are copied on a thread of their own.
     """
 
-    plan: PlanFor = serial
+    plan: PlanFor = PLANS["jagged_sparse_dist"]
     kind: Kind = "pipelined"
     alone: Kind | None = None
     left: int = 2
@@ -114,8 +103,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         torchrec_pipelines.TrainPipeline.__init__(self)
         self._run_ahead = run_ahead
         ours = self.arguments
-        theirs = signature_of(self._original)
-        self._given = given = bound(self, ours or theirs, args, kwargs, ours=ours is not None)
+        signature = ours or signature_of(self._original)
+        self._given = given = bound(self, signature, args, kwargs, ours=ours is not None)
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
         self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
@@ -146,29 +135,19 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._start()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Undo ``detach``; ``progress`` also does. ``sparse_dist`` has no effect.
-
-        Raises:
-            RuntimeError: Another model, and batches of the old one are in flight.
-        """
+        """Undo ``detach``, as ``progress`` does; or take another model, with no batch in flight."""
         if model is not None and model is not self._model:
-            self._check_idle("another model")
+            self.pipe.check_idle("taking another model")
             self._model = model
             self._restart(self._build)
         super().attach()
 
     def register_backward_hook(self, site: Any, work: Any) -> None:
-        """Refused: work inside backward would escape the plan.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Refused: work inside backward would escape the plan."""
         raise NotImplementedError(
             f"register_backward_hook({site!r}): work inside backward is unknown to the plan, which "
             "could then overlap what must not be: use TrainStep.finalize or a task of your own"
         )
-
-    # ------------------------------------------------------------------------------------- more
 
     def state_dict(self) -> dict[str, Any]:
         """As ``SparseDistPipeline.state_dict``.
@@ -186,7 +165,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As ``SparseDistPipeline.load_state_dict``."""
         super().load_state_dict(state)
         every = _batches_per_step(self._optimizer_given)
         if every > 1 and state["next_iteration"]:
@@ -199,7 +177,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     @_optimizer.setter
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         # TorchRec's GradientAccumulationWrapper puts its own around it.
-        self._check_idle("another optimizer")
+        self.pipe.check_idle("taking another optimizer")
         self._optimizer_given = optimizer
         self._restart(self._build)
 
@@ -297,13 +275,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         begin()
         SparseDistPipeline.load_state_dict(self, state)
 
-    def _check_idle(self, what: str) -> None:
-        if in_flight := self.pipe.in_flight:
-            raise RuntimeError(
-                f"batches are in flight ({in_flight}), and cannot go on with {what}: call drain() "
-                "or reset() first"
-            )
-
 
 def _batches_per_step(optimizer: Any) -> int:
     """1, unless TorchRec's ``GradientAccumulationWrapper`` has put its optimizer here."""
@@ -327,7 +298,7 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
     """As TorchRec's, under the plan ``sparse_dist``."""
 
-    form = Form(plan=lean(plans.sparse_dist), copies_later=True)
+    form = Form(copies_later=True)
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
@@ -371,7 +342,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """As TorchRec's: batches are copied on a thread of their own."""
 
-    form = Form(plan=lean(plans.sparse_dist), copies_apart=True)
+    form = Form(copies_apart=True)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 Builder: TypeAlias = Callable[..., Any]
-Maker = TypeVar("Maker", bound=Builder)
 
 
 class PipelineFactory:
@@ -21,20 +21,18 @@ class PipelineFactory:
     def __init_subclass__(cls) -> None:
         cls._builders = {}
 
-    def __init__(self) -> None:
-        raise TypeError(
-            f"{type(self).__name__} has no instances: call {type(self).__name__}.create()"
-        )
-
     @classmethod
-    def register(cls, name: str, builder: Builder) -> None:
-        """Add a name for a class or a function, which gets the other arguments of ``create``."""
+    def register(cls, name: str, builder: Builder | None = None) -> Any:
+        """Add a name for a class or a function; without one, a decorator that does."""
+        if builder is None:
+            return partial(cls.register, name)
         if name in cls._builders:
             raise ValueError(
                 f"pipeline {name!r} is registered already, as {cls._builders[name]!r}: choose "
                 f"another name, or unregister({name!r}) first"
             )
         cls._builders[name] = builder
+        return builder
 
     @classmethod
     def unregister(cls, name: str) -> None:

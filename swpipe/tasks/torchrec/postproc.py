@@ -25,20 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swpipe._values.walk import tensors_in
 from swpipe.device import Device
 from swpipe.tasks.torchrec.exchanged import CallInputs, memory_of
-from swpipe.tasks.torchrec.inputs import Found, RewriteError, Source
+from swpipe.tasks.torchrec.inputs import BATCH, Found, RewriteError
 
 
 @dataclass
 class PostprocResults:
-    """What modules have computed for one batch.
+    """What modules have computed for one batch: ``values``, by name, under an ``autocast`` mode.
 
-    Attributes:
-        iteration: Of the batch; another one's where a shortcut replays the results.
-        values: The results, by module name.
-        calls: The arguments of each module, as all modules have left them.
-        autocast: In which autocast mode the modules ran.
-        changed: Module to the memory of what it has changed in its arguments, until the forward
-            calls it.
+    ``iteration`` is another one's where a shortcut replays them. ``calls`` has each module's
+    arguments, as all modules have left them, and ``changed`` the memory of what it has changed in
+    these, until the forward calls it.
     """
 
     iteration: int
@@ -68,7 +64,7 @@ class PostprocForward:
 
     def compute(self, batch: Any, results: PostprocResults) -> None:
         """Compute and keep the result for one batch."""
-        args, kwargs = self.args.build_args_kwargs(Source(batch, results.values))
+        args, kwargs = self.args.build_args_kwargs({BATCH: batch, **results.values})
         call = CallInputs(args, kwargs)
         results.values[self.name] = self._compute(*args, **kwargs)
         results.calls[self.name] = call
@@ -77,11 +73,7 @@ class PostprocForward:
         self._left = self._state()
 
     def check_unchanged(self, in_flight: int) -> None:
-        """Refuse that anything else has changed the module, with batches in flight.
-
-        Raises:
-            RuntimeError: A buffer or an attribute is not as the module's last run has left it.
-        """
+        """Raise RuntimeError if anything else has changed a buffer or attribute of the module."""
         if self._state() != self._left:
             raise RuntimeError(
                 f"a buffer or attribute of module {self.name!r} was changed from outside, and it "
@@ -153,11 +145,7 @@ class EarlyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Check the arguments of one operator.
-
-        Raises:
-            RewriteError: As said.
-        """
+        """Check the arguments of one operator."""
         if self._results.changed:
             memory = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
             for name, changed in self._results.changed.items():

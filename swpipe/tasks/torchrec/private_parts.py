@@ -70,7 +70,7 @@ PARTS: tuple[Part, ...] = (
         ArgInfoStepFactory={"calls": {"get_attr": "name"}},
         ScalarArgInfoStep={"has": "value"},
         GetAttrArgInfoStep={"has": "attr_name"},
-        GetItemArgInfoStep={"has": "item_index"},
+        GetItemArgInfoStep={"takes": "item_index", "has": "item_index"},
         NodeArgsHelper={
             "takes": "model, context, pipeline_postproc",
             "calls": {"get_node_args": "node, for_postproc_module"},
@@ -166,25 +166,18 @@ def _of_part(part: Part) -> Iterator[str]:
         return
     if part.takes is not None:
         yield from _of_call(str(part), found, part.takes)
-    for name, takes in part.calls.items():
-        yield from _of_member(part, found, name, takes)
-    for name, takes in part.replaces.items():
-        yield from _of_member(part, found, name, takes, exactly=True)
+    for name, takes in {**part.calls, **part.replaces}.items():
+        if not _has(found, name):
+            yield f"{part}.{name} is gone"
+            continue
+        member = inspect.getattr_static(found, name)
+        bound = getattr(found, name) if isinstance(member, classmethod) else member
+        bare = not isinstance(member, classmethod | staticmethod)
+        exactly = name in part.replaces
+        yield from _of_call(f"{part}.{name}", bound, takes, skip=bare, exactly=exactly)
     for name in part.has.split():
         if not _has(found, name):
             yield f"{part} has no {name!r}"
-
-
-def _of_member(
-    part: Part, owner: Any, name: str, takes: str, *, exactly: bool = False
-) -> Iterator[str]:
-    if not _has(owner, name):
-        yield f"{part}.{name} is gone"
-    else:
-        member = inspect.getattr_static(owner, name)
-        bound = getattr(owner, name) if isinstance(member, classmethod) else member
-        bare = not isinstance(member, classmethod | staticmethod)
-        yield from _of_call(f"{part}.{name}", bound, takes, skip=bare, exactly=exactly)
 
 
 def _of_call(

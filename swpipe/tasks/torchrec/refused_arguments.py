@@ -9,42 +9,29 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from swpipe.tasks.torchrec._torchrec import (
-    TrainPipelineContext,
-    torchrec_class,
-    torchrec_pipelines,
-)
+from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 
 _POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 
 
-class Refusal(NamedTuple):
-    """The default of an argument, and why other values are refused."""
-
-    default: Any
-    why: str
-
-
-REASONS: dict[str, Refusal] = {
-    "apply_jit": Refusal(
-        False,
-        "modules are not scripted here: apply torch.jit.script to them before you shard the model",
-    ),
-    "context_type": Refusal(
-        TrainPipelineContext,
-        "each batch has a context of swpipe's: keep what you need in the batch, or write a task",
-    ),
-    "debug_mode": Refusal(
-        False, "it logs: use pipe.trace(), pipe.observe() and pipe.format_schedule()"
-    ),
-    "embedding_lookup_stream": Refusal(
-        None,
-        "rows would be looked up before the batch ahead updates them: use TrainPipelineSemiSync, "
-        "which is stale by design, or TrainPipelineFusedSparseDist, which is exact",
-    ),
+REASONS = {
+    "apply_jit": "modules are not scripted here: apply torch.jit.script to them before you shard "
+    "the model",
+    "context_type": "each batch has a context of swpipe's: keep what you need in the batch, or "
+    "write a task",
+    "debug_mode": "it logs: use pipe.trace(), pipe.observe() and pipe.format_schedule()",
+    "embedding_lookup_stream": "rows would be looked up before the batch ahead updates them: use "
+    "TrainPipelineSemiSync, which is stale by design, or TrainPipelineFusedSparseDist, which is "
+    "exact",
 }
+"""Why other values of an argument than its default are refused."""
+
+UNKNOWN = (
+    "this argument of the TorchRec that is installed is unknown to swpipe: leave it out, or keep "
+    "TorchRec's class"
+)
 
 TAKEN = frozenset(
     {
@@ -71,7 +58,7 @@ def bound(
     """The arguments of a pipeline by name; ``ours`` says whether all in the signature are known.
 
     Raises:
-        NotImplementedError: As ``refuse``, and for arguments that only this TorchRec has.
+        NotImplementedError: As ``refuse``, also for arguments that only this TorchRec has.
         TypeError: The class takes others.
     """
     name = type(owner).__name__
@@ -82,14 +69,10 @@ def bound(
         raise TypeError(f"{name}() {error}; it takes {takes}, run_ahead") from None
     call.apply_defaults()
     given: dict[str, Any] = call.arguments
-    refuse(owner, **{key: value for key, value in given.items() if key in REASONS})
-    known = given.keys() if ours else REASONS.keys() | TAKEN
-    for key in given.keys() - known:
-        if given[key] is not signature.parameters[key].default:
-            raise NotImplementedError(
-                f"{name}({key}={given[key]!r}): this argument of the TorchRec that is installed is "
-                "unknown to swpipe: leave it out, or keep TorchRec's class"
-            )
+    known = (given.keys() if ours else TAKEN) - REASONS.keys()
+    others = [key for key in given if key not in known]
+    defaults = {key: signature.parameters[key].default for key in others}
+    refuse(owner, {key: given[key] for key in others if given[key] is not defaults[key]})
     return given
 
 
@@ -114,16 +97,11 @@ def signature_of(kind: type) -> Signature:
     return Signature([*inherited, *own])
 
 
-def refuse(owner: object, **given: Any) -> None:
-    """Raise for each argument that is not at its default.
-
-    Raises:
-        NotImplementedError: One line for each.
-    """
+def refuse(owner: object, given: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError, a line each, for arguments that are not at their defaults."""
+    kind = type(owner).__name__
     lines = [
-        f"{type(owner).__name__}({name}={value!r}): {REASONS[name].why}"
-        for name, value in given.items()
-        if value is not REASONS[name].default
+        f"{kind}({key}={value!r}): {REASONS.get(key, UNKNOWN)}" for key, value in given.items()
     ]
     if lines:
         raise NotImplementedError("\n".join(lines))
@@ -139,11 +117,7 @@ def no_internal(owner: object, name: str) -> AttributeError:
 
 
 def refuse_overrides(kind: type, original: type) -> None:
-    """Refuse a subclass that overrides a method of TorchRec's which is never called here.
-
-    Raises:
-        TypeError: It would be ignored.
-    """
+    """Raise TypeError if a subclass overrides a method of TorchRec's that is never called here."""
     ours = kind.__mro__[1]
     ignored = [
         name
@@ -188,11 +162,7 @@ INSTEAD = {
 
 
 class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
-    """Base of the classes in ``INSTEAD``.
-
-    Raises:
-        NotImplementedError: Always, when it is constructed.
-    """
+    """Base of the classes in ``INSTEAD``, which cannot be constructed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__

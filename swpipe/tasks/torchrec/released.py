@@ -30,7 +30,6 @@ from swpipe.device import Device, Stream
 from swpipe.tasks.torchrec._torchrec import KeyedJaggedTensor, KJTAllToAllTensorsAwaitable
 from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.inputs import RewriteError
-from swpipe.tasks.torchrec.postproc import PostprocResults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +65,7 @@ class MemoryOptions:
 
 
 def copied_in_place(batch: Any, target: torch.device, device: Device, home: Stream) -> Any:
-    """The batch in memory of the stream ``home``, copied on the current one.
-
-    Raises:
-        TypeError: The batch's ``to`` cannot do that.
-    """
+    """The batch in memory of the stream ``home``, copied on the current one."""
     parameters = inspect.signature(batch.to).parameters.values()
     if not any(p.name == "data_copy_stream" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise TypeError(
@@ -109,11 +104,7 @@ class Released(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse every operator that reads.
-
-        Raises:
-            RewriteError: As said.
-        """
+        """Refuse every operator that reads."""
         if func is torch.ops.aten.record_stream.default:
             return None
         if func in _HARMLESS:
@@ -150,7 +141,7 @@ class Releases:
         args, kwargs = inputs
         return [*map(_lent, args)], {name: _lent(value) for name, value in kwargs.items()}
 
-    def started(self, context: SparseDistContext, results: PostprocResults | None) -> None:
+    def started(self, context: SparseDistContext) -> None:
         """All exchanges of a batch have started: let go of what the modules have copied."""
         for module_context in context.module_contexts.values():
             copied = getattr(module_context, "early_releasable_inputs", [])
@@ -159,32 +150,28 @@ class Releases:
                 if features.values() is lent.values():
                     vars(features).update(vars(lent))  # lists, which it computes when asked
             if copied:
-                self._release(context, results, gone)
+                self._release(context, gone)
                 copied.clear()
 
-    def sent(self, context: SparseDistContext, results: PostprocResults | None) -> None:
+    def sent(self, context: SparseDistContext) -> None:
         """Wait for the exchange of a batch's ids, and let go of what this rank has sent."""
 
         def let_go(awaitable: Any, module_context: Any) -> None:
             kept = _storages(tensors_in(module_context))
-            self._release(context, results, _sent(awaitable) - kept)
+            self._release(context, _sent(awaitable) - kept)
 
         if self._options.clear_data_dist_inputs:
             for request in context.input_dist_tensors_requests.values():
                 request.before_wait(let_go)
 
-    def _release(
-        self, context: SparseDistContext, results: PostprocResults | None, gone: set[int]
-    ) -> None:
+    def _release(self, context: SparseDistContext, gone: set[int]) -> None:
         """Let go of what of the modules' inputs lies in these storages."""
         for features in _inputs(context):
             if _storages(_tensors(features)) & gone:
                 self._device.hold([features], [self._device.current_stream()])
                 _empty(features, gone)
-        for call in (
-            *context.inputs.values(),
-            *(() if results is None else results.calls.values()),
-        ):
+        computed = () if context.computed is None else context.computed.calls.values()
+        for call in (*context.inputs.values(), *computed):
             call.forget(gone)
 
 

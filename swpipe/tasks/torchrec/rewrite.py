@@ -36,9 +36,9 @@ from swpipe.tasks.torchrec.awaitables import fused_splits
 from swpipe.tasks.torchrec.exchanged import CallInputs
 from swpipe.tasks.torchrec.forwards import FORWARDS, SparseDistContext
 from swpipe.tasks.torchrec.inputs import (
+    BATCH,
     Found,
     RewriteError,
-    Source,
     Traced,
     direct_inputs,
     named_input,
@@ -58,6 +58,7 @@ from swpipe.tasks.torchrec.task_options import Find, TaskOptions
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
+_ALONE = nullcontext()
 WATCHED = 16
 """In so many forwards it is checked that nothing reads too early what a module changes."""
 
@@ -137,13 +138,16 @@ class Rewrite:
         self.others: tuple[ref[Rewrite], ...] = ()
         self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
-        if options.forward != "own":
-            self._check_names()
         self.late = frozenset(
             name
             for name, module in self.sharded.items()
             if self.looks_up_ahead and reduced_by_outer_ddp(model, module)
         )
+        if options.forward == "own":
+            own = Found(why="it keeps its own forward, as asked for")
+            self.report = self._reported(Traced(dict.fromkeys(self.sharded, own), {}))
+        else:
+            self._check_names()
 
     def prepare(self, batch: Any) -> None:
         """Find the modules' inputs with a batch on the device, once, and attach.
@@ -154,28 +158,15 @@ class Rewrite:
         self._detach_others()
         traced = self._find_inputs(batch)
         found = traced.inputs
-        self.report = RewriteReport(
-            tuple(
-                ModuleReport(
-                    name,
-                    type(module).__name__,
-                    not found[name].why,
-                    f"{found[name]}{LATE if name in self.late else ''}",
-                )
-                for name, module in self.sharded.items()
-            ),
-            self._options.find,
-            describe(),
-            tuple(f"{name}({Found(args)})" for name, args in traced.computed.items()),
-        )
+        self.report = self._reported(traced)
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
-        if self._options.strict and bad and self._options.forward != "own":
+        if bad and self._options.strict:
             raise RewriteError(
                 "\n".join(["sharded modules that cannot be pipelined:", *bad])
                 + "\n(with strict=False such a "
                 "module keeps its own forward: correct, but its exchange of ids is not overlapped)"
             )
-        if bad and self._options.forward != "own":
+        if bad:
             head = "sharded modules that are not pipelined, so that exchanges of their ids overlap "
             warnings.warn("\n".join([f"{head}nothing:", *bad]), RuntimeWarning, stacklevel=2)
         self.forwards = tuple(
@@ -219,11 +210,7 @@ class Rewrite:
         self._undo.callback(undo)
 
     def check_others(self, trains: bool) -> None:
-        """Refuse to run, or to train, what other pipelines of the model have in flight.
-
-        Raises:
-            RuntimeError: It says why, and what to do.
-        """
+        """Raise RuntimeError if what other pipelines of the model have in flight is in the way."""
         for other in self.others:
             rewrite = other()
             if rewrite is not None and (why := rewrite.refusal(trains)):
@@ -242,22 +229,21 @@ class Rewrite:
         for rewrite in others:
             rewrite.detach()
 
-    def compute(self, batch: Any, iteration: int) -> PostprocResults:
-        """Run the modules that compute inputs; the first batch calls ``prepare``."""
+    def compute(self, batch: Any, iteration: int) -> PostprocResults | None:
+        """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
         if not self.attached:
             self._attach_first(batch)
-        return compute_ahead(self.postprocs, batch, iteration, self._device)
+        made = self.postprocs
+        return compute_ahead(made, batch, iteration, self._device) if made else None
 
-    def start(
-        self, batch: Any, context: SparseDistContext, results: PostprocResults | None = None
-    ) -> None:
+    def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
 
         Each module does as in TorchRec's pipelines.
         """
         if not self.attached:
             self._attach_first(batch)
-        source = Source(batch, {} if results is None else results.values)
+        source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:
             name, module = forward.name, forward._module
             inputs = forward.args.build_args_kwargs(source)
@@ -269,7 +255,7 @@ class Rewrite:
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
         if self._releases is not None:
-            self._releases.started(context, results)
+            self._releases.started(context)
         fuse_input_dist_splits(context)
         fused = context.fused_splits_awaitables
         for place, (names, splits) in enumerate(fused):
@@ -280,23 +266,22 @@ class Rewrite:
             self._fuse()
             self._fused = True
 
-    def use(
-        self, context: SparseDistContext, iteration: int, results: PostprocResults | None = None
-    ) -> None:
-        """Make the forwards use this iteration's context and results."""
+    def use(self, context: SparseDistContext, iteration: int) -> None:
+        """Make the forwards use this iteration's context."""
         # A shortcut replays the context of an earlier iteration, which has another batch.
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
             forward.iteration, forward.replayed = iteration, replayed
         for postproc in self.postprocs:
-            postproc.results = results
+            postproc.results = results = context.computed
             postproc.checks = results is not None and results.iteration == iteration
 
     def watching(
-        self, results: PostprocResults | None, iteration: int
+        self, context: SparseDistContext, iteration: int
     ) -> AbstractContextManager[object]:
         """Around the model's forward: what modules have changed ahead is not read too early."""
+        results = context.computed
         watches = results is not None and results.changed and results.iteration == iteration
         if results is None or not watches or self._watched >= WATCHED:
             return nullcontext()
@@ -317,8 +302,7 @@ class Rewrite:
         self,
         context: SparseDistContext,
         forward_stream: Any,
-        results: PostprocResults | None = None,
-        counting: Callable[[Any], AbstractContextManager[object]] = nullcontext,
+        counting: Callable[[Any], AbstractContextManager[object]] | None = None,
     ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
@@ -326,14 +310,14 @@ class Rewrite:
         ``counting`` is around each module's prefetch, and gets the ids.
         """
         if self._releases is not None:
-            self._releases.sent(context, results)
+            self._releases.sent(context)
         for forward in self.forwards:
             if not forward.prefetches:
                 continue
             name = forward.name
             request = context.input_dist_tensors_requests.pop(name)
             data, module_context = request.wait_with_context()
-            with counting(data):
+            with _ALONE if counting is None else counting(data):
                 forward._module.prefetch(
                     ctx=module_context, dist_input=data, forward_stream=forward_stream
                 )
@@ -355,10 +339,20 @@ class Rewrite:
                     f"{', '.join(self.sharded)}"
                 )
 
+    def _reported(self, traced: Traced) -> RewriteReport:
+        modules = (
+            ModuleReport(
+                name,
+                type(self.sharded[name]).__name__,
+                not found.why,
+                f"{found}{LATE if name in self.late else ''}",
+            )
+            for name, found in ((name, traced.inputs[name]) for name in self.sharded)
+        )
+        computed = (f"{name}({Found(args)})" for name, args in traced.computed.items())
+        return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))
+
     def _find_inputs(self, batch: Any) -> Traced:
-        if self._options.forward == "own":
-            own = Found(why="it keeps its own forward, as asked for")
-            return Traced(dict.fromkeys(self.sharded, own), {})
         named = {name: named_input(path) for name, path in self._options.inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
@@ -375,8 +369,10 @@ class Rewrite:
 
     def _fuse(self) -> None:
         modules = [forward._module for forward in self.forwards]
-        for exchange in _exchanges(modules):
-            self._remember(exchange, "forward")
+        for child in (child for module in modules for child in module.modules()):
+            for input_dist in getattr(child, "_input_dists", ()):
+                if hasattr(input_dist, "_dist"):  # its KJTAllToAll
+                    self._remember(input_dist._dist, "forward")
         override_input_dist_forwards(modules)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
@@ -389,14 +385,3 @@ class Rewrite:
             self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
         else:
             self._undo.callback(vars(owner).pop, name, None)
-
-
-def _exchanges(modules: list[nn.Module]) -> list[Any]:
-    """The ``KJTAllToAll`` of every input dist within the modules."""
-    return [
-        input_dist._dist
-        for module in modules
-        for child in module.modules()
-        for input_dist in getattr(child, "_input_dists", ())
-        if hasattr(input_dist, "_dist")
-    ]

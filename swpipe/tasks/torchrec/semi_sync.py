@@ -49,11 +49,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self._start_anew()
 
     def state_dict(self) -> dict[str, Any]:
-        """As for the other pipelines; from ``start_batch`` on, only after ``drain``.
-
-        Raises:
-            RuntimeError: With batches in flight from ``start_batch`` on, or gradients stashed.
-        """
+        """As for the others; refused with gradients stashed, or stale batches in flight."""
         if self._stale and self._stashes:
             raise RuntimeError(
                 "the gradients of the last batch are stashed for the next batch's step, and no "
@@ -111,10 +107,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
 
 class _Stashing:
-    """An optimizer that steps with the gradients of the batch before.
-
-    ``model`` has the dense parameters whose gradients wait for the next batch's step.
-    """
+    """An optimizer that steps a model's parameters with the gradients of the batch before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer

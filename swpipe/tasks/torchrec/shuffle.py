@@ -107,12 +107,8 @@ class KarmarkarKarpShuffler:
             copied = torch.Event(work.device)
             copied.record()
         route: Future[Route] = Future()
-        threading.Thread(
-            target=self._partition,
-            args=(on_host, copied, self._last, route),
-            name="swpipe-shuffle",
-            daemon=True,
-        ).start()
+        given = on_host, copied, self._last, route
+        threading.Thread(None, self._partition, "swpipe-shuffle", given, daemon=True).start()
         self._last = route
         return route
 

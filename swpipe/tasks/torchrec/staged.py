@@ -12,7 +12,7 @@ when the model is called, by hooks of the model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NoReturn
@@ -26,10 +26,9 @@ from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
-from swpipe.tasks.torchrec.drop_in import Pass
+from swpipe.tasks.torchrec.drop_in import PassPipeline
 from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.named import In, Out
-from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.refused_arguments import REASONS, no_internal, refuse
 from swpipe.tasks.torchrec.rewrite import Rewrite
 from swpipe.tasks.torchrec.task_options import TaskOptions
@@ -52,7 +51,8 @@ class SparseDataDistUtil(Generic[In]):
         pipeline_postproc: bool = False,
         embedding_lookup_stream: Any = None,
     ) -> None:
-        refuse(self, apply_jit=apply_jit, embedding_lookup_stream=embedding_lookup_stream)
+        unsaid = {"apply_jit": apply_jit, "embedding_lookup_stream": embedding_lookup_stream}
+        refuse(self, {name: value for name, value in unsaid.items() if value})
         self.model = model
         self.data_dist_stream = data_dist_stream
         self.prefetch_stream = prefetch_stream
@@ -65,19 +65,18 @@ class SparseDataDistUtil(Generic[In]):
         self._rewrite = Rewrite(model, self._device, options)
         self._home = self._device.current_stream()
         self._started = 0
-        # Not yet used by the model.
-        self._exchanged: deque[tuple[SparseDistContext, PostprocResults]] = deque()
+        self._exchanged: deque[SparseDistContext] = deque()  # not yet used by the model
         self._to_prefetch: deque[SparseDistContext] = deque()
         self._hooked = False
 
     def start_sparse_data_dist(self, batch: In) -> In:
         """The runnable of a stage: start the exchange of the sizes of ids."""
         self.attach()
-        context = SparseDistContext(index=self._started, version=1)
-        results = self._rewrite.compute(batch, self._started)
-        self._rewrite.start(batch, context, results)
+        computed = self._rewrite.compute(batch, self._started)
+        context = SparseDistContext(index=self._started, version=1, computed=computed)
+        self._rewrite.start(batch, context)
         self._started += 1
-        self._exchanged.append((context, results))
+        self._exchanged.append(context)
         self._to_prefetch.append(context)
         return batch
 
@@ -90,10 +89,7 @@ class SparseDataDistUtil(Generic[In]):
         return batch
 
     def load_prefetch(self) -> None:
-        """Does nothing: an exchange belongs to its batch, and is waited for by those that use it.
-
-        So do ``wait_sdd_fill_callback`` and ``data_exhausted_callback``.
-        """
+        """Does nothing: an exchange belongs to its batch, which waits for it."""
 
     wait_sdd_fill_callback = data_exhausted_callback = load_prefetch
 
@@ -110,13 +106,8 @@ class SparseDataDistUtil(Generic[In]):
         )
 
     def start_embedding_lookup(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, as ``embedding_lookup_stream``; so is ``start_embedding_lookup_stage``.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        why = REASONS["embedding_lookup_stream"].why
-        raise NotImplementedError(f"start_embedding_lookup: {why}")
+        """Refused, as ``embedding_lookup_stream``; so is ``start_embedding_lookup_stage``."""
+        raise NotImplementedError(REASONS["embedding_lookup_stream"])
 
     start_embedding_lookup_stage = start_embedding_lookup
 
@@ -157,24 +148,23 @@ class SparseDataDistUtil(Generic[In]):
                 f"{type(self.model).__name__} is called, and no exchanged batch is left: call it "
                 "once for each batch of the pipeline, and detach() it for other batches"
             )
-        context, results = self._exchanged.popleft()
+        context = self._exchanged.popleft()
         context.wait_for_sizes()
-        self._rewrite.use(context, context.index, results)
+        self._rewrite.use(context, context.index)
 
     def _start_next(self, *_: Any) -> None:
         """After the model has run: start the exchange of ids of the batches that follow."""
         self._rewrite.done()
-        for context, _results in self._exchanged:
+        for context in self._exchanged:
             context.wait_for_sizes()
 
 
-class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
+class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
     """As TorchRec's: runs the stages ahead, and returns each batch after the last one.
 
     Stages are taken to communicate, so all ranks run them in the same order, and to share nothing
     but their batches, since each works on another one. The batches are for the caller's current
-    stream. A stage's ``stream`` may be None on a CPU. ``pipe`` is the pipeline
-    underneath, for traces and its plan. ``run_ahead`` is as for ``PipelinePlan``.
+    stream. A stage's ``stream`` may be None on a CPU. ``run_ahead`` is as for ``PipelinePlan``.
     """
 
     def __init__(
@@ -187,18 +177,13 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         run_ahead: int | None = None,
     ) -> None:
         super().__init__()
-        refuse(self, debug_mode=debug_mode)
+        refuse(self, {"debug_mode": True} if debug_mode else {})
         self.num_stages = len(pipeline_stages)
-        self._exchanges = [one for one in map(_exchange, pipeline_stages) if one is not None]
         self.on_flush_end = on_flush_end
         self._flushing = False
-        self._pass: Pass | None = None
+        self._exchanges: list[SparseDataDistUtil[Any]] = []
+        tasks = [self._task(f"{k} {stage.name}", stage) for k, stage in enumerate(pipeline_stages)]
         streams = [stage.stream for stage in pipeline_stages]
-        tasks = []
-        for k, stage in enumerate(pipeline_stages):
-            name = f"{k} {stage.name}"
-            own = [DeclaredIO(state=name, others="")]
-            tasks.append(PipelineTask(name, partial(_run_stage, stage.runnable), own))
         plan = _staged([task.name for task in tasks], streams)
         tasks.append(PipelineTask(_HAND_OUT, _hand_out, pure=True))
         self.pipe = SWPipeline(plan, tasks, device=_device(streams), run_ahead=run_ahead)
@@ -208,20 +193,12 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
 
         With another iterator while batches are in flight, these are finished first.
         """
-        for exchange in self._exchanges:
-            exchange.attach()
         if self._flushing and not self.pipe.in_flight:
             self.flush_end()
         try:
-            batch: Out = self.pipe.progress(self._current(dataloader_iter)).batch
+            batch: Out = super().progress(dataloader_iter)
         except StopIteration:
-            self._pass = None
             return None
-        except BaseException:
-            if not self.pipe.in_flight:  # they were dropped
-                for exchange in self._exchanges:
-                    exchange.drop()
-            raise
         return batch
 
     def set_flush(self, flush: bool) -> None:
@@ -230,67 +207,54 @@ class StagedTrainPipeline(torchrec_pipelines.TrainPipeline, Generic[In, Out]):  
         if flush and self._pass is not None:
             self._pass.stopped = True
 
-    def state_dict(self) -> dict[str, int]:
-        """What to save beside model and optimizer, once the last batch was trained on.
-
-        Returns:
-            As ``SWPipeline.state_dict``.
-
-        Raises:
-            RuntimeError: Batches are in flight. ``on_flush_end`` is a place to save.
-        """
-        if in_flight := self.pipe.in_flight:
-            raise RuntimeError(
-                f"batches are in flight ({in_flight}), and stages have run for them that may draw, "
-                "count or read the model, so a run resumed from here could give other numbers: "
-                "call set_flush(True), train on the batches in flight, and save in on_flush_end"
-            )
-        state = self.pipe.state_dict()
-        return {**state, "in_flight": 0 if self._pass is None else self._pass.waiting}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a saved state; the model, the optimizer and the data are yours to set back.
-
-        Raises:
-            RuntimeError: Batches are in flight.
-            ValueError: ``state`` is not what ``state_dict`` returns.
-        """
-        self.pipe.load_state_dict(state)
-        self._pass = None
-
     def flush_end(self) -> None:
         """End the flush."""
         self._flushing = False
         if self.on_flush_end is not None:
             self.on_flush_end()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As ``SparseDistPipeline.state_dict``, once the last batch was trained on.
+
+        Raises:
+            RuntimeError: Batches are in flight, for which stages have run that may draw, count or
+                read the model. ``on_flush_end`` is a place to save.
+        """
+        self.pipe.check_idle("saving: set_flush(True), train on these, and save in on_flush_end")
+        self.pipe.state_dict()  # refuses if a failure has dropped some
+        return super().state_dict()
+
+    def attach(self) -> None:
+        for exchange in self._exchanges:
+            exchange.attach()
+
+    def _next(self, current: Any) -> Any:
+        self.attach()
+        return super()._next(current)
+
+    def _task(self, name: str, stage: PipelineStage) -> PipelineTask:
+        """Runs a stage; batches that are dropped leave no exchange behind."""
+        for callback in ("fill_callback", "data_exhausted_callback"):
+            given = getattr(stage, callback)
+            if given is not None and _util_of(given) is None:
+                raise NotImplementedError(
+                    f"stage {stage.name!r}: {callback}={given!r}: only those of SparseDataDistUtil "
+                    "can be left out here: do this work in the stage's runnable"
+                )
+        util = _util_of(stage.runnable)
+        self._exchanges += [] if util is None else [util]
+        own = DeclaredIO(state=name, others="", reset=None if util is None else util.drop)
+        return PipelineTask(name, partial(_run_stage, stage.runnable), [own])
+
     def __getattr__(self, name: str) -> Any:
         raise no_internal(self, name)
-
-    def _current(self, source: Iterator[Any]) -> Pass:
-        if self._pass is None or self._pass.ends_before(source, self.pipe.in_flight):
-            self._pass = Pass(source)
-        return self._pass
 
 
 torchrec_pipelines.StagedTrainPipeline.register(StagedTrainPipeline)  # for isinstance()
 
 
-def _exchange(stage: PipelineStage) -> SparseDataDistUtil[Any] | None:
-    """The util whose method a stage runs.
-
-    Raises:
-        NotImplementedError: A callback of another object.
-    """
-    for name in ("fill_callback", "data_exhausted_callback"):
-        callback = getattr(stage, name)
-        owner = getattr(callback, "__self__", None)
-        if callback is not None and not isinstance(owner, SparseDataDistUtil):
-            raise NotImplementedError(
-                f"stage {stage.name!r}: {name}={callback!r}: only those of SparseDataDistUtil can "
-                "be left out here: do this work in the stage's runnable"
-            )
-    owner = getattr(stage.runnable, "__self__", None)
+def _util_of(method: Any) -> SparseDataDistUtil[Any] | None:
+    owner = getattr(method, "__self__", None)
     return owner if isinstance(owner, SparseDataDistUtil) else None
 
 
@@ -299,7 +263,8 @@ def _run_stage(runnable: Callable[[Any], Any], ctx: IterContext) -> None:
 
 
 def _hand_out(ctx: IterContext) -> None:
-    """The period in which the user has the batch."""
+    """In the period in which the user has the batch."""
+    ctx.output = ctx.batch
 
 
 def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:

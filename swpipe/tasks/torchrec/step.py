@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from swpipe.core.messages import shown
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
 from swpipe.tasks.torchrec.per_token import PerToken
 
@@ -97,10 +98,12 @@ class TrainStep:
         Raises:
             TypeError: The losses are neither a tensor nor a dict of tensors.
         """
-        parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        if isinstance(losses, Tensor):
+            return torch.sum(losses, dim=0)
+        parts = list(losses.values()) if isinstance(losses, Mapping) else []
         if not parts or not all(isinstance(part, Tensor) for part in parts):
             raise TypeError(
-                f"the losses are {_kinds(losses)}; give a tensor or a dict of tensors "
+                f"the losses are {shown(losses)}; give a tensor or a dict of tensors "
                 "(TrainStep.on_losses can convert them)"
             )
         total: Tensor = torch.sum(parts[0], dim=0)
@@ -154,9 +157,3 @@ def _fused(optimizer: Any) -> Iterator[Any]:
 def by_gradient(parameter: Tensor) -> bool:
     """Whether an optimizer updates the parameter, not a fused one inside backward."""
     return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
-
-
-def _kinds(losses: Any) -> str:
-    if isinstance(losses, Mapping):
-        return f"a dict of {', '.join(type(v).__name__ for v in losses.values()) or 'nothing'}"
-    return f"a {type(losses).__name__}"

@@ -11,7 +11,7 @@ Fused tables hold the learning rate of the next look-up, which no optimizer's st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -23,14 +23,9 @@ CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class TableState:
-    """The rows of tables, with a ``state_dict`` as an object with state has.
+    """The rows of sharded modules, with a ``state_dict`` as an object with state has.
 
-    Args:
-        modules: The sharded modules, by name.
-        given: The user's functions, if any.
-
-    Attributes:
-        restored_modules: What the user's functions restore.
+    ``given`` are the user's functions, if any, which restore the ``restored_modules``.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> None:
@@ -39,18 +34,12 @@ class TableState:
         self._given = given
         self.restored_modules = tuple(modules.values()) if given else ()
 
-    @classmethod
-    def of(cls, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> Self | None:
-        """None where there are no rows that only the user's functions restore."""
-        made = cls(modules, given)
-        return made if made._given or made._hidden else None
+    def __bool__(self) -> bool:
+        """Whether there are rows that only the user's functions restore."""
+        return bool(self._given or self._hidden)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows.
-
-        Raises:
-            RuntimeError: It is not known how to capture them.
-        """
+        """The rows; RuntimeError where it is not known how to capture them."""
         if self._given is None:
             told = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(

@@ -18,16 +18,15 @@ InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
 
 Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
 ``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, what modules that run
-ahead hold; and one for each exchange, whose collectives keep their order. A shortcut restores
-gradients; the other states keep the values of the last run. Tasks without a state are pure, except
-those that call ``TrainStep.on_losses`` or its ``watchdog``, of which nothing is declared.
+ahead hold; ``loss``; and one for each exchange, whose collectives keep their order. A shortcut
+restores gradients; the other states keep the values of the last run. Tasks without a state are
+pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, of which nothing is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,7 +43,6 @@ from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.forwards import SparseDistContext
 from swpipe.tasks.torchrec.grad_reduction import Accumulation, DeferredReduction, is_megatrons
-from swpipe.tasks.torchrec.postproc import PostprocResults
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from swpipe.tasks.torchrec.released import copied_in_place
 from swpipe.tasks.torchrec.rewrite import Rewrite
@@ -59,7 +57,7 @@ States: TypeAlias = dict[str, Mode]
 OTHERS: Mapping[str, Others] = {
     "tables": "r",
     **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
-    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc"), ""),
+    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc", "loss"), ""),
 }
 """How the loop's body touches states, where it is not free to do what it likes.
 
@@ -68,15 +66,20 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 """
 
 
-@dataclass(frozen=True, slots=True)
-class InTurn:
+def _nothing(ctx: Any) -> None:
+    """A task that others wait for."""
+
+
+def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Calls several functions of the context, one after the other."""
+    if len(parts) < 2:
+        return parts[0] if parts else _nothing
 
-    parts: tuple[TaskFn, ...]
-
-    def __call__(self, ctx: Any) -> None:
-        for part in self.parts:
+    def call(ctx: Any) -> None:
+        for part in parts:
             part(ctx)
+
+    return call
 
 
 class SparseDistTasks:
@@ -128,7 +131,7 @@ class SparseDistTasks:
         self.rewrite = Rewrite(model, self.device, options)
         sharded = self.rewrite.sharded
         self.prefetched = PrefetchedBatches.of(sharded)
-        self.table_state = TableState.of(sharded, options.tables_state)
+        self.table_state = TableState(sharded, options.tables_state) or None
         self.mode = ModuleModesOf(model)
         index = [torch.accelerator.current_device_index()] if self.device.has_streams else []
         self._target = torch.device(self.device.type, *index)
@@ -138,13 +141,10 @@ class SparseDistTasks:
         self._parameters = step.parameters()
         self._tables = [p for module in sharded.values() for p in module.parameters()]
         # Where rows lie. fbgemm's backward names them, since 1.9, among what it writes.
-        self._places = [
-            buffer
-            for module in sharded.values()
-            for part in modules_in(module)
-            for name in ("weights_offsets", "weights_placements")
-            if isinstance(buffer := getattr(part, name, None), Tensor)
-        ]
+        parts = [part for module in sharded.values() for part in modules_in(module)]
+        places = ("weights_offsets", "weights_placements")
+        found = (getattr(part, name, None) for part in parts for name in places)
+        self._places = [buffer for buffer in found if isinstance(buffer, Tensor)]
         self._replicas: Any = model if isinstance(model, DMPCollection) else None
         # Megatron's wrappers, and the parameters whose gradients they keep.
         self._wrappers: list[Any] = [m for m in model.modules() if is_megatrons(m)]
@@ -211,9 +211,9 @@ class SparseDistTasks:
 
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
-        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
-        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1)
-        self.rewrite.start(ctx.batch, ctx.pipeline, results)
+        computed = ctx.postproc if self.options.pipeline_postproc else None
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
+        self.rewrite.start(ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes; start the exchange of ids."""
@@ -221,27 +221,34 @@ class SparseDistTasks:
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        home = None if self.device.current_stream() == self._home else self._home
-        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
         if self.prefetched is None:
-            self.rewrite.prefetch(ctx.pipeline, home, results)
-            return
-        with self.prefetched.prefetching():
-            self.rewrite.prefetch(ctx.pipeline, home, results, self.prefetched.counting)
+            self._prefetch(ctx)
+        else:
+            with self.prefetched.prefetching():
+                self._prefetch(ctx, self.prefetched.counting)
+
+    def _prefetch(self, ctx: IterContext, *counting: Any) -> None:
+        if self.options.forward != "own":
+            home = None if self.device.current_stream() == self._home else self._home
+            self.rewrite.prefetch(ctx.pipeline, home, *counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up, with the current learning rate; start their exchange."""
         if self.options.zero_grad is None and self.fused and self.trains():
             for optimizer in self.fused:  # has no gradients: this gives the tables its rate
                 optimizer.zero_grad()
-        with nullcontext() if self.prefetched is None else self.prefetched.looking_up():
-            if not self.rewrite.looks_up_ahead:
-                self._run_model(ctx)
-                return
-            self._use(ctx)
-            for forward in self.rewrite.forwards:
-                if forward.looks_up_ahead:
-                    forward.look_up()
+        look_up = self._look_up if self.rewrite.looks_up_ahead else self._run_model
+        if self.prefetched is None:
+            look_up(ctx)
+        else:
+            with self.prefetched.looking_up():
+                look_up(ctx)
+
+    def _look_up(self, ctx: IterContext) -> None:
+        self._use(ctx)
+        for forward in self.rewrite.forwards:
+            if forward.looks_up_ahead:
+                forward.look_up()
 
     def count_tokens(self, ctx: IterContext) -> None:
         """Count the tokens of all ranks, for a loss per token."""
@@ -265,9 +272,8 @@ class SparseDistTasks:
         """Begin an optimizer step without gradients."""
         if self._reduction is not None:
             self._reduction.finish()
-        if self.trains() and (
-            self._accumulation is None or self._accumulation.begins(ctx.iter_idx)
-        ):
+        begins = self._accumulation is None or self._accumulation.begins(ctx.iter_idx)
+        if begins and self.trains():
             self.step.zero_grad()
             for wrapper in self._wrappers:
                 wrapper.zero_grad_buffer()
@@ -278,20 +284,24 @@ class SparseDistTasks:
             self._reduction.finish()  # of a batch that failed
         if not ctx.training:
             return
+        around = [] if self._reduction is None else [self._reduction.deferring()]
+        if self._accumulation is not None and not self._accumulation.ends(ctx.iter_idx):
+            around += [wrapper.no_sync() for wrapper in self._wrappers]  # not the last of its step
+        if not around:
+            self.step.backward(ctx.loss)
+            return
         with ExitStack() as stack:
-            if self._accumulation is not None and not self._accumulation.ends(ctx.iter_idx):
-                for wrapper in self._wrappers:  # it is not the last of its step
-                    stack.enter_context(wrapper.no_sync())
-            if self._reduction is not None:
-                stack.enter_context(self._reduction.deferring())
+            for context in around:
+                stack.enter_context(context)
             self.step.backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
-        # A shortcut of DenseForward replays the cut of an earlier batch, whose graph is not ours.
-        cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
-        run_embedding_backward(cuts)
-        ctx.pipeline.seams.clear()
+        if self.options.forward == "split":
+            # A shortcut of DenseForward replays the cut of an earlier batch, and another graph.
+            cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
+            run_embedding_backward(cuts)
+            ctx.pipeline.seams.clear()
         if self.prefetched is not None:
             self.prefetched.finish_backward()
         every = self.step.sync_interval
@@ -319,8 +329,8 @@ class SparseDistTasks:
             self.step.watchdog()
 
     def _use(self, ctx: IterContext) -> None:
-        results: PostprocResults | None = ctx.postproc if self.options.pipeline_postproc else None
-        self.rewrite.use(ctx.pipeline, ctx.iter_idx, results)
+        if self.options.forward != "own":
+            self.rewrite.use(ctx.pipeline, ctx.iter_idx)
         if self._accumulation is not None:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
@@ -328,15 +338,18 @@ class SparseDistTasks:
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
+        own, postprocs = self.options.forward == "own", self.rewrite.postprocs
         try:
-            if self.rewrite.postprocs:
-                with self.rewrite.watching(ctx.postproc, ctx.iter_idx):
+            if postprocs:
+                with self.rewrite.watching(ctx.pipeline, ctx.iter_idx):
                     result = run(ctx.batch)
-                self.rewrite.done()
             else:
                 result = run(ctx.batch)
         finally:
-            ctx.pipeline.inputs.clear()
+            if not own:
+                ctx.pipeline.inputs.clear()
+            if postprocs:
+                self.rewrite.done()
         if not self._keeps_batch:
             ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:
@@ -393,27 +406,35 @@ class SparseDistTasks:
         return tuple(self._task(name, parts) for name, parts in self.parts().items())
 
     def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
-        states = self._io(parts)
+        used, modes = self._used_states(), States()
+        for part in parts:
+            for state, mode in used.get(part.__name__, {}).items():
+                modes[state] = mode if modes.get(state, mode) == mode else "rw"
+        states = [self._declare(parts, state, mode) for state, mode in modes.items()]
+        unknown = (self.step.on_losses, self.postprocess_loss), (self.step.watchdog, self.watch)
         draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
         live = tuple(part for part in parts if part not in self._idle())
         prefetched = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
             name,
-            live[0] if len(live) == 1 else InTurn(live),
+            _in_turn(live),
             [*states, *prefetched],
             random=self.options.random and any(part in draws for part in parts),
-            pure=not states and not self._unknown(parts),
+            pure=not (states or any(asked and part in parts for asked, part in unknown)),
         )
 
     def _idle(self) -> list[TaskFn]:
         """The methods that would do nothing."""
         kind, replicas = self.options.forward, self._replicas is not None
-        fills = kind not in ("own", "pipelined") or self.prefetched is not None
+        fills = kind not in ("own", "pipelined") or (kind != "own" and bool(self.options.memory))
         late = self._reduction is not None or self.step.finalize is not None
         idle = {
             self.start_shuffle: self.options.shuffler is None,
             self.finish_shuffle: self.options.shuffler is None,
-            self.prefetch: not (fills or self.options.memory),
+            self.postprocess_input: kind == "own",
+            self.start_input_dist: kind == "own",
+            self.wait_input_dist: kind == "own",
+            self.prefetch: not fills and self.prefetched is None,
             self.count_tokens: self.step.per_token is None,
             self.watch: self.step.watchdog is None,
             self.dense_forward: not self.rewrite.looks_up_ahead,
@@ -422,22 +443,9 @@ class SparseDistTasks:
         }
         return [part for part, nothing in idle.items() if nothing]
 
-    def _unknown(self, parts: Sequence[TaskFn]) -> bool:
-        """Whether a task with these methods calls a function of which nothing is known."""
-        asked = self.postprocess_loss in parts and self.step.on_losses is not None
-        return asked or (self.watch in parts and self.step.watchdog is not None)
-
-    def _io(self, parts: Sequence[TaskFn]) -> list[DeclaredIO]:
-        """The states that a task with these methods uses."""
-        used, modes = self._used_states(), States()
-        for part in parts:
-            for state, mode in used.get(part.__name__, {}).items():
-                modes[state] = mode if modes.get(state, mode) == mode else "rw"
-        return [self._declare(parts, state, mode) for state, mode in modes.items()]
-
     def _used_states(self) -> dict[str, States]:
         """Method to the states that it uses."""
-        split = self.rewrite.looks_up_ahead
+        split, shuffles = self.rewrite.looks_up_ahead, self.options.shuffler is not None
         late = bool(self.rewrite.late) or self.options.forward == "ahead"
         hands_over = bool(self.fused) and self.options.zero_grad is not None
         dense: States = {"dense": "r", "buffers": "rw"}
@@ -450,22 +458,24 @@ class SparseDistTasks:
         # The replaced forwards use the context of one batch; each task that runs them sets it.
         forwards: States = {"current batch": "rw"}
         # What each batch has pinned in the tables' cache, whose queue keeps their order.
-        embedding_backward: States = {} if self.prefetched is None else {"pinned rows": "rw"}
+        embedding_backward: States = {"pinned rows": "rw"}
         if split or self._replicas is not None:
             embedding_backward = tables
         if split and self.tables_in_step:
             embedding_backward = {**tables, "gradients": "rw"}
         step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
         return {
-            "start_shuffle": {"shuffler": "rw"} if self.options.shuffler is not None else {},
+            "start_shuffle": {"shuffler": "rw"} if shuffles else {},
             # It takes a batch and its ticket, so that other batches may be started before.
-            "finish_shuffle": {"shuffled rows": "rw"} if self.options.shuffler is not None else {},
+            "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
             "postprocess_input": {"postproc": "rw"},
             "start_input_dist": {"exchange of sizes": "rw"},
             "wait_input_dist": {"exchange of ids": "rw"},
             "prefetch": {"table cache": "rw"},
             "embedding_forward": forwards | (looked_up if split else looked_up | dense),
-            "dense_forward": (forwards | dense | (looked_up if late else {})) if split else {},
+            "dense_forward": forwards | (dense | (looked_up if late else {}) if split else {}),
+            # It is ours, unless it calls the user's; and pure tasks are watched, which takes time.
+            "postprocess_loss": {} if self.step.on_losses is not None else {"loss": "rw"},
             "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
             "dense_backward": backward if split and not late else backward | tables,
             "embedding_backward": embedding_backward,
@@ -476,11 +486,8 @@ class SparseDistTasks:
     def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
         if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        rows = [
-            *self._tables,
-            *self._places,
-            *([] if self.table_state is None else [self.table_state]),
-        ]
+        hidden = [] if self.table_state is None else [self.table_state]
+        rows = [*self._tables, *self._places, *hidden]
         memory = {"tables": rows, "optimizer": [*self.step.schedules]}.get(state) or None
         return DeclaredIO(state=state, mode=mode, memory=memory, others=OTHERS.get(state, "rw"))
 
@@ -520,32 +527,29 @@ class SparseDistTasks:
         """How many batches have added to gradients that wait for their optimizer step."""
         return 0 if self._accumulation is None else self._accumulation.rest(next_iteration)
 
-    def resume(self, next_iteration: int) -> None:
-        """Begin with this batch; none may be in flight."""
-        if self._accumulation is not None:
-            self._accumulation.restart(next_iteration)
-
     def state_dict(self) -> dict[str, list[float]]:
         """Learning rates that were handed to the tables; no optimizer's state has them."""
         if self.options.zero_grad in (None, names.EMBED) or not self.fused:
             return {}
         return {"rates": rates_of(self.rewrite.sharded.values())}
 
-    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Hand saved rates over.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hand saved rates over, and begin with ``next_iteration``; no batch may be in flight.
 
         Raises:
-            ValueError: They are of another number of tables.
+            ValueError: The rates are of another number of tables.
         """
         if "rates" in state:
             set_rates(self.rewrite.sharded.values(), state["rates"])
+        if self._accumulation is not None:
+            self._accumulation.restart(state["next_iteration"])
 
 
 class ModuleModes(NamedTuple):
     """The names of the modules in training mode, and how many modules there are."""
 
-    training: tuple[str, ...]
-    modules: int
+    training: tuple[str, ...] = ()
+    modules: int = 0
 
     def __str__(self) -> str:
         if len(self.training) in (0, self.modules):
@@ -561,7 +565,7 @@ class ModuleModesOf:
         self._named = list(model.named_modules())
         self._modules = [module for _, module in self._named]
         self._training: list[bool] = []
-        self._modes = ModuleModes((), 0)
+        self._modes = ModuleModes()
 
     def __call__(self) -> ModuleModes:
         training = list(map(attrgetter("training"), self._modules))

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests import backend
 from tests.backend import build
 from tests.support.scripts import Script, Scripts
@@ -65,105 +62,6 @@ def give_time() -> None:
 
 
 # ------------------------------------------------------------------------------------- streams
-
-
-def test_streams_work_side_by_side() -> None:
-    """While a gate holds stream A, stream B's work ends; the log shows it before A's goes on."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-    x = ones(4)
-    with a:
-        held = backend.gate()
-        x + 1
-        event = recorded()
-    with b:
-        y = x * 3
-    b.synchronize()
-    assert not event.query()
-    held.open()
-    event.synchronize()
-    (gate,), (mul,), (add,) = ended("gate"), ended("mul"), ended("add")
-    assert gate.stream_id == add.stream_id == a.stream_id
-    assert mul.stream_id == b.stream_id
-    assert mul.end_ns < gate.end_ns <= add.start_ns
-    assert y.tolist() == [3.0] * 4
-
-
-def test_the_log_is_on_pythons_clock() -> None:
-    """``time.perf_counter_ns`` and the log tell the same time, and a lag lasts what it says."""
-    begin = time.perf_counter_ns()
-    backend.lag(2000)
-    torch.ops.sim.lag(ones(1, device="sim:1"), 1000)
-    for device in range(2):
-        torch.accelerator.synchronize(device)
-    end = time.perf_counter_ns()
-    on_0, on_1 = sorted(ended("lag"))
-    assert begin < on_0.start_ns < on_0.end_ns < end
-    assert on_0.end_ns - on_0.start_ns >= 2_000_000
-    assert (on_0.device, on_1.device) == (0, 1)
-
-
-def test_a_stream_keeps_the_order_of_submission() -> None:
-    """Work of one stream starts when the work before it has ended."""
-    x = ones(4)
-    for _ in range(50):
-        x.add_(1).mul_(0.5)
-    torch.accelerator.synchronize()
-    done = [work for work in backend.log() if work.name in {"add", "mul", "add_", "mul_"}]
-    assert [work.name.strip("_") for work in done] == ["add", "mul"] * 50
-    assert all(a.end_ns <= b.start_ns for a, b in pairwise(done))
-
-
-def test_a_stream_waits_for_an_event() -> None:
-    """Work behind ``event.wait`` runs when the event's stream has got there."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-    x = ones(4)
-    with a:
-        held = backend.gate()
-        x.add_(1)
-        event = recorded()
-    with b:
-        event.wait(b)
-        y = x * 2
-        after = recorded()
-    give_time()
-    assert not after.query()
-    held.open()
-    after.synchronize()
-    assert event.query()
-    assert y.tolist() == [4.0] * 4
-
-
-def test_a_wait_keeps_to_the_mark_it_was_given() -> None:
-    """An event that is recorded again does not hold those who wait for its older mark."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-    event = recorded(a)
-    event.wait(b)
-    with a:
-        held = backend.gate()
-    event.record(a)
-    b.synchronize()
-    assert not event.query()
-    held.open()
-
-
-def test_events_tell_the_time_between_them() -> None:
-    """``elapsed_time`` is the work between two events; it needs timing, and both to be reached."""
-    begin, plain = recorded(timing=True), recorded()
-    backend.lag(3000)
-    end = recorded(timing=True)
-    with pytest.raises((RuntimeError, ValueError)):
-        begin.elapsed_time(plain)
-    end.synchronize()
-    assert begin.elapsed_time(end) >= 3.0
-
-
-def test_new_streams_are_distinct_and_keep_their_priority() -> None:
-    """A pool of 32 for either priority; no stream of the pool is the default one."""
-    plain = [torch.Stream(device="sim") for _ in range(32)]
-    urgent = torch.Stream(device="sim", priority=-1)
-    assert len({stream.stream_id for stream in (*plain, urgent)} - {0}) == 33
-    assert [backend.priority(stream) for stream in (plain[0], urgent)] == [0, -1]
-    assert torch.accelerator.current_stream().stream_id == 0
 
 
 def test_python_runs_while_a_thread_waits_for_a_stream() -> None:
@@ -287,14 +185,6 @@ def test_training_has_the_cpus_bits(optimizer: type[torch.optim.Optimizer]) -> N
     assert all(torch.equal(a, b) for a, b in zip(train("cpu"), train("sim"), strict=True))
 
 
-def test_inference_mode() -> None:
-    """Tensors made and changed in inference mode are right."""
-    with torch.inference_mode():
-        x = torch.ones(2, 2, device="sim")
-        x.add_(1)
-        assert nn.functional.layer_norm((x @ x).relu_(), (2,)).tolist() == [[0.0, 0.0]] * 2
-
-
 def test_a_kernels_failure_is_raised_by_the_next_wait() -> None:
     """Once, in the words of the kernel, with its stream; the stream goes on."""
     x, far = ones(4), torch.tensor([99], device="sim")
@@ -335,150 +225,7 @@ def test_copies_to_pinned_memory_are_written_when_the_stream_gets_there() -> Non
     assert pinned.tolist() == [1.0] * 3
 
 
-# -------------------------------------------------------------------------------------- memory
-
-
-def planted_use_after_free(*, record: bool) -> Tensor:
-    """What stream B reads of a block of stream A that was freed before B came to it."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-    with a:
-        x = torch.ones(1000, device="sim")
-    b.wait_stream(a)
-    with b:
-        held = backend.gate()
-        seen = x * 1
-    if record:
-        x.record_stream(b)
-    del x
-    a.synchronize()  # the poison is on A
-    held.open()
-    b.synchronize()
-    return seen
-
-
-def test_poison_finds_a_use_after_free() -> None:
-    """A block that is freed while another stream has yet to read it reads as NaN."""
-    with backend.misbehaving(poison=True):
-        assert planted_use_after_free(record=False).isnan().all()
-
-
-def test_a_recorded_stream_reads_what_it_should() -> None:
-    """With ``record_stream`` the same reader is right."""
-    with backend.misbehaving(poison=True):
-        assert planted_use_after_free(record=True).eq(1).all()
-
-
-def test_a_block_goes_back_to_its_own_stream() -> None:
-    """At once to the stream that it was made on, and never to another."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-    with a:
-        x = torch.empty(3000, device="sim")
-    block = x.data_ptr()
-    with b:
-        del x
-        other = torch.empty(3000, device="sim")
-    with a:
-        assert other.data_ptr() != block
-        assert torch.empty(3000, device="sim").data_ptr() == block
-
-
-def test_a_recorded_block_waits_for_all_its_streams() -> None:
-    """A freed block is out of use until the last stream it was recorded on is past."""
-    readers = [torch.Stream(device="sim") for _ in range(2)]
-    with torch.Stream(device="sim"):
-        x = torch.empty(5000, device="sim")
-        block = x.data_ptr()
-        gates = []
-        for reader in readers:
-            with reader:
-                gates.append(backend.gate())
-            x.record_stream(reader)
-        del x
-        kept = []
-        give_time()
-        for reader, gate in zip(readers, gates, strict=True):
-            kept.append(torch.empty(5000, device="sim"))
-            assert kept[-1].data_ptr() != block
-            gate.open()
-            reader.synchronize()
-        assert torch.empty(5000, device="sim").data_ptr() == block
-
-
-def test_memory_is_counted() -> None:
-    """``torch.accelerator`` tells what is allocated, and what is cached can be given back."""
-    torch.accelerator.empty_cache()
-    before = torch.accelerator.memory_allocated()
-    x = torch.empty(1024, device="sim")
-    assert torch.accelerator.memory_allocated() - before == x.nbytes
-    del x
-    assert torch.accelerator.memory_allocated() == before
-    reserved = torch.accelerator.memory_reserved()
-    torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_reserved() == reserved - 4096
-
-
-# ------------------------------------------------------------------------------ random numbers
-
-
-def test_seeds_make_draws_repeat() -> None:
-    """``torch.manual_seed`` seeds all devices; a state put back gives the same draws again."""
-    draws = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        draws.append([torch.rand(4, device=f"sim:{device}").cpu() for device in range(2)])
-    assert torch.equal(torch.stack(draws[0]), torch.stack(draws[1]))
-    state = torch.sim.get_rng_state("sim:1")
-    first = [torch.randn(4, device="sim:1").cpu(), torch.bernoulli(ones(9) / 2).cpu()]
-    torch.sim.set_rng_state(state, "sim:1")
-    assert torch.equal(torch.randn(4, device="sim:1").cpu(), first[0])
-
-
-def test_devices_draw_from_generators_of_their_own() -> None:
-    """A draw on one device leaves the other's generator and the CPU's alone."""
-    states = [torch.get_rng_state(), torch.sim.get_rng_state(0)]
-    torch.rand(4, device="sim:1")
-    nn.functional.dropout(ones(8, device="sim:1"))
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert torch.equal(torch.sim.get_rng_state(0), states[1])
-    mine = [torch.Generator("sim").manual_seed(2) for _ in range(2)]
-    assert torch.equal(*(torch.rand(4, device="sim", generator=one) for one in mine))
-
-
-def test_draws_follow_the_order_of_submission() -> None:
-    """Which stream draws first in time does not matter."""
-    a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
-
-    def draw(held: torch.Stream) -> list[Tensor]:
-        torch.manual_seed(9)
-        with held:
-            gate = backend.gate()
-        with a:
-            first = torch.rand(4, device="sim")
-        with b:
-            second = torch.rand(4, device="sim")
-        (b if held is a else a).synchronize()
-        gate.open()
-        torch.accelerator.synchronize()
-        return [first.cpu(), second.cpu()]
-
-    assert torch.equal(torch.stack(draw(a)), torch.stack(draw(b)))
-
-
 # ------------------------------------------------------------------------------------- devices
-
-
-def test_two_devices() -> None:
-    """Each has its own current stream and memory; a kernel takes tensors of one only."""
-    torch.accelerator.set_device_index(1)
-    assert torch.ones(1, device="sim").device.index == 1
-    with torch.Stream(device="sim:0"):
-        assert torch.accelerator.current_device_index() == 0
-        assert torch.accelerator.current_stream("sim:1").stream_id == 0
-    assert torch.accelerator.current_device_index() == 1
-    with pytest.raises(RuntimeError, match="same device|all tensors on"):
-        ones(2, device="sim:0") + ones(2, device="sim:1")
-    with pytest.raises(RuntimeError, match="no device 7"):
-        torch.accelerator.set_device_index(7)
 
 
 def test_a_copy_between_devices_is_ordered_on_both() -> None:
@@ -515,31 +262,6 @@ def test_late_streams_start_when_someone_waits() -> None:
     assert y.tolist() == [4.0] * 4
 
 
-def test_late_streams_start_after_a_while_by_themselves() -> None:
-    """Polling an event comes to an end."""
-    with backend.misbehaving(late_streams=1000):
-        ones(4).add_(1)
-        event = recorded()
-        while not event.query():
-            time.sleep(0)
-
-
-def test_events_without_timing() -> None:
-    """``elapsed_time`` raises, as on a backend that lacks it."""
-    with backend.misbehaving(event_timing=False):
-        begin, end = recorded(timing=True), recorded(timing=True)
-        end.synchronize()
-        with pytest.raises(RuntimeError, match="does not time events"):
-            begin.elapsed_time(end)
-
-
-def test_no_record_stream() -> None:
-    """The operator raises as where nobody registered it."""
-    with backend.misbehaving(record_stream=False):
-        with pytest.raises(NotImplementedError, match="aten::record_stream"):
-            ones(4).record_stream(torch.Stream(device="sim"))
-
-
 def test_a_copy_from_pageable_memory_can_block_the_host() -> None:
     """Until its stream has come to it; one from pinned memory does not."""
     batch = torch.ones(1000)
@@ -573,27 +295,6 @@ def test_a_full_queue_blocks_the_host() -> None:
             assert launched[0] <= 8  # besides the gate, which may have begun
         thread.join()
     assert launched[0] == x.item() == 20
-
-
-def test_copies_in_one_direction_take_turns() -> None:
-    """On two streams: the second has the link when the first is done."""
-    host = torch.zeros(2**18).pin_memory()  # a MiB
-    with backend.misbehaving(link_us_per_mib=20_000):
-        backend.clear_log()
-        for stream in (torch.Stream(device="sim"), torch.Stream(device="sim")):
-            with stream:
-                host.to("sim", non_blocking=True)
-        torch.accelerator.synchronize()
-        one, other = sorted(work.end_ns for work in backend.log() if work.name == "copy_")
-    assert other - one >= 20e6
-
-
-def test_few_streams_and_none() -> None:
-    """The pool hands out the same streams again, or the default one."""
-    with backend.misbehaving(streams=2):
-        assert len({torch.Stream(device="sim").stream_id for _ in range(6)}) == 2
-    with backend.misbehaving(no_new_streams=True):
-        assert torch.Stream(device="sim") == torch.accelerator.current_stream()
 
 
 # ------------------------------------------------------------------------- processes and builds
@@ -673,27 +374,3 @@ def test_several_processes_build_it_once(scripts: Scripts, tmp_path: Path) -> No
     assert [one.stdout for one in ended] == ["2.0\n"] * 3
     assert calls.read_text() == "called\n"
     assert sum("built the test backend in" in one.stderr for one in ended) == 1
-
-
-def test_a_pipeline_runs_on_it() -> None:
-    """A plan with streams and a thread, under late streams and poison, gives the right values."""
-    found = []
-
-    def read(ctx: IterContext) -> None:
-        ctx.x = torch.full((100,), float(ctx.batch)).pin_memory().to("sim", non_blocking=True)
-
-    def use(ctx: IterContext) -> None:
-        ctx.y = ctx.x * 2
-        del ctx.x
-
-    plan = PipelinePlan(
-        {
-            PipelineTask("read", read): TaskSchedule(0, "copies", "io"),
-            PipelineTask("use", use): TaskSchedule(1),
-        },
-        deps=[("use", "read")],
-    )
-    with backend.misbehaving(late_streams=500, poison=True):
-        with SWPipeline(plan, device="sim") as pipe:
-            found = [ctx.y.sum() for ctx in pipe.iterate(range(30))]
-        assert [total.item() for total in found] == [200.0 * i for i in range(30)]

@@ -17,7 +17,6 @@ from swpipe.inference import record
 from swpipe.plans.clicks import PLANS
 from swpipe.profiler import TaskProfiler
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
-from swpipe.tasks.job_run import JobRun, compare
 from tests import backend
 from tests.device.accelerator.work import DEVICE, SIMULATED, spin
 from tests.tasks.clicks.rows import write_log
@@ -72,17 +71,6 @@ def test_every_plan_trains_to_the_serial_plans_bits(config: ClickConfig, name: s
     assert torch.accelerator.current_device_index() == 0
 
 
-@pytest.mark.skipif(not SIMULATED, reason="needs a device that computes on the host")
-def test_the_device_trains_as_the_host_does(config: ClickConfig) -> None:
-    """The test backend's kernels are the host's; on the host, torch fuses some of Adam's."""
-    ours = trained(config, PLANS["pipelined"]())
-    job = ClickJob(replace(config, device="cpu"))
-    with SWPipeline(PLANS["serial"](), job.tasks(), device="cpu") as pipe:
-        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(STEPS))]
-    theirs = [*losses, *(p.detach() for p in job.model.parameters()), job.auc.counts]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
 @pytest.mark.parametrize("streams", [1, 2])
 def test_late_streams_change_nothing(config: ClickConfig, streams: int) -> None:
@@ -90,19 +78,6 @@ def test_late_streams_change_nothing(config: ClickConfig, streams: int) -> None:
     serial = trained(config, PLANS["serial"]())
     with backend.misbehaving(late_streams=200.0, streams=streams, poison=True):
         assert equal(trained(config, PLANS["pipelined"]()), serial)
-
-
-def test_a_run_goes_on_where_it_stopped(config: ClickConfig) -> None:
-    """In pieces, each drained before the next, it trains as in one."""
-    with (
-        JobRun("pieces", ClickJob(config), PLANS["pipelined"](), STEPS, config.device) as pieces,
-        JobRun("whole", ClickJob(config), PLANS["serial"](), STEPS, config.device) as whole,
-    ):
-        for steps in (1, 4, 2, 5):
-            pieces.advance(steps)
-        whole.advance(STEPS)
-        assert compare(pieces, whole).equal
-        assert pieces.job.auc_of_all() == whole.job.auc_of_all()
 
 
 def test_profiles_and_recordings_train_nothing(config: ClickConfig) -> None:

@@ -6,7 +6,6 @@ missing wait, a buffer that is used again too soon, and memory that nobody holds
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from torch.nn.utils.rnn import pack_sequence
 import swpipe
 from bench import copy_ahead
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe._engine import bind as steps
 from swpipe.device import copy_task, resolve
 from swpipe.device.pinned_pool import PinnedPool, Transfer
 from swpipe.errors import PlanError
@@ -32,7 +30,6 @@ from swpipe.plans import prefetch_plan
 from swpipe.profiler import TaskProfiler
 from tests import backend
 from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, spin, wrong
-from tests.support import unguarded
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or backend.why_not() is not None, reason="these tests have the link be slow"
@@ -278,7 +275,7 @@ def test_gradients_of_a_batch_reach_the_host(slow: None) -> None:
     assert_same([gradients(True)], [gradients(False)])
 
 
-# ------------------------------------------------------------------------------------- guards
+# ------------------------------------------------------------------------------------- buffers
 
 
 def consumer_waits() -> list[int]:
@@ -294,86 +291,13 @@ def consumer_waits() -> list[int]:
     return wrong(seen)
 
 
-def after(x: Tensor, before: threading.Event) -> Any:
-    """A batch of a new class that is copied when something has happened."""
-
-    class After:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-        def to(self, device: torch.device, non_blocking: bool = False) -> After:
-            assert before.wait(DEADLINE_S)
-            return After(self.x.to(device, non_blocking=non_blocking))
-
-    return After(x)
-
-
-def dropped_while_read(in_body: bool) -> list[int]:
-    """A batch is dropped that the caller's stream has yet to read; then the next is copied."""
-    seen: dict[int, Tensor] = {}
-    dropped = [threading.Event() for _ in range(13)]
-    dropped[0].set()
-
-    def read(ctx: IterContext) -> None:
-        spin(LATE_MS)
-        seen[ctx.iter_idx] = extremes(ctx.batch.x)
-
-    def train(ctx: IterContext) -> None:
-        if not in_body:
-            read(ctx)
-            del ctx.batch
-            dropped[ctx.iter_idx + 1].set()
-
-    batches = [after(filled(i + 1), dropped[i]) for i in range(12)]
-    with swpipe.overlap(batches, [train], device=DEVICE) as loop:
-        for ctx in loop:
-            if in_body:
-                read(ctx)
-            number = ctx.iter_idx
-            del ctx
-            dropped[number + 1].set()
-    return wrong(seen)
-
-
-def _no_event_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(steps, "wait_for_events", lambda *given: lambda i: None)
-
-
-def _no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PinnedPool, "_is_free", lambda pool, buffer: True)
-
-
-GUARDS: dict[str, tuple[Callable[[], list[int]], Callable[[pytest.MonkeyPatch], None]]] = {
-    "the consumer waits for the copy": (consumer_waits, _no_event_waits),
-    "a buffer is written when its copy has ended": (consumer_waits, _no_wait_for_copies),
-    "held until no stream reads it": (
-        lambda: dropped_while_read(True),
-        unguarded.hold_at_retirement,
-    ),
-    "held where a task deletes it": (
-        lambda: dropped_while_read(False),
-        unguarded.hold_on_dropped,
-    ),
-}
-
-
-@pytest.mark.parametrize("guard", GUARDS)
-def test_every_value_is_right(guard: str) -> None:
-    """With its guard."""
+def test_a_task_reads_what_was_copied() -> None:
+    """It waits for the copy; without a wait for earlier copies a buffer is written too soon."""
     with backend.misbehaving(link_us_per_mib=LINK):
-        assert GUARDS[guard][0]() == []
-
-
-@pytest.mark.parametrize("guard", GUARDS)
-def test_without_the_guard_it_would_not_be(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same case goes wrong when its guard is taken away."""
-    case, remove = GUARDS[guard]
-    remove(monkeypatch)
-    with backend.misbehaving(link_us_per_mib=LINK):
-        assert case() != []
-
-
-# ------------------------------------------------------------------------------------- buffers
+        assert consumer_waits() == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PinnedPool, "_is_free", lambda pool, buffer: True)
+            assert consumer_waits() != []
 
 
 def pool_of(plan: Any) -> Any:
@@ -439,16 +363,6 @@ def test_buffers_are_used_again(serial: bool, slow: None) -> None:
                 addresses |= {one.memory.data_ptr() for one in pool._used}
             assert len(pool._used) <= plan.depth == 3
     assert len(addresses) <= 3
-
-
-def test_pinned_batches_take_no_buffer(slow: None) -> None:
-    """As those of a DataLoader with pin_memory=True."""
-    batches = [(filled(i).pin_memory(),) for i in range(4)]
-    plan = prefetch_plan([], [PipelineTask("use", lambda ctx: None)], device=DEVICE)
-    with SWPipeline(plan, device=DEVICE) as pipe:
-        found = [ctx.batch[0] for ctx in pipe.iterate(batches)]
-    assert not pool_of(plan)._used
-    assert_same([[x] for x in found], [[x.to(DEVICE)] for (x,) in batches])
 
 
 class PartlyThere(Movable):
@@ -578,25 +492,6 @@ def adding_up() -> PipelineTask:
     return PipelineTask("add up", add_up)
 
 
-def test_a_state_has_the_place_of_a_loop_without_a_copy(slow: None) -> None:
-    """A loop resumes where another one was, with the copy or without."""
-    data = [filled(i) for i in range(9)]
-
-    def saved(**options: Any) -> dict[str, Any]:
-        with swpipe.overlap(data, [adding_up()], **options) as loop:
-            for ctx in loop:
-                if ctx.iter_idx == 3:
-                    return loop.state_dict()
-        raise AssertionError("there are batches after 3")
-
-    with_copy, without = saved(device=DEVICE), saved()
-    assert with_copy["batches"] == without["batches"] == 4
-    for state in (with_copy, without):
-        with swpipe.overlap(data, [adding_up()], device=DEVICE) as loop:
-            loop.load_state_dict(state)
-            assert [float(ctx.sum) for ctx in loop] == [ROWS * float(i) for i in range(4, 9)]
-
-
 def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
     """Each loop copies to its own device; the caller's stays current."""
     data = [filled(i) for i in range(5)]
@@ -610,17 +505,6 @@ def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
                 sums = [(each.sum.device.index, float(each.sum)) for each in evaluation]
     assert sums == [(1, ROWS * float(i)) for i in range(5)]
     assert torch.accelerator.current_device_index() == 0
-
-
-def test_two_pipelines_may_run_one_plan(slow: None) -> None:
-    """An evaluation in the loop's body copies by the same task, while the loop copies ahead."""
-    plan = prefetch_plan([], [adding_up()], device=DEVICE)
-    data = [filled(i) for i in range(6)]
-    expected = [ROWS * float(i) for i in range(6)]
-    with SWPipeline(plan, device=DEVICE) as pipe, SWPipeline(plan, device=DEVICE) as other:
-        for ctx in pipe.iterate(data):
-            assert [float(each.sum) for each in other.iterate(data)] == expected
-            assert float(ctx.sum) == expected[ctx.iter_idx]
 
 
 def test_a_loader_in_turn_is_copied_in_turn(slow: None) -> None:

@@ -3,126 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import PipelinePlan, SWPipeline
 from swpipe.analysis import verify
 from swpipe.errors import PlanError
 from swpipe.inference import Recording, record
-from tests import backend
-from tests.device.accelerator.work import DEVICE, SIMULATED, spin
-from tests.inference.helpers import WORD
-from tests.support.plans_for_tests import NOBODY_ELSE, scattered
-
-ITERATIONS = 10
+from tests.device.accelerator.training import Training, badly, batches, on_host, same, trained
+from tests.device.accelerator.work import DEVICE
+from tests.support.plans_for_tests import scattered
 
 
-class Training:
-    """A model in training, whose tasks declare a word; each submits some work before and after."""
-
-    def __init__(self, device: torch.device | str, delays: random.Random | None = None) -> None:
-        self.device, self.delays = torch.device(device), delays
-        draw = torch.Generator().manual_seed(5)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
-        self.model.to(self.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.steps = torch.zeros((), dtype=torch.int32, device=self.device)
-        self.total = torch.zeros((), device=self.device)
-
-    def copy(self, ctx: IterContext) -> None:
-        ctx.x = ctx.batch.to(self.device, non_blocking=True)
-
-    def noise(self, ctx: IterContext) -> None:
-        ctx.noisy = ctx.x + 0.1 * torch.randn_like(ctx.x)
-        del ctx.x
-
-    def forward(self, ctx: IterContext) -> None:
-        ctx.loss = self.model(ctx.noisy).square().mean()
-
-    def backward(self, ctx: IterContext) -> None:
-        self.optimizer.zero_grad()
-        ctx.loss.backward()
-
-    def step(self, ctx: IterContext) -> None:
-        self.optimizer.step()
-
-    def count(self, ctx: IterContext) -> None:
-        self.steps.add_(1)
-
-    def report(self, ctx: IterContext) -> None:
-        self.total.mul_(0.9).add_(ctx.loss.detach())
-        ctx.mean = self.total / self.steps
-
-    def tasks(self) -> list[PipelineTask]:
-        """In serial order."""
-        fns = (self.copy, self.noise, self.forward, self.backward, self.step, self.count)
-        return [self._task(fn) for fn in (*fns, self.report)]
-
-    def _task(self, fn: object) -> PipelineTask:
-        name = fn.__name__  # type: ignore[attr-defined]
-        io = [WORD, NOBODY_ELSE] if name == "noise" else [WORD]
-        return PipelineTask(name, Delayed(fn, self.delays), io, random=name == "noise")
-
-    def state(self) -> list[Tensor]:
-        """All that training changes, on the host."""
-        moments = [v for s in self.optimizer.state.values() for v in s.values() if v is not None]
-        found = [*self.model.parameters(), *moments, self.steps, self.total]
-        return [tensor.detach().cpu() for tensor in found]
-
-
-class Delayed:
-    """A task's function between work of random length."""
-
-    def __init__(self, fn: object, delays: random.Random | None) -> None:
-        self.fn, self._delays = fn, delays
-
-    def __call__(self, ctx: IterContext) -> None:
-        if self._delays is not None:
-            spin(self._delays.uniform(0.0, 1.0))
-        self.fn(ctx)  # type: ignore[operator]
-        if self._delays is not None:
-            spin(self._delays.uniform(0.0, 0.3))
-
-
-def batches() -> list[Tensor]:
-    """The same every time."""
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randn(4, 8, generator=draw) for _ in range(ITERATIONS)]
+def data() -> list[tuple[Tensor, Tensor]]:
+    """Ten batches."""
+    return batches(10)
 
 
 def recording_on(device: torch.device | str) -> Recording:
     """Of two iterations."""
-    return record(Training(device).tasks(), batches()[0], device=device)
-
-
-def trained(plan: PipelinePlan | None, seed: int = 0) -> list[Tensor]:
-    """What training comes to under a plan, or serially."""
-    training = Training(DEVICE, random.Random(seed))
-    tasks = training.tasks()
-    means: list[Tensor] = []
-    plan = plan or PipelinePlan.serial(tasks)
-    with SWPipeline(plan, tasks, device=DEVICE, seed=7, check_effects=False) as pipe:
-        for ctx in pipe.iterate(batches()):
-            means.append(ctx.mean)
-            del ctx
-        torch.accelerator.synchronize()
-    return [*(mean.cpu() for mean in means), *training.state()]
+    return record(Training(device).tasks(), data()[0], device=device)
 
 
 @cache
 def serially() -> list[Tensor]:
     """What the serial run comes to."""
-    return trained(None)
+    return trained(None, 0, data())
 
 
 def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
@@ -133,16 +43,6 @@ def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
         for name, entry in plan.schedule.items()
     }
     return replace(plan, schedule=entries)
-
-
-@contextmanager
-def badly() -> Iterator[None]:
-    """The test backend with late streams, and with memory poisoned."""
-    if not SIMULATED:
-        yield
-        return
-    with backend.misbehaving(late_streams=100.0, poison=True):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +64,8 @@ def test_inferred_orders_are_enough_on_any_streams(recording: Recording, seed: i
     """Random stages, threads and streams give the serial run's bits."""
     serial = serially()
     with badly():
-        piped = trained(on_streams(recording.plan(), seed), seed)
-    assert len(piped) == len(serial)
-    assert all(map(torch.equal, piped, serial))
+        plan = on_streams(recording.plan(), seed)
+        assert same(trained(plan, seed, data(), check_effects=False), serial)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -179,29 +78,30 @@ def test_without_the_inferred_orders_they_are_not(recording: Recording) -> None:
     serial = serially()
 
     def differs(seed: int) -> bool:
-        return not all(map(torch.equal, trained(on_streams(bare, seed), seed), serial))
+        return not same(trained(on_streams(bare, seed), seed, data(), check_effects=False), serial)
 
     assert any(differs(seed) for seed in range(6))
 
 
 def test_recording_leaves_no_trace_on_the_device() -> None:
     """State and generators are as they were."""
-    training = Training(DEVICE)
-    before = [torch.get_rng_state(), *training.state()]  # no momentum yet
-    generator = torch.get_device_module(DEVICE.type).get_rng_state()
-    record(training.tasks(), batches()[0], device=DEVICE)
-    after = [torch.get_rng_state(), *training.state()]
-    assert len(after) == len(before)
-    assert all(map(torch.equal, before, after))
-    assert torch.equal(generator, torch.get_device_module(DEVICE.type).get_rng_state())
+    training = Training()
+    draws = torch.get_device_module(DEVICE.type).get_rng_state
+
+    def state() -> list[Tensor]:
+        return [torch.get_rng_state(), draws(), *on_host(training.tensors())]  # no moments yet
+
+    before = state()
+    record(training.tasks(), data()[0], device=DEVICE)
+    assert same(before, state())
 
 
 def is_stopped(plan: PipelinePlan, seed: int) -> bool:
     """Whether a run that is checked is stopped."""
-    tasks = Training(DEVICE, random.Random(seed)).tasks()
+    tasks = Training(delays=random.Random(seed)).tasks()
     with SWPipeline(plan, tasks, device=DEVICE, check_effects=True) as pipe:
         try:
-            pipe.run(batches())
+            pipe.run(data())
         except PlanError:
             return True
     return False

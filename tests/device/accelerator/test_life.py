@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device import AcceleratorDevice
-from tests.device.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
+from tests.device.accelerator.work import DEVICE, filled, run, spin, warm_up
 from tests.support import unguarded
 
 DEPTH = 4
@@ -144,57 +144,3 @@ def test_a_failed_run_leaves_nothing_and_the_next_is_right() -> None:
         assert held()[0] < before + batch.nbytes
         totals = [ctx.total.item() for ctx in pipe.iterate([batch] * 5)]
     assert totals == [2.0 * 2**20] * 5
-
-
-def test_batches_may_lie_on_the_device() -> None:
-    """A batch that is still under way on the caller's stream is waited for on other streams."""
-    seen: dict[int, Tensor] = {}
-
-    def read(ctx: IterContext) -> None:
-        seen[ctx.iter_idx] = extremes(ctx.batch)
-
-    def late_batches() -> Any:
-        for i in range(10):
-            spin(3.0)
-            yield filled(i + 1)
-
-    run(PipelinePlan({PipelineTask("read", read): TaskSchedule(0, "side")}), late_batches())
-    assert wrong(seen) == []
-
-
-def test_work_queued_before_the_fill_comes_first() -> None:
-    """What the caller had given to the device when the pipeline was filled is done before."""
-    seen: dict[int, Tensor] = {}
-    plan = PipelinePlan(
-        {
-            PipelineTask("read", lambda ctx: seen.update({0: extremes(late)})): (
-                TaskSchedule(0, "side")
-            )
-        }
-    )
-    warm_up()
-    late = filled(0.0)
-    torch.accelerator.synchronize()
-    spin(5.0)
-    late.fill_(1.0)
-    with SWPipeline(plan, device=DEVICE) as pipe:
-        pipe.run(range(1))
-    assert wrong(seen) == []
-
-
-def test_training_and_evaluation_take_turns() -> None:
-    """Iterators follow one another on one pipeline, with the caller's grad mode each time."""
-    modes: list[bool] = []
-    weight = torch.ones(4, device=DEVICE, requires_grad=True)
-
-    def forward(ctx: IterContext) -> None:
-        ctx.y = (weight * ctx.batch).sum()
-        modes.append(ctx.y.requires_grad)
-
-    plan = PipelinePlan({PipelineTask("forward", forward): TaskSchedule(0, "side", "io")})
-    with SWPipeline(plan, device=DEVICE) as pipe:
-        pipe.run(range(3))
-        with torch.no_grad():
-            pipe.run(range(2))
-        pipe.run(range(1))
-    assert modes == [True] * 3 + [False] * 2 + [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import count
 from typing import Any
 
@@ -14,7 +13,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSche
 from swpipe.device.cpu import NoEvent
 from swpipe.shortcut.cache import Cache
 from tests import backend
-from tests.device.accelerator.test_equality import PLANS, Training, batches
+from tests.device.accelerator.training import PLANS, batches, same, trained
 from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, filled, spin, warm_up, wrong
 
 LATE_MS = 20.0
@@ -65,16 +64,10 @@ def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) 
     assert replayed_elsewhere() != []
 
 
-def trained(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tensor]:
+def trained_with(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tensor]:
     """What training on one batch comes to, with shortcuts from the third iteration on."""
-    training = Training(random.Random(seed))
-    tasks, batch = training.tasks(), batches()[0]
-    with SWPipeline(plan or PipelinePlan.serial(tasks), tasks, device=DEVICE, seed=11) as pipe:
-        pipe.run([batch] * 2)
-        with pipe.shortcut(*names):
-            pipe.run([batch] * 8)
-        pipe.run([batch] * 2)
-    return training.result()
+    (batch,) = batches(1)
+    return trained(plan, seed, [batch] * 2, [batch] * 8, [batch] * 2, shortcuts=names)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -84,9 +77,7 @@ def test_training_with_shortcuts_has_the_serial_runs_bits(
     name: str, names: tuple[str, ...]
 ) -> None:
     """The shortcuts' own: of inputs, and of a loss with its graph."""
-    serial, piped = trained(None, 1, *names), trained(PLANS[name], 2, *names)
-    assert len(serial) == len(piped)
-    assert all(map(torch.equal, serial, piped))
+    assert same(trained_with(None, 1, *names), trained_with(PLANS[name], 2, *names))
 
 
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
@@ -94,6 +85,6 @@ def test_training_with_shortcuts_has_the_serial_runs_bits(
 def test_replays_read_no_freed_memory() -> None:
     """The cache outlives the iterations that it is replayed in, on late streams too."""
     plan = PLANS["three threads, three streams"]
-    serial = trained(None, 1, "copy", "scale")
+    serial = trained_with(None, 1, "copy", "scale")
     with backend.misbehaving(late_streams=100.0, poison=True):
-        assert all(map(torch.equal, serial, trained(plan, 2, "copy", "scale")))
+        assert same(serial, trained_with(plan, 2, "copy", "scale"))

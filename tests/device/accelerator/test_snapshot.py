@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
-from swpipe._values.owners import Owner
+from swpipe import SWPipeline, TaskProfiler
 from swpipe._values.snapshot import Snapshot
+from swpipe._values.stateful import Owner
 from swpipe.device import AcceleratorDevice, resolve
+from tests.device.accelerator.training import PLANS, Training, batches, means, on_host, same
 from tests.device.accelerator.work import DEVICE, spin, warm_up
 
 DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_count())]
@@ -63,98 +65,45 @@ def test_without_waiting_state_would_be_torn(device: str, monkeypatch: pytest.Mo
     assert saved_and_restored(device) != (1.0, 1.0)
 
 
-class Trained:
-    """A model in training on a device, with dropout, on streams."""
-
-    def __init__(self, device: str) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            self.model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.model.to(device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.device = device
-
-    def copy(self, ctx: IterContext) -> None:
-        spin(0.2)
-        ctx.x = ctx.batch.to(self.device, non_blocking=True)
-
-    def forward(self, ctx: IterContext) -> None:
-        spin(0.2)
-        ctx.loss = self.model(ctx.x).square().mean()
-
-    def step(self, ctx: IterContext) -> None:
-        self.optimizer.zero_grad()
-        ctx.loss.backward()
-        self.optimizer.step()
-
-    def tasks(self) -> list[PipelineTask]:
-        """In serial order."""
-        return [
-            PipelineTask("copy", self.copy),
-            PipelineTask("forward", self.forward, random=True),
-            PipelineTask("step", self.step),
-        ]
-
-    def tensors(self) -> list[Tensor]:
-        """Parameters and the optimizer's state, in place."""
-        moments = [v for s in self.optimizer.state.values() for v in s.values()]
-        return [*self.model.parameters(), *moments]
-
-
-PLAN = PipelinePlan(
-    {
-        "copy": TaskSchedule(0, "memcpy", "io"),
-        "forward": TaskSchedule(1, "side"),
-        "step": TaskSchedule(1),
-    },
-    deps=[("forward", "copy"), ("step", "forward")],
-    cross_iter_deps=[("forward", "step", 1)],
-)
-
-
 def generators() -> list[Tensor]:
     """The states of the default generators of the host and of all devices."""
     module = torch.get_device_module(DEVICE.type)
     return [torch.get_rng_state(), *(module.get_rng_state(torch.device(d)) for d in DEVICES)]
 
 
-def losses(pipe: SWPipeline, count: int) -> list[float]:
-    """Of some iterations on the same batch."""
-    return [ctx.loss.item() for ctx in pipe.iterate([torch.ones(4, 8)] * count)]
+PLAN = PLANS["three threads, three streams"]
 
 
 @contextmanager
 def training(device: str) -> Any:
     """A model and its pipeline."""
-    trained = Trained(device)
-    with SWPipeline(PLAN, trained.tasks(), device=device, seed=3) as pipe:
-        yield trained, pipe
+    made = Training(device, random.Random(1))
+    with SWPipeline(PLAN, made.tasks(), device=device, seed=3) as pipe:
+        yield made, pipe
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
 def test_a_profile_leaves_the_training_as_it_was(device: str, pipelined: bool) -> None:
-    """Parameters, momenta and generators are restored in place, in mid-training."""
-    with training(device) as (trained, pipe):
-        losses(pipe, 5)
-        torch.accelerator.synchronize(device)
-        tensors, before = trained.tensors(), [t.detach().cpu() for t in trained.tensors()]
+    """Parameters, moments and generators are restored in place, in mid-training."""
+    with training(device) as (made, pipe):
+        means(pipe, batches(1) * 5)
+        tensors, before = made.tensors(), on_host(made.tensors())
         drawn = generators()
-        TaskProfiler(pipe).profile(torch.ones(4, 8), 1, 3, 2, pipelined=pipelined)
-        assert all(now is then for now, then in zip(trained.tensors(), tensors, strict=True))
-        assert all(map(torch.equal, before, [t.detach().cpu() for t in tensors]))
-        assert all(map(torch.equal, drawn, generators()))
+        TaskProfiler(pipe).profile(*batches(1), 1, 3, 2, pipelined=pipelined)
+        assert all(now is then for now, then in zip(made.tensors(), tensors, strict=True))
+        assert same(before, on_host(tensors))
+        assert same(drawn, generators())
 
 
 def test_training_repeats_from_a_snapshot(device: str) -> None:
     """What is restored trains on to the same bits."""
-    with training(device) as (trained, pipe):
-        losses(pipe, 5)
-        owners = [Owner("model", trained.model), Owner("optimizer", trained.optimizer)]
-        snapshot = Snapshot(owners, resolve(device))
-        state = [t.detach().cpu() for t in trained.tensors()]
-        first, number = losses(pipe, 6), pipe.next_iteration
+    with training(device) as (made, pipe):
+        means(pipe, batches(1) * 5)
+        snapshot = Snapshot([Owner(*one) for one in made.owners().items()], resolve(device))
+        state = on_host(made.tensors())
+        first, number = on_host(means(pipe, batches(1) * 6)), pipe.next_iteration
         snapshot.restore()
-        assert all(map(torch.equal, state, [t.detach().cpu() for t in trained.tensors()]))
-    with SWPipeline(PLAN, trained.tasks(), device=device, seed=3) as again:
-        contexts = [again.run_one_serial_iter(torch.ones(4, 8), number - 6 + k) for k in range(6)]
-        assert [ctx.loss.item() for ctx in contexts] == first
+        assert same(state, on_host(made.tensors()))
+    with SWPipeline(PLAN, made.tasks(), device=device, seed=3) as again:
+        contexts = [again.run_one_serial_iter(*batches(1), number - 6 + k) for k in range(6)]
+        assert same(on_host([ctx.mean for ctx in contexts]), first)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
 from tests.device.accelerator.work import (
@@ -147,48 +144,6 @@ def test_a_stream_object_is_taken_as_it_is() -> None:
 
         run(PipelinePlan({PipelineTask("look", look): TaskSchedule(0, mine)}), range(2))
         assert seen == [mine.stream_id] * 2
-
-
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
-def test_threads_stand_on_the_pipelines_device() -> None:
-    """With device 1 given, every task's tensors land there, and the caller stays on device 0."""
-    made: list[Tensor] = []
-
-    def make(name: str) -> PipelineTask:
-        return PipelineTask(name, lambda ctx: made.append(torch.ones(1, device=DEVICE)))
-
-    plan = PipelinePlan(
-        {
-            make("worker"): TaskSchedule(0, "side", "io"),
-            make("inline"): TaskSchedule(0, "side"),
-            make("plain"): TaskSchedule(0),
-        }
-    )
-    with SWPipeline(plan, device=f"{DEVICE.type}:1") as pipe:
-        pipe.run(range(2))
-    assert {tensor.device.index for tensor in made} == {1}
-    assert torch.accelerator.current_device_index() == 0
-
-
-def test_workers_have_the_callers_device_and_modes() -> None:
-    """Autocast and grad mode of the caller hold on worker threads."""
-    seen: list[tuple[Any, ...]] = []
-
-    def look(ctx: IterContext) -> None:
-        product = torch.ones(8, 8, device=DEVICE) @ torch.ones(8, 8, device=DEVICE)
-        seen.append(
-            (
-                threading.current_thread() is threading.main_thread(),
-                product.dtype,
-                torch.is_grad_enabled(),
-                torch.accelerator.current_device_index(),
-            )
-        )
-
-    plan = PipelinePlan({PipelineTask("look", look): TaskSchedule(0, "side", "io")})
-    with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        run(plan, range(2))
-    assert seen == [(False, torch.bfloat16, False, torch.accelerator.current_device_index())] * 2
 
 
 @needs_gpu_clock

@@ -31,54 +31,17 @@ from tests.device.virtual import (
     WaitBeforeRecord,
     clocks,
 )
-from tests.device.virtual.harness import Finding, break_case, run_case
+from tests.device.virtual.harness import break_any, run_any
 from tests.device.virtual.machine import OutOfTurn
 from tests.support import unguarded
-from tests.support.exploring import ExploringHost
 from tests.support.strategies import (
     Case,
     TaskSpec,
     Workload,
     keeping_case,
     random_case,
-    with_run_ahead,
     worked_case,
 )
-
-
-def run_random(seed: int) -> Finding:
-    """A random case, run to its end; the engine has observers every other time."""
-    return run_case(with_run_ahead(random_case(seed)), observed=bool(seed % 2))
-
-
-def host(seed: int) -> ExploringHost | None:
-    """One that interleaves threads as badly as can be, half of the time."""
-    return ExploringHost(seed) if seed // 2 % 2 else None
-
-
-def break_random(seed: int) -> Finding:
-    """A random case that fails on the way, or every other time is closed."""
-    return break_case(with_run_ahead(random_case(seed)), host=host(seed), close=bool(seed % 2))
-
-
-def break_keeping(seed: int) -> Finding:
-    """The same under a plan with ``keep``."""
-    return break_case(with_run_ahead(keeping_case(seed)), host=host(seed), close=bool(seed % 2))
-
-
-def run_keeping(seed: int) -> Finding:
-    """A random case under a plan with ``keep``, run to its end."""
-    return run_case(with_run_ahead(keeping_case(seed)), observed=bool(seed % 2))
-
-
-def run_worked(seed: int) -> Finding:
-    """A random case whose groups have several workers; half of them keep few attributes."""
-    return run_case(with_run_ahead(worked_case(seed)), host=host(seed), observed=bool(seed % 2))
-
-
-def run_early_end(seed: int) -> Finding:
-    """The case of ``early_end``; the seed also says how the threads interleave."""
-    return run_case(early_end(seed), host=ExploringHost(seed))
 
 
 def early_end(seed: int) -> Case:
@@ -105,11 +68,6 @@ def early_end(seed: int) -> Case:
     return Case(Workload(tasks, {}), plan, (1, 2, 3, 4), frozenset(), seed)
 
 
-def run_two_readers(seed: int) -> Finding:
-    """The case of ``two_readers``; the seed also says how late the streams are."""
-    return run_case(two_readers(seed))
-
-
 def two_readers(seed: int) -> Case:
     """A case in which two streams read at the same time what goes then, and is made anew."""
     tasks = (
@@ -131,22 +89,12 @@ def two_readers(seed: int) -> Case:
     return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
 
 
-def run_on_one_stream(seed: int) -> Finding:
-    """The case of ``on_one_stream``; the seed also says which batches a loader's stream makes."""
-    return run_case(on_one_stream(seed))
-
-
 def on_one_stream(seed: int) -> Case:
     """A case in which the caller's stream reads what goes at once and is made by another one."""
     task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
     then = TaskSpec("then", reads=("y",), known=True)
     plan = PipelinePlan({"read": TaskSchedule(0), "then": TaskSchedule(1)}, keep=["y"])
     return Case(Workload((task, then), {}), plan, tuple(range(12)), frozenset(), seed)
-
-
-def run_far_ahead(seed: int) -> Finding:
-    """The case of ``far_ahead``; the seed also says how late the streams are."""
-    return run_case(far_ahead(seed))
 
 
 def far_ahead(seed: int) -> Case:
@@ -168,11 +116,6 @@ def far_ahead(seed: int) -> Case:
     return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
 
 
-def run_drained(seed: int) -> Finding:
-    """The case of ``drained``; the seed also says which batches a loader's stream makes."""
-    return run_case(drained(seed))
-
-
 def drained(seed: int) -> Case:
     """A case of many runs, each of which ends while a stream still reads what went."""
     plan = PipelinePlan({"read": TaskSchedule(0, "late")}, pipeline_depth=3, keep=["y"])
@@ -189,15 +132,22 @@ class Guard:
         name: What it is.
         remove: Takes it away.
         found: What kinds of violation, or of errors, show that it is gone.
-        run: Runs the case of a seed.
+        cases: Makes the case of a seed.
+        breaks: Cases are broken off, and do not run to their end.
         shows_on: On which kinds of device something goes wrong then.
     """
 
     name: str
     remove: Callable[[pytest.MonkeyPatch], None]
     found: tuple[type[Exception], ...]
-    run: Callable[[int], Finding] = run_random
+    cases: Callable[[int], Case] = random_case
+    breaks: bool = False
     shows_on: tuple[str, ...] = ("virtual",)
+
+    def shows(self, seed: int) -> bool:
+        """Whether the virtual device finds what the guard prevents, in the case of a seed."""
+        run = break_any if self.breaks else run_any
+        return run(self.cases(seed)).shows(self.found)
 
 
 # ------------------------------------------------------------------- changes to the program
@@ -266,12 +216,6 @@ def _tickets(patch: pytest.MonkeyPatch) -> None:
         return replace(plan, schedule=entries)
 
     _plan(without, patch)
-
-
-def add_wait(consumer: str, producer: str, patch: pytest.MonkeyPatch) -> None:
-    """The opposite: a task waits for another one of the period, whatever the plan says."""
-    edge = (consumer, producer)
-    _plan(lambda plan: replace(plan, same_period_deps=(*plan.same_period_deps, edge)), patch)
 
 
 def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPatch) -> None:
@@ -438,30 +382,30 @@ GUARDS = (
         "lanes wait to the last period of a run",
         _lanes_to_the_end,
         (Race, WaitBeforeRecord),
-        run_early_end,
+        early_end,
     ),
-    Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), break_random),
-    Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), run_keeping),
+    Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), breaks=True),
+    Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), keeping_case),
     Guard(
         "memory that went waits for the device",
         unguarded.waiting,
         (UseAfterFree,),
-        run_keeping,
-        STREAMS,
+        keeping_case,
+        shows_on=STREAMS,
     ),
-    Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), run_two_readers),
-    Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), run_keeping),
-    Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), run_on_one_stream),
-    Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), run_drained),
-    Guard("events until the next iteration asks", _no_more_events, (EventReused,), run_far_ahead),
-    Guard("waits between workers", _program(_between_workers), (Race, OutOfTurn), run_worked),
+    Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), two_readers),
+    Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), keeping_case),
+    Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), on_one_stream),
+    Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), drained),
+    Guard("events until the next iteration asks", _no_more_events, (EventReused,), far_ahead),
+    Guard("waits between workers", _program(_between_workers), (Race, OutOfTurn), worked_case),
     Guard(
-        "waits for the worker whose turn it is", _any_worker, (Race, WaitBeforeRecord), run_worked
+        "waits for the worker whose turn it is", _any_worker, (Race, WaitBeforeRecord), worked_case
     ),
     Guard(
         "memory of each worker waits for itself",
         _one_waiting_memory,
         (WaitBeforeRecord, UseAfterFree),
-        run_worked,
+        worked_case,
     ),
 )

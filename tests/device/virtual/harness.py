@@ -23,7 +23,7 @@ from tests.device.virtual.machine import OutOfTurn, PlantedError, VirtualMachine
 from tests.device.virtual.meaning import MeantDevice
 from tests.support.exploring import ExploringHost
 from tests.support.machines import PlainMachine, outputs, serial_outputs
-from tests.support.strategies import Case
+from tests.support.strategies import Case, with_run_ahead
 
 UNSEEN: dict[str, Any] = {}
 """Stands for the outputs of an iteration that nobody looked at."""
@@ -156,6 +156,12 @@ class Keeper:
 # ------------------------------------------------------------------------------ to the end
 
 
+def run_any(case: Case) -> Finding:
+    """Run a case to its end; how threads interleave, and whether somebody observes, is drawn."""
+    host = None if case.seed % 3 else ExploringHost(case.seed)
+    return run_case(with_run_ahead(case), host=host, observed=bool(case.seed % 2))
+
+
 def run_case(case: Case, *, host: Host | None = None, observed: bool = True) -> Finding:
     """Run a case to its end, drained where it says so, and compare all numbers."""
     bench = Bench(case, host, observed=observed)
@@ -205,6 +211,12 @@ def _look(device: VirtualDevice, value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------ broken off
+
+
+def break_any(case: Case) -> Finding:
+    """Let a case fail on the way, or every other time close it."""
+    host = ExploringHost(case.seed) if case.seed // 2 % 2 else None
+    return break_case(with_run_ahead(case), host=host, close=bool(case.seed % 2))
 
 
 def break_case(case: Case, *, host: Host | None = None, close: bool = False) -> Finding:

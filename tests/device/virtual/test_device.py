@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from swpipe.core.plan import StreamSpec
 from tests.device.virtual import (
     Buffer,
     EventReused,
     Race,
     RanAhead,
-    UseAfterFree,
     VirtualDevice,
     VirtualStream,
     WaitBeforeRecord,
@@ -46,17 +43,6 @@ def on_thread(device: VirtualDevice, fn: Callable[[], None]) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_work_of_one_stream_runs_in_order(seed: int) -> None:
-    """However late it runs."""
-    device, ran = VirtualDevice(seed), []
-    for n in range(5):
-        device.launch(lambda n=n: ran.append(n))
-    device.synchronize()
-    assert ran == [0, 1, 2, 3, 4]
-    device.check()
-
-
 def test_some_streams_run_nothing_unless_forced() -> None:
     """A scheduler that never runs work late would find nothing."""
     late = 0
@@ -67,46 +53,6 @@ def test_some_streams_run_nothing_unless_forced() -> None:
         device.synchronize()
         assert ran == [0]
     assert 0 < late < len(SEEDS)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_read_waits_for_the_value(seed: int) -> None:
-    """Reading on the host runs what the value needs."""
-    device = VirtualDevice(seed)
-    a, b = constant(device, 2), constant(device, 3)
-    device.launch(lambda x, y: 10 * x + y, a, b, into=a)
-    assert device.read(a) == 23
-    device.check()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_streams_without_an_event_race(seed: int) -> None:
-    """Found for certain, whether or not the wrong value is met this time."""
-    device = VirtualDevice(seed)
-    copy, side = two_streams(device)
-    with device.on(copy):
-        made = constant(device, 1)
-    with device.on(side):
-        device.launch(lambda x: x, made)
-    device.synchronize()
-    assert kinds(device) == {Race}
-    assert "reads buffer 1 on stream 'stream 2'" in str(device.violations[0])
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_an_event_orders_streams(seed: int) -> None:
-    """What a stream had before the record comes before what the other gets after the wait."""
-    device = VirtualDevice(seed)
-    copy, side = two_streams(device)
-    event = device.new_event()
-    with device.on(copy):
-        made = constant(device, 1)
-        event.record(copy)
-    with device.on(side):
-        event.wait(side)
-        seen = device.launch(lambda x: x + 1, made)
-        assert device.read(seen) == 2
-    device.check()
 
 
 def test_an_event_orders_nothing_that_came_after_its_record() -> None:
@@ -175,16 +121,6 @@ def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
     assert kinds(device) == {Race}
 
 
-def test_a_started_thread_knows_what_its_starter_knew_and_tells_its_joiner() -> None:
-    """Start and join order threads as signals do."""
-    device = VirtualDevice()
-    made, box = constant(device, 1), []
-    thread = device.host.start("worker", lambda: box.append(device.launch(lambda x: x + 1, made)))
-    thread.join()
-    assert device.read(box[0]) == 2
-    device.check()
-
-
 def test_waiting_for_an_event_that_was_never_recorded_is_a_violation() -> None:
     """CUDA lets it pass, and orders nothing."""
     device = VirtualDevice()
@@ -221,47 +157,6 @@ def test_all_waits_must_happen_before_the_next_record() -> None:
     assert kinds(device) == {EventReused}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_dropped_block_is_reused_at_once_on_its_own_stream(seed: int) -> None:
-    """Stream order makes that safe for the stream itself."""
-    device = VirtualDevice(seed)
-    made = constant(device, 1)
-    seen = device.launch(lambda x: x + 1, made)
-    del made
-    again = constant(device, 7)
-    assert device.reused == 1
-    assert (device.read(seen), device.read(again)) == (2, 7)
-    device.check()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_block_that_another_stream_still_reads_must_be_recorded_there(seed: int) -> None:
-    """Without ``record_stream`` it is reused too soon; with it, after the reader is done."""
-    for record in (False, True):
-        device = VirtualDevice(seed)
-        copy, side = two_streams(device)
-        event = device.new_event()
-        with device.on(copy):
-            made = constant(device, 1)
-            event.record(copy)
-        event.wait(side)
-        with device.on(side):
-            seen = device.launch(lambda x: x + 1, made)
-            if record:
-                device.hold([{"a value": [made]}], [copy, side])
-        del made
-        with device.on(copy):
-            others = [constant(device, 7) for _ in range(3)]
-        with device.on(side):
-            value = device.read(seen)
-        if record:
-            device.check()
-            assert value == 2
-        else:
-            assert kinds(device) == {UseAfterFree}
-        del others
-
-
 def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
     """Holding must not leak."""
     device = VirtualDevice()
@@ -278,21 +173,6 @@ def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
     device.check()
 
 
-def test_work_under_way_keeps_no_memory_alive() -> None:
-    """As on a real device: only references on the host do."""
-    device = VirtualDevice(seed=3)
-    constant(device, 1)
-    constant(device, 2)
-    assert device.reused == 1
-
-
-def test_holds_work_looks_into_containers() -> None:
-    """A batch on the device may lie in any nesting."""
-    device = VirtualDevice()
-    assert device.holds_work({"x": [(constant(device, 1),)]})
-    assert not device.holds_work({"x": [(1, None)]})
-
-
 def test_the_host_must_know_that_old_work_is_done() -> None:
     """Done by chance does not count; asking an event does."""
     device = VirtualDevice()
@@ -306,14 +186,3 @@ def test_the_host_must_know_that_old_work_is_done() -> None:
     device.check()
     device.expect_done(1)
     assert kinds(device) == {RanAhead}
-
-
-def test_check_tells_all_that_was_found() -> None:
-    """One group of everything, not only the first."""
-    device = VirtualDevice()
-    copy, _ = two_streams(device)
-    device.new_event().wait(copy)
-    device.new_event().wait(copy)
-    with pytest.raises(ExceptionGroup) as found:
-        device.check()
-    assert len(found.value.exceptions) == 2

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.device.virtual.guards import (
-    break_keeping,
-    break_random,
-    run_drained,
-    run_early_end,
-    run_far_ahead,
-    run_on_one_stream,
-    run_two_readers,
-)
-from tests.device.virtual.harness import Finding
-
-BROKEN = 80
+from tests.device.virtual.guards import drained, early_end, far_ahead, on_one_stream, two_readers
+from tests.device.virtual.harness import Finding, break_any, run_any
+from tests.support.strategies import keeping_case, random_case
 
 
-def complain(seed: int, finding: Finding) -> None:
-    """Fail with all that was found."""
-    found = [*finding.violations, *([finding.error] if finding.error else [])]
-    raise BaseExceptionGroup(f"seed {seed}", found)
+def found(run: Callable[[Any], Finding], cases: Callable[[int], Any], count: int) -> dict[int, Any]:
+    """What was wrong, by seed."""
+    wrong = ((seed, run(cases(seed))) for seed in range(count))
+    return {seed: finding for seed, finding in wrong if finding}
 
 
 @pytest.mark.slow
-def test_failing_and_closing_break_no_rule_of_the_device() -> None:
+@pytest.mark.parametrize("cases", [random_case, keeping_case])
+def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], Any]) -> None:
     """What a broken-off run leaves on the device is ordered before whatever comes next."""
-    for seed in range(BROKEN):
-        for finding in (break_random(seed), break_keeping(seed)):
-            if finding:
-                complain(seed, finding)
+    assert found(break_any, cases, 80) == {}
 
 
-def test_a_lane_that_is_through_is_still_waited_for() -> None:
-    """Its wait stands for another one, which was left out: it goes on to the end of the run."""
-    assert not any(run_early_end(seed) for seed in range(50))
-
-
-@pytest.mark.parametrize("run", [run_two_readers, run_on_one_stream, run_far_ahead, run_drained])
-def test_what_goes_is_waited_for_or_held(run: Callable[[int], Finding]) -> None:
-    """By all who read it, also where the run ends."""
-    assert not any(run(seed) for seed in range(50))
+@pytest.mark.parametrize("cases", [early_end, two_readers, on_one_stream, far_ahead, drained])
+def test_the_cases_of_guards_that_random_plans_do_not_miss(cases: Callable[[int], Any]) -> None:
+    """A lane that is through is still waited for; and what goes is waited for or held."""
+    assert found(run_any, cases, 24) == {}

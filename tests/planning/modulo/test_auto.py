@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import UNKNOWN, Effects, Location
@@ -158,19 +158,6 @@ def test_limits_that_admit_no_plan_say_which_binds() -> None:
     found = {name: entry.stage for name, entry in choice.plan.schedule.items()}
     assert found["work"] - found["read"] == 2
     assert all(dep.lag >= 0 for dep in resolve_plan(choice.plan).dependences)
-
-
-def test_invalid_inputs_are_refused() -> None:
-    """In words, with the task's name; a plan that cannot run is no plan to begin with."""
-    with pytest.raises(PlanError, match="task 'work' has no cost"):
-        auto_plan(loop(), CostModel({"read": TaskCost()}))
-    with pytest.raises(PlanError, match="freeze 'wrok'"):
-        auto_plan(loop(), COSTS, limits=Limits(frozen=["wrok"]))
-    with pytest.raises(PlanError, match="no task names it"):
-        auto_plan(loop(streams={"copies": StreamSpec()}), COSTS)
-    for effort in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="effort is .*: it must be above 0"):
-            auto_plan(loop(), COSTS, effort=effort)
 
 
 def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.errors import PlanError
 from swpipe.planning import lower_bounds, simulate
 from tests.planning.simulation.test_simulator import contended_costs, feeding
 from tests.support.strategies import random_case
@@ -64,17 +63,6 @@ def test_threads_may_be_chosen_freely() -> None:
     assert (two.ii_us, two.limiting) == (30.0, "one thread: read alone")
     even = lower_bounds(loop(), costs(prefetch=10, forward=9, step=8), threads=2)
     assert (even.res_mii_us, even.busiest) == (17.0, "2 threads: all tasks")
-
-
-def test_the_heaviest_cycle_bounds_it() -> None:
-    """28 over a distance of 2; the plan reaches it."""
-    model = costs(prefetch=10, forward=10, step=8)
-    bounds = lower_bounds(loop(), model, streams=False)
-    assert (bounds.ii_us, bounds.res_mii_us, bounds.rec_mii_us) == (14.0, 10.0, 14.0)
-    assert bounds.limiting == (
-        "a cycle of dependences: prefetch i -> forward i -> step i -> prefetch i+2"
-    )
-    assert simulate(loop(), model, streams=False).ii_us == 14.0
 
 
 def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
@@ -137,13 +125,3 @@ def test_they_print_in_two_lines() -> None:
         "prefetch i -> forward i -> step i -> prefetch i+2"
     )
     assert "RecMII: none" in lower_bounds(feeding(), costs(read=1, train=1)).format()
-
-
-def test_invalid_arguments_are_refused() -> None:
-    """Fewer threads than one, tasks without a cost, plans that cannot run."""
-    with pytest.raises(ValueError, match="threads is 0"):
-        lower_bounds(feeding(), costs(read=1, train=1), threads=0)
-    with pytest.raises(PlanError, match="'train' has no cost"):
-        lower_bounds(feeding(), costs(read=1))
-    with pytest.raises(PlanError, match="the plan is empty"):
-        lower_bounds(PipelinePlan({}), costs())

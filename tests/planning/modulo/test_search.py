@@ -41,14 +41,6 @@ def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: i
             assert each.plan.depth <= most_depth
 
 
-def test_the_serial_plan_overlaps_nothing() -> None:
-    """On a machine without streams it takes as long as all tasks."""
-    given = instance(3)
-    serial = search_of(given).serial()
-    assert serial.plan.depth == serial.schedule.threads == 1
-    assert serial.ii_us == pytest.approx(sum(graph_of(given).host_us))
-
-
 def test_too_few_iterations_in_flight_have_no_bound() -> None:
     """A pair that reaches into the next iteration needs two."""
     plan = PipelinePlan(

@@ -10,7 +10,6 @@ from swpipe.analysis.memory import bytes_in_flight
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import Block, TaskMemory
-from swpipe.errors import PlanError
 from swpipe.planning import simulate
 from tests.support.memory_work import MemoryWork
 
@@ -86,14 +85,6 @@ def test_each_iteration_in_flight_holds_its_own(depth: int) -> None:
         "(1 iteration), other memory of work 1 KiB (1 iteration)"
     )
     assert found.format() in simulate(plan, costs, streams=False).format()
-
-
-def test_memory_of_other_tasks_is_refused() -> None:
-    """A name that the plan lacks, rather than a peak without it."""
-    plan, costs = three_tasks(2)
-    memory = TaskMemory((Block("reed", "", 1),))
-    with pytest.raises(PlanError, match="memory is given for tasks reed: measure"):
-        simulate(plan, CostModel(costs.tasks, memory=memory), streams=False)
 
 
 def test_a_plan_with_streams_holds_what_a_task_removes() -> None:

@@ -15,7 +15,6 @@ from swpipe._engine.program import RETIRE, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
-from swpipe.errors import PlanError
 from swpipe.planning.modulo.bounds import lower_bounds
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator, simulate_run
@@ -169,15 +168,6 @@ def test_an_unbounded_run_starts_like_any_other() -> None:
 # -------------------------------------------------------------------------------- in words
 
 
-def test_a_serial_plan_takes_the_sum() -> None:
-    """Tasks run one after the other, and the first iteration takes the same time."""
-    plan = PipelinePlan({n: TaskSchedule() for n in "abc"}, order="abc", pipeline_depth=1)
-    costs = CostModel({"a": TaskCost(3), "b": TaskCost(4), "c": TaskCost(5)})
-    found = simulate(plan, costs, streams=False)
-    assert (found.ii_us, found.latency_us, found.exact) == (12.0, 12.0, True)
-    assert found.limit == "thread 'default', always busy: a, b, c"
-
-
 def test_the_busier_of_two_threads_sets_the_interval() -> None:
     """The other idles for the rest of each interval."""
     found = simulate(feeding(), CostModel({"read": TaskCost(30), "train": TaskCost(20)}))
@@ -189,40 +179,11 @@ def test_the_busier_of_two_threads_sets_the_interval() -> None:
     }
 
 
-def test_without_streams_device_work_is_done_on_the_thread() -> None:
-    """Host and device time add up."""
-    costs = CostModel({"read": TaskCost(1), "train": TaskCost(2, device_us=50)})
-    assert simulate(feeding(), costs, streams=False).ii_us == 52.0
-    assert simulate(feeding(depth=3), costs, streams=True).ii_us == 50.0
-
-
 def test_a_thread_that_waited_wakes_later() -> None:
     """By ``handover_us``, on the way from read to train."""
     costs = CostModel({"read": TaskCost(10), "train": TaskCost(5)}, handover_us=2)
     found = simulate(feeding(), costs, streams=False)
     assert us(at(found, "train", 0))[0] == us(at(found, "read", 0))[1] + 2
-
-
-def test_device_work_waits_for_the_event_of_another_stream() -> None:
-    """The host submits at once; the stream waits until the copy is done."""
-    plan = PipelinePlan(
-        {"copy": TaskSchedule(0, stream="memcpy"), "train": TaskSchedule(0)},
-        deps=[("train", "copy")],
-    )
-    costs = CostModel({"copy": TaskCost(1, device_us=40), "train": TaskCost(1, device_us=10)})
-    found = simulate(plan, costs)
-    assert us(at(found, "train", 0)) == (1.0, 2.0)
-    assert us(at(found, "train", 0, "stream")) == (41.0, 51.0)
-
-
-def test_admission_waits_for_an_iteration_long_before() -> None:
-    """That of ``depth + run_ahead`` before; without a limit the host is never held back."""
-    plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=2)
-    costs = CostModel({"train": TaskCost(1, device_us=50)})
-    for ahead in (0, 1):
-        found = simulate(replace(plan, run_ahead=ahead), costs, iterations=5)
-        assert us(at(found, "<admit>", 2 + ahead))[0] == us(at(found, "train", 0, "stream"))[1]
-    assert us(at(simulate(plan, costs, iterations=5), "<admit>", 4))[0] == 4.0
 
 
 def test_a_host_that_may_not_run_ahead_is_reported_as_a_cycle_through_admission() -> None:
@@ -268,22 +229,6 @@ def test_a_named_resource_is_used_by_one_at_a_time() -> None:
     assert simulate(plan, CostModel(alone)).ii_us == 40.0
 
 
-@pytest.mark.parametrize(("order", "span"), [("brd", (60.0, 90.0)), ("bdr", (0.0, 30.0))])
-def test_a_communicator_works_in_the_order_of_launch(order: str, span: tuple[float, float]) -> None:
-    """What is ready waits for what was launched before on another stream, and waits there."""
-    plan = PipelinePlan(
-        {"b": TaskSchedule(), "r": TaskSchedule(), "d": TaskSchedule(stream="dist")}, order=order
-    )
-    costs = CostModel(
-        {
-            "b": TaskCost(device_us=50),
-            "r": TaskCost(device_us=10, resources=("nccl",)),
-            "d": TaskCost(device_us=30, resources=("nccl",)),
-        }
-    )
-    assert us(at(simulate(plan, costs), "d", 0, "stream")) == span
-
-
 def test_host_work_gets_a_resource_when_it_asks_first() -> None:
     """Of a thread and a stream; the stream's own work keeps the order of launch."""
     plan = PipelinePlan(
@@ -316,16 +261,6 @@ def test_a_task_that_blocks_returns_when_its_device_work_is_done() -> None:
     apart = replace(plan.schedule["train"], thread_group="train")
     apart = replace(plan, schedule={**plan.schedule, "train": apart})
     assert simulate(apart, costs).ii_us == 55.0
-
-
-def test_the_callers_stream_runs_in_order_of_submission() -> None:
-    """Work of several threads runs one at a time, first submitted first."""
-    costs = CostModel({"read": TaskCost(5, device_us=30), "train": TaskCost(10, device_us=20)})
-    found = simulate(feeding(depth=4), costs)
-    assert found.ii_us == 50.0
-    queued = [s for s in found.spans if s.row.kind == "stream"]
-    submitted = [us(at(found, s.task, s.iteration))[1] for s in queued]
-    assert submitted == sorted(submitted)
 
 
 def test_the_timeline_is_a_trace_and_prints() -> None:
@@ -382,17 +317,6 @@ def test_tasks_that_wait_for_each_others_lock_contend() -> None:
 
 
 # -------------------------------------------------------------------------------- refused
-
-
-def test_what_cannot_be_simulated_is_refused() -> None:
-    """Also if its tasks have no functions; costs of other tasks than the plan's do not matter."""
-    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()}, deps=[("a", "b"), ("b", "a")])
-    with pytest.raises(PlanError, match="form a cycle"):
-        simulate(plan, CostModel({"a": TaskCost(), "b": TaskCost()}))
-    with pytest.raises(PlanError, match="task 'train' has no cost"):
-        simulate(feeding(), CostModel({"read": TaskCost(), "other": TaskCost()}))
-    with pytest.raises(ValueError, match="iterations is 0"):
-        simulate(feeding(), CostModel({"read": TaskCost(), "train": TaskCost()}), iterations=0)
 
 
 def test_tasks_can_cost_nothing() -> None:

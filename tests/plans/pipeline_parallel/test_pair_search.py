@@ -51,25 +51,6 @@ def test_a_pair_waits_for_what_both_parts_need() -> None:
     assert times["1F1"] == 71 + 40 + 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", "a pair is an F and a B, of different microbatches"),
-        ("(0F0;1B1)OVERLAP_F_B,1F0,0F1,1F1,1B0,0B0,0B1", "1B1 on rank 0 comes before 1F1"),
-        ("0F0,1F0,0F1,0B0,1B0,(1F1;0B1)OVERLAP_F_B,1B1", "microbatches"),
-        (
-            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n(1F1;1B0)OVERLAP_F_B,1F0,1B1",
-            "1B0 on rank 1 comes before",
-        ),
-        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1", "the schedule deadlocks: "),
-    ],
-)
-def test_pairs_that_cannot_run_are_refused(text: str, told: str) -> None:
-    """By the rules of their parts; the last pair waits for the F that waits for its B."""
-    with pytest.raises(ScheduleError, match=told):
-        PipelineSchedule.from_csv(text)
-
-
 def pairs_of(schedule: PipelineSchedule) -> int:
     """How many."""
     return sum(isinstance(entry, Pair) for row in schedule.rows for entry in row)

@@ -57,26 +57,6 @@ def test_1f1b_is_the_textbook_order() -> None:
     assert str(torch_schedule("1f1b", 2, 3)) == ("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
 
 
-@pytest.mark.parametrize(
-    ("order", "n", "m", "match"),
-    [
-        ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
-        ("dualpipev", 2, 3, "at least 4 microbatches, and n_micro is 3"),
-        ("interleaved", 2, 5, "multiple of the number of rounds"),
-        ("zb", 2, 4, "order is 'zb': one of 1f1b, interleaved"),
-        ("zbv", 0, 4, "n_ranks is 0"),
-        ("zbv", 2, 0, "n_micro is 0"),
-    ],
-)
-def test_what_torch_has_no_order_for_is_refused(
-    order: TorchOrder, n: int, m: int, match: str
-) -> None:
-    """In one line, with the least number of microbatches."""
-    with pytest.raises(ScheduleError, match=match) as caught:
-        torch_schedule(order, n, m)
-    assert "\n" not in str(caught.value)
-
-
 def test_loading_the_room_loads_no_torch_pipelining() -> None:
     """Beyond what torch itself loads, importing swpipe.plans loads nothing of torch.distributed."""
     code = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +12,12 @@ from hypothesis import strategies as st
 
 from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
-    ScheduleError,
     check_schedule,
     plan_v_schedule,
     torch_schedule,
-    v_planner,
 )
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
-    Order,
-    OrderTimes,
     VOrders,
     lower_bound,
 )
@@ -117,39 +111,6 @@ def test_torch_order_is_tried_whatever_the_effort() -> None:
     assert (plan.value, plan.published) == (row.torch_bubble, row.bubble)
 
 
-def orders_timed(monkeypatch: pytest.MonkeyPatch, row: Published, **search: Any) -> int:
-    """How many orders a plan of a row takes."""
-    count = 0
-
-    class CountedOrders(VOrders):
-        """Orders whose timings are counted."""
-
-        def times(self, order: Order) -> OrderTimes | None:
-            nonlocal count
-            count += 1
-            return super().times(order)
-
-    monkeypatch.setattr(v_planner, "VOrders", CountedOrders)
-    plan_v_schedule(row.n, row.m, row.costs, **search)
-    return count
-
-
-def test_effort_counts_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the effort is about twice the moves; a larger job has fewer of them."""
-    small, large = PUBLISHED[11], PUBLISHED[25]
-    assert small.n * small.m < large.n * large.m
-    once, twice = (
-        orders_timed(monkeypatch, small, objective="bubble", effort=each) for each in (0.02, 0.04)
-    )
-    assert 1.5 * once < twice < 2.5 * once
-    assert orders_timed(monkeypatch, large, objective="bubble", effort=0.04) < twice
-
-
-def test_a_plan_at_the_bound_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be better, so no more moves are tried."""
-    assert orders_timed(monkeypatch, PUBLISHED[4], effort=1000) < 1000
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
     """2 f, 3 f, n f, 1.5 n f; few microbatches and many."""
@@ -159,25 +120,6 @@ def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
             costs = PipelineCosts(1000, 1500, 500, 300, *MEMORY, limit)
             plan = plan_v_schedule(n, m, costs, effort=1e-9)
             assert max(check_schedule(plan.schedule, costs).peak_memory) <= limit
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"n_stage": 0}, "n_stage is 0"),
-        ({"n_micro": 0}, "n_micro is 0"),
-        ({"objective": "time"}, "objective is 'time': makespan, period or bubble"),
-        ({"effort": 0}, "effort is 0"),
-        ({"costs": PipelineCosts(f_mem=2, max_mem=3.9)}, r"max_mem is 3.9: .* 2 \* f_mem = 4"),
-        ({"costs": PipelineCosts(forward=(1, 1, 1))}, "forward has 3 numbers"),
-    ],
-)
-def test_what_has_no_plan_is_refused(changes: dict[str, object], match: str) -> None:
-    """In one line, before anything is planned."""
-    arguments = {"n_stage": 2, "n_micro": 2, "costs": PipelineCosts()} | changes
-    with pytest.raises(ScheduleError, match=match) as caught:
-        plan_v_schedule(**arguments)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
 
 
 @st.composite
@@ -240,14 +182,6 @@ def test_plans_of_one_seed_are_equal() -> None:
     """However long it takes: the search counts its moves."""
     plans = [plan_v_schedule(8, 8, PUBLISHED[25].costs, effort=0.05, seed=1) for _ in range(2)]
     assert plans[0] == plans[1]
-
-
-def test_memory_may_have_no_limit_and_links_no_latency() -> None:
-    """An infinite ``max_mem`` is a limit that is never reached; a hop of 0 costs nothing."""
-    costs = PipelineCosts(1, 2, 1, hop=0, max_mem=math.inf)
-    plan = plan_v_schedule(2, 4, costs, effort=0.01)
-    least = plan_v_schedule(2, 4, replace(costs, max_mem=1e6), effort=0.01)
-    assert plan.lower_bound == least.lower_bound <= plan.value
 
 
 def test_steps_back_to_back_are_best_in_their_period() -> None:

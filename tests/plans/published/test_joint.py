@@ -13,9 +13,8 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
 from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
-from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, prune, swaps
-from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
-from swpipe.plans.published.task_roles import GIVEN, PRESETS, TaskRoles
+from swpipe.plans.published.joint import Evaluated, SearchSpace, swaps
+from swpipe.plans.published.queue_rules import caller_tasks, communicator_queues
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 
@@ -71,13 +70,6 @@ def test_threads_are_limited(threads: int, ii_us: float, preset: str) -> None:
     assert all(count > threads for count in found.rejected.values())
 
 
-def test_in_flight_is_limited() -> None:
-    """With fewer iterations in flight less is hidden by the same threads."""
-    flat = joint_search(STEP, COSTS, limits=Limits(in_flight=2))
-    assert flat.plan.depth == 2
-    assert flat.ii_us > joint_search(STEP, COSTS, limits=Limits(in_flight=5)).ii_us == 60
-
-
 def test_of_equals_the_one_with_fewer_threads_is_chosen() -> None:
     """Device work alone needs no second thread."""
     costs = CostModel({n: TaskCost(device_us=cost.host_us) for n, cost in COSTS.tasks.items()})
@@ -119,48 +111,6 @@ def test_streams_are_searched() -> None:
     assert {layout.streams[1] for layout in space.neighbours(first)} == {"dist"}
 
 
-def test_every_preset_policy_and_swap_is_tried() -> None:
-    """Of one layout: all thread presets, an order for each policy, and one for each swap."""
-    plan, costs = recsys14.plan(), recsys14.costs()
-    space, (first, *_) = spaced(plan, costs, recsys14.limits())
-    near = list(space.neighbours(first))
-    assert {layout.threads for layout in near} == {GIVEN, *PRESETS}
-    order = first.layout.priority
-    ranked = {tuple(sorted(order, key=rank)) for rank in space.policies.values()}
-    swapped = {*swaps(first.plan, order, communicator_queues(resolve_plan(plan), costs))}
-    assert len(ranked) == len(space.policies) == 5
-    assert len(swapped) > 3
-    assert {layout.priority for layout in near} == {order} | ranked | swapped
-
-
-@pytest.mark.parametrize(
-    ("policy", "first"),
-    [
-        # The caller's own, by the way that is left; then h2d, whose way is the longest.
-        ("critical chain first", ["zero_grad", "nccl_safety_barrier", "forward"]),
-        # The longest of the preparation, whatever comes after it.
-        ("longest elsewhere first", ["start_input_dist", "start_shuffle", "finish_shuffle"]),
-        # The communicator's queue.
-        ("collectives early", ["start_shuffle", "finish_shuffle", "start_input_dist"]),
-        # The io role, and what else holds the copy engine.
-        ("copies early", ["h2d", "start_shuffle", "finish_shuffle", "prefetch_embeddings"]),
-        # The chain without slack: the preparation first, since all of training waits for it.
-        ("least slack first", ["h2d", "start_shuffle", "finish_shuffle", "start_input_dist"]),
-    ],
-)
-def test_what_a_policy_ranks_first(policy: str, first: list[str]) -> None:
-    """On the published step; the closest order keeps edges and the communicator's queue."""
-    plan, costs = recsys14.plan(), recsys14.costs()
-    resolved = resolve_plan(plan)
-    rank = policies(resolved, costs, TaskRoles.of(resolved, recsys14.FROZEN))[policy]
-    ranked = sorted(resolved.period_order, key=rank)
-    assert ranked[: len(first)] == first
-    queues = communicator_queues(resolved, costs)
-    order = closest_order(plan, ranked, queues)
-    assert all(order.index(producer) < order.index(consumer) for consumer, producer in plan.deps)
-    assert [n for n in order if n in queues[0]] == list(queues[0])
-
-
 def test_only_unordered_neighbours_are_swapped() -> None:
     """Neither an edge within the period, nor a communicator's queue."""
     plan = PipelinePlan(
@@ -171,19 +121,6 @@ def test_only_unordered_neighbours_are_swapped() -> None:
     order = tuple("abcd")
     assert list(swaps(plan, order, ())) == [tuple("acbd"), tuple("abdc")]
     assert list(swaps(plan, order, (("c", "d"),))) == [tuple("acbd")]
-
-
-def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
-    """Each with the plan's own threads, and with the default preset."""
-    free = PipelinePlan(
-        {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
-        deps=[("train", "a"), ("train", "b")],
-        order=["b", "a"],
-    )
-    space, _ = spaced(free, blocking(a=1, b=1, train=1))
-    initial = {(layout.threads, layout.priority) for layout in space.initial()}
-    orders = (("b", "a", "train"), ("a", "b", "train"))
-    assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
 
 
 def test_frozen_and_caller_tasks_are_not_moved() -> None:
@@ -199,20 +136,6 @@ def test_frozen_and_caller_tasks_are_not_moved() -> None:
 
 
 # ------------------------------------------------------------------------------- the search
-
-
-def test_nothing_is_evaluated_twice_and_the_best_of_equal_places_is_kept() -> None:
-    """Presets that give the same threads are one layout."""
-    space, initial = spaced()
-    near = [layout for one in initial for layout in space.neighbours(one)]
-    evaluated = space.evaluate(near)
-    assert 0 < len(evaluated) < len(near)
-    assert space.evaluate([*space.initial(), *near]) == []
-    kept = {one.places: one.score for one in prune(evaluated)}
-    assert len(kept) == len(prune(evaluated)) < len(evaluated)
-    assert all(kept[one.places] <= one.score for one in evaluated)
-    better = evaluated[0]._replace(ii_us=0)
-    assert prune([evaluated[0], better]) == prune([better, evaluated[0]]) == [better]
 
 
 def test_the_history_has_each_round_until_patience_ends_it() -> None:
@@ -231,12 +154,6 @@ def test_the_history_has_each_round_until_patience_ends_it() -> None:
     single = joint_search(PipelinePlan({"train": TaskSchedule()}), blocking(train=5))
     assert (single.ii_us, len(single.history)) == (5, 1)
     assert "until nothing was left to try" in single.why
-
-
-def test_a_wider_beam_tries_more() -> None:
-    """In the second round."""
-    narrow, wide = (joint_search(STEP, COSTS, beam_width=width, rounds=2) for width in (1, 4))
-    assert narrow.history[2].tried < wide.history[2].tried
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -293,14 +210,3 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     stages = {n: replace(e, stage=k) for k, (n, e) in enumerate(STEP.schedule.items())}
     with pytest.raises(PlanError, match="limit is 3 iterations in flight: allow 4"):
         joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))
-
-
-def test_invalid_inputs_are_refused() -> None:
-    """A task without a cost, a frozen one that is unknown, numbers out of range."""
-    with pytest.raises(PlanError, match="task 'train' has no cost"):
-        joint_search(STEP, blocking(copy=1, dist=1, cache=1))
-    with pytest.raises(PlanError, match="freeze 'fwd', which the plan does not have"):
-        joint_search(STEP, COSTS, limits=Limits(frozen=["fwd"]))
-    for name, least in (("beam_width", 1), ("rounds", 0), ("patience", 1)):
-        with pytest.raises(ValueError, match=f"{name} is {least - 1}: give an integer of {least}"):
-            joint_search(STEP, COSTS, **{name: least - 1})  # type: ignore[arg-type]

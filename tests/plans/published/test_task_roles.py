@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from bench import recsys14
@@ -26,15 +24,6 @@ def threads(
         groups.setdefault(group, set()).add(name)
     groups.pop("default")
     return groups
-
-
-def in_a_chain(*streams: str) -> TaskRoles:
-    """Of tasks named like their streams, one after the other, and one of the caller's."""
-    plan = PipelinePlan(
-        {**{n: TaskSchedule(stream=n) for n in streams}, "f": TaskSchedule()},
-        deps=list(zip([*streams[1:], "f"], streams, strict=True)),
-    )
-    return TaskRoles.of(resolve_plan(plan))
 
 
 COPY = {"h2d", "start_shuffle", "finish_shuffle"}
@@ -61,28 +50,6 @@ def test_the_published_presets(preset: str, expected: dict[str, set[str]]) -> No
     assert threads(preset) == expected
 
 
-def test_by_stream_follows_the_current_streams() -> None:
-    """A task that has been moved is submitted with the others of its new stream."""
-    moved = {n: replace(e, stream="prefetch") if n in DIST else e for n, e in STEP.schedule.items()}
-    assert threads("by_stream", replace(STEP, schedule=moved)) == {
-        "memcpy": COPY,
-        "prefetch": DIST | CACHE,
-    }
-
-
-@pytest.mark.parametrize(
-    ("streams", "roles"),
-    [
-        ("ab", "io data_dist"),
-        ("abc", "io data_dist prefetch"),
-        ("abcd", "io data_dist data_dist prefetch"),
-    ],
-)
-def test_a_bundle_has_its_role_by_its_place(streams: str, roles: str) -> None:
-    """A step without an embedding cache has no prefetch; those between share a thread."""
-    assert in_a_chain(*streams).role == dict(zip(streams, roles.split(), strict=True))
-
-
 def test_a_thread_group_without_streams_is_a_bundle() -> None:
     """A task that reads on another thread prepares, too."""
     plan = PipelinePlan(
@@ -97,23 +64,6 @@ def test_a_thread_group_without_streams_is_a_bundle() -> None:
     assert dict(roles.bundles) == {"reader": ("read",), "memcpy": ("copy",)}
     assert dict(roles.role) == {"read": "io", "copy": "data_dist"}
     assert threads("by_stream", plan, roles) == {"reader": {"read"}, "memcpy": {"copy"}}
-
-
-def test_what_comes_after_the_callers_tasks_does_not_prepare() -> None:
-    """Copying the loss back has a stream but no role; ``by_stream`` still gives it a thread."""
-    plan = PipelinePlan(
-        {
-            "copy": TaskSchedule(stream="in"),
-            "train": TaskSchedule(),
-            "loss": TaskSchedule(stream="out"),
-            "log": TaskSchedule(stream="out"),
-        },
-        deps=[("train", "copy"), ("loss", "train"), ("log", "loss")],
-    )
-    roles = TaskRoles.of(resolve_plan(plan))
-    assert dict(roles.role) == {"copy": "io"}
-    assert threads("io_data_dist_prefetch_compute", plan, roles) == {"io": {"copy"}}
-    assert threads("by_stream", plan, roles) == {"in": {"copy"}, "out": {"loss", "log"}}
 
 
 def test_frozen_tasks_are_on_the_callers_thread_in_every_preset() -> None:

@@ -156,7 +156,6 @@ class DynamicTables(nn.Module):
     Attributes:
         most: The most keys that were outstanding.
         counts: Of keys whose rows are not kept yet.
-        calls: "prefetch" and "forward", in order, in training.
         fails: The next look-up raises, in the middle.
     """
 
@@ -167,7 +166,6 @@ class DynamicTables(nn.Module):
         self.counts: Counter[Key] = Counter()
         self._threshold = threshold
         self.most = 0
-        self.calls: list[str] = []
         self.fails = False
         self._count, self._pooled, self._rate = tables, pooled, rate
         self._storage = Slots(None)
@@ -206,7 +204,6 @@ class DynamicTables(nn.Module):
         """Prepare the look-up of one batch."""
         if not self.training:
             return
-        self.calls.append("prefetch")
         tables = self._tables_of(offsets)
         pairs, reverse = torch.unique(
             torch.stack([tables, indices]), dim=1, sorted=True, return_inverse=True
@@ -237,7 +234,6 @@ class DynamicTables(nn.Module):
             return self.arranged(torch.stack(rows) if rows else torch.empty(0, DIM), offsets)
         if not self._prefetch_states:
             self.prefetch(indices, offsets, frequency_counters=per_sample_weights)
-        self.calls.append("forward")
         state = self._prefetch_states.popleft()
         found: Tensor = _LookUp.apply(state, self, offsets, self._empty_tensor)  # type: ignore[no-untyped-call]
         return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -102,169 +103,137 @@ class Parts(nn.Module):
         return self.inner(ids)
 
 
+Inputs: TypeAlias = tuple[Tensor, list[Any]]
+"""Dense values, and the ids of each table."""
+Kind: TypeAlias = Callable[[Any, Batch], Inputs]
+
+
 class Computes(Model):
-    """A model that computes its tables' inputs in ``inputs``."""
+    """A model that computes its tables' inputs as ``kind`` says."""
 
     flag = True
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        raise NotImplementedError
+    kind: Kind
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        dense, ids = self.inputs(batch)
+        dense, ids = self.kind(self, batch)
         looked_up = zip(self.tables, ids, strict=True)
         parts = [self.bottom(dense), *(table(own).values() for table, own in looked_up)]
         logits = self.top(torch.cat(parts, dim=1)).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
 
 
-class One(Computes):
+def one(self: Any, batch: Batch) -> Inputs:
     """Both tables share the result of one module; so does the dense part."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
+    more = self.augment(batch)
+    return more.dense, [more.ids, more.ids]
 
 
-class Each(Computes):
+def each(self: Any, batch: Batch) -> Inputs:
     """A module for each; one of them lies within another module, and is called by keyword."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(batch.ids), self.parts.inner(ids=batch.ids)]
+    return batch.dense, [self.move(batch.ids), self.parts.inner(ids=batch.ids)]
 
 
-class Chain(Computes):
+def chain(self: Any, batch: Batch) -> Inputs:
     """One module takes the results of others, in lists and dicts, and constants."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.augment(batch)
-        moved = self.move(more.ids)
-        ids, dense = self.choose(
-            [more, 0.5], {"ids": moved, "extra": [1, [batch.dense], (2, 3)]}, by=2
-        )
-        return dense, [ids, moved]
+    more = self.augment(batch)
+    moved = self.move(more.ids)
+    ids, dense = self.choose([more, 0.5], {"ids": moved, "extra": [1, [batch.dense], (2, 3)]}, by=2)
+    return dense, [ids, moved]
 
 
-class Draws(Computes):
+def draws(self: Any, batch: Batch) -> Inputs:
     """Its modules draw from torch's generator; what is drawn first is used last."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        first, second = self.negatives(batch.ids), self.more_negatives(batch.ids)
-        return batch.dense, [second, first]
+    first, second = self.negatives(batch.ids), self.more_negatives(batch.ids)
+    return batch.dense, [second, first]
 
 
-class Flagged(Computes):
+def flagged(self: Any, batch: Batch) -> Inputs:
     """Calls its module with another input once the flag is off."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids = batch.ids if self.flag else shifted(batch.ids, 1)
-        moved = self.move(ids)
-        return batch.dense, [moved, moved]
+    ids = batch.ids if self.flag else shifted(batch.ids, 1)
+    moved = self.move(ids)
+    return batch.dense, [moved, moved]
 
 
-class Skips(Computes):
+def skips(self: Any, batch: Batch) -> Inputs:
     """Leaves its module out once the flag is off."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        moved = self.move(batch.ids) if self.flag else batch.ids
-        return batch.dense, [moved, moved]
+    moved = self.move(batch.ids) if self.flag else batch.ids
+    return batch.dense, [moved, moved]
 
 
-class ReplacesPart(Computes):
+def replaces_part(self: Any, batch: Batch) -> Inputs:
     """Gives the batch other ids before its module sees it, which no trace shows."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        if not self.flag:
-            batch.ids = shifted(batch.ids, 1)
-        more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
+    if not self.flag:
+        batch.ids = shifted(batch.ids, 1)
+    more = self.augment(batch)
+    return more.dense, [more.ids, more.ids]
 
 
-class Autocasts(Computes):
+def autocasts(self: Any, batch: Batch) -> Inputs:
     """Enters autocast within its forward."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        with torch.autocast("cpu", enabled=not self.flag):
-            more = self.augment(batch)
-        return more.dense, [more.ids, more.ids]
+    with torch.autocast("cpu", enabled=not self.flag):
+        more = self.augment(batch)
+    return more.dense, [more.ids, more.ids]
 
 
-class WithParameters(Computes):
+def with_parameters(self: Any, batch: Batch) -> Inputs:
     """The module of its first tables holds a parameter."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.weights(batch.ids), batch.ids]
+    return batch.dense, [self.weights(batch.ids), batch.ids]
 
 
-class Twice(Computes):
+def twice(self: Any, batch: Batch) -> Inputs:
     """Calls one module twice."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
+    return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
 
 
-class InList(Computes):
+def in_list(self: Any, batch: Batch) -> Inputs:
     """An element of a list is computed outside of modules."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})
-        return dense, [ids, batch.ids]
+    ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})
+    return dense, [ids, batch.ids]
 
 
-class Container(Computes):
+def container(self: Any, batch: Batch) -> Inputs:
     """Makes the ids' container in its forward."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        ids = KeyedJaggedTensor(keys=["f0"], values=batch.labels, lengths=batch.labels)
-        return batch.dense, [ids, ids]
+    ids = KeyedJaggedTensor(keys=["f0"], values=batch.labels, lengths=batch.labels)
+    return batch.dense, [ids, ids]
 
 
-class InPlace(Computes):
+def in_place(self: Any, batch: Batch) -> Inputs:
     """Its module changes the batch in place."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.scales(batch)
-        return more.dense, [more.ids, more.ids]
+    more = self.scales(batch)
+    return more.dense, [more.ids, more.ids]
 
 
-class ReadsBefore(Computes):
+def reads_before(self: Any, batch: Batch) -> Inputs:
     """The forward reads what its module changes, before it calls the module."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        dense = batch.dense + 1
-        more = self.scales(batch)
-        return dense, [more.ids, more.ids]
+    dense = batch.dense + 1
+    more = self.scales(batch)
+    return dense, [more.ids, more.ids]
 
 
-class ReadsBeforeRebound(Computes):
+def reads_before_rebound(self: Any, batch: Batch) -> Inputs:
     """The same, where it gets another tensor."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        dense = batch.dense + 1
-        more = self.rebinds(batch)
-        return dense, [more.ids, more.ids]
+    dense = batch.dense + 1
+    more = self.rebinds(batch)
+    return dense, [more.ids, more.ids]
 
 
-class Rebound(Computes):
+def rebound(self: Any, batch: Batch) -> Inputs:
     """Its module gives the batch another tensor."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        more = self.rebinds(batch)
-        return more.dense, [more.ids, more.ids]
+    more = self.rebinds(batch)
+    return more.dense, [more.ids, more.ids]
 
 
-class OfEmbeddings(Computes):
+def of_embeddings(self: Any, batch: Batch) -> Inputs:
     """Its second tables' ids come out of the first's embeddings."""
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, list[Any]]:
-        found = self.tables[0](batch.ids)
-        return batch.dense, [batch.ids, self.move(found)]
+    found = self.tables[0](batch.ids)
+    return batch.dense, [batch.ids, self.move(found)]
 
 
-def computing(kind: type[Model]) -> nn.Module:
+def computing(kind: Kind) -> nn.Module:
     """A sharded model of a kind, with all modules that a kind may call."""
-    model = plain_model(TWO)
-    model.__class__ = kind
+    model: Any = plain_model(TWO)
+    model.__class__ = Computes
+    model.kind = kind
     model.move, model.augment, model.choose = Move(5), Augment(), Choose()
     model.negatives, model.parts, model.weights = Negatives(), Parts(Move(7)), Weights()
     model.more_negatives = Negatives()

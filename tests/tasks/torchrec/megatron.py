@@ -98,10 +98,14 @@ class Optimizer:
         return True, 0.0, None
 
 
-def megatrons() -> tuple[Any, Any]:
-    """A sharded model within both wrappers, and the optimizer of its dense part."""
-    model = sharded(Job(), ddp=False)
-    parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
-    inner = Float16Module(model._dmp_wrapped_module)
-    model._dmp_wrapped_module = DistributedDataParallel(inner, parameters)
+def within_megatrons(model: Any, inner: nn.Module, parameters: list[Any]) -> tuple[Any, Any]:
+    """A model of TorchRec's within both wrappers, and the optimizer of these parameters."""
+    model._dmp_wrapped_module = DistributedDataParallel(Float16Module(inner), parameters)
     return model, Optimizer(parameters, 0.1)
+
+
+def megatrons(plain: nn.Module | None = None) -> tuple[Any, Any]:
+    """A sharded model within both wrappers, and the optimizer of its dense part."""
+    model: Any = sharded(Job(), plain, ddp=False)
+    parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
+    return within_megatrons(model, model._dmp_wrapped_module, parameters)

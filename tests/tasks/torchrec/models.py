@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +110,9 @@ class Model(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         share = TABLES // job.modules
+        kind: Any = bags if job.pooled else collection
         self.tables = nn.ModuleList(
-            _tables(job, range(share * m, share * (m + 1))) for m in range(job.modules)
+            kind(range(share * m, share * (m + 1))) for m in range(job.modules)
         )
         self.bottom = nn.Sequential(nn.Linear(DENSE, DIM), nn.ReLU())
         self.top = nn.Sequential(nn.Linear(DIM * (TABLES + 1), DIM), nn.ReLU(), nn.Linear(DIM, 1))
@@ -143,26 +144,20 @@ class _Pool(nn.Module):
         )
 
 
-def _tables(job: Job, which: range) -> nn.Module:
-    if job.pooled:
-        return EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
-                )
-                for t in which
-            ],
-            device=CPU,
-        )
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
-            )
-            for t in which
-        ],
-        device=CPU,
-    )
+def bags(which: Iterable[int], *, weighted: bool = False) -> EmbeddingBagCollection:
+    """Pooled tables, by number; one feature each."""
+    made = [EmbeddingBagConfig(**_config(t)) for t in which]
+    return EmbeddingBagCollection(tables=made, is_weighted=weighted, device=CPU)
+
+
+def collection(which: Iterable[int]) -> EmbeddingCollection:
+    """Tables that are not pooled."""
+    return EmbeddingCollection(tables=[EmbeddingConfig(**_config(t)) for t in which], device=CPU)
+
+
+def _config(t: int) -> dict[str, Any]:
+    names = {"name": f"t{t}", "feature_names": [f"f{t}"]}
+    return {**names, "num_embeddings": ROWS, "embedding_dim": DIM}
 
 
 def plain_model(job: Job, seed: int = 7) -> Model:

@@ -1,28 +1,23 @@
-"""Trainings whose learning rates change in the loop, by TorchRec's classes and by ours.
-
-A run is told by hashes: of each loss and each output, and of what is left: parameters, states of
-the optimizers, and the rates that the tables of fbgemm hold.
-"""
+"""Trainings whose learning rates change in the loop, by TorchRec's classes and by ours."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from swpipe._values.stateful import modules_in
 from swpipe._values.walk import tensors_in
 from swpipe.tasks import torchrec as ours
 from tests.tasks.torchrec.loops import streams_on_a_cpu, theirs
 from tests.tasks.torchrec.models import CPU, Job, batches, everything, put_back, sharded
+from tests.tasks.torchrec.trial import Outcome
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # isort: skip
@@ -34,7 +29,7 @@ CALLS = 20
 JOB = Job(optimizer=torch.optim.Adagrad)
 STAGED = "StagedTrainPipeline"
 
-SCHEDULES = ("none", "lambda", "step", "one cycle", "warm-up", "by hand")
+SCHEDULES = ("lambda", "warm-up", "by hand")
 WHERE = ("dense", "fused", "both", "dense alone")
 """Whose rates change; in the last, the pipeline's optimizer is the dense one alone."""
 
@@ -60,21 +55,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _TWIN = {STAGED: "TrainPipelineBase"}
 """Of TorchRec's, for those of TorchRec's that a CPU cannot run."""
-
-
-@dataclass
-class Run:
-    """Hashes of losses and outputs, in order, and of what is left, by name."""
-
-    batches: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def differences(self, other: Run) -> list[str]:
-        """Where two runs differ, the first batches first."""
-        pairs = enumerate(zip(self.batches, other.batches, strict=True))
-        found = [f"batch {k}" for k, (mine, its) in pairs if mine != its]
-        names = sorted(self.left.keys() | other.left.keys())
-        return found + [n for n in names if self.left.get(n) != other.left.get(n)]
 
 
 def differences(kind: str, schedule: str, where: str, steps: int) -> list[str]:
@@ -109,12 +89,12 @@ class Training:
         self.pipeline = getattr(ours, name)(self.model, self.optimizer, CPU, **options)
         self._data = batches(CALLS)
 
-    def run(self, first: int, last: int) -> list[str]:
-        """Hashes of the outputs of so many calls."""
+    def run(self, first: int, last: int) -> list[Tensor]:
+        """The outputs of so many calls."""
         found = []
         for call in range(first, last):
             _set_rate(self.optimizer, 0.3 / (1 + call))
-            found.append(_hash([self.pipeline.progress(self._data)]))
+            found.append(self.pipeline.progress(self._data))
         return found
 
     def take_over(self, other: Training, done: int) -> None:
@@ -127,21 +107,23 @@ class Training:
         self._data = islice(batches(CALLS), done, None)
 
 
-def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Run:
-    """One training; the rates change after each call of ``progress``."""
+def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Outcome:
+    """One training; the rates change after each call of ``progress``.
+
+    Losses and outputs; parameters, states of the optimizers, and the rates that the tables hold.
+    """
     model = sharded(JOB)
     optimizer, change = _rates(model, schedule, where)
-    run, losses = Run(), []
+    outputs: list[Tensor] = []
+    losses: list[Tensor] = []
     model.register_forward_hook(lambda _module, _args, result: losses.append(result[0].detach()))
     with nullcontext() if on_ours else streams_on_a_cpu():
         for step, output in enumerate(_outputs(kind, model, optimizer, steps, on_ours)):
-            run.batches.append(_hash([losses[-1], output]))
+            outputs += [losses[-1], output]
             change(step)
-    state = optimizer.state_dict()
-    tensors = {**everything(model), **_named(state["state"], "state")}
-    run.left = {name: _hash([tensor]) for name, tensor in tensors.items()}
-    run.left["rates"] = str([m.get_learning_rate() for m in _tables(model)])
-    return run
+    state = _named(optimizer.state_dict()["state"], "state")
+    rates = torch.tensor([m.get_learning_rate() for m in _tables(model)])
+    return Outcome(outputs, {**everything(model), **state, "rates": rates})
 
 
 def _outputs(
@@ -203,17 +185,8 @@ def _warmed(optimizer: Any) -> Any:
 def _change(optimizer: Any, schedule: str) -> Callable[[int], Any]:
     if schedule == "by hand":
         return lambda step: _set_rate(optimizer, 0.3 / (1 + step)) if step % 3 == 1 else None
-    makers: dict[str, Callable[[], Any]] = {
-        "lambda": lambda: LambdaLR(optimizer, lambda step: 0.9**step),
-        "step": lambda: StepLR(optimizer, step_size=4, gamma=0.5),
-        "one cycle": lambda: OneCycleLR(
-            optimizer, max_lr=0.4, total_steps=51, cycle_momentum=False
-        ),
-    }
-    if schedule not in makers:
-        return lambda step: None
-    made = makers[schedule]()
-    return lambda step: made.step()
+    made = LambdaLR(optimizer, lambda step: 0.9**step) if schedule == "lambda" else None
+    return lambda step: None if made is None else made.step()
 
 
 def _set_rate(optimizer: Any, rate: float) -> None:
@@ -232,8 +205,3 @@ def _named(state: Any, name: str) -> dict[str, Tensor]:
 
 def _tables(model: nn.Module) -> Iterator[Any]:
     return (m for m in modules_in(model) if hasattr(m, "get_learning_rate"))
-
-
-def _hash(tensors: list[Tensor]) -> str:
-    raw = b"".join(t.detach().contiguous().cpu().numpy().tobytes() for t in tensors)
-    return hashlib.sha256(raw).hexdigest()[:16]

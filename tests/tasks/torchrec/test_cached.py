@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe import PipelinePlan, SWPipeline, TaskProfiler
 from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.plans.torchrec.sparse_dist import EMBED, PREFETCH, TASKS
 from swpipe.tasks.torchrec import (
-    PipelineFactory,
     RewriteError,
     SparseDistTasks,
     TaskOptions,
@@ -42,7 +42,7 @@ from tests.tasks.torchrec.models import (
     dense_optimizer,
     everything,
 )
-from tests.tasks.torchrec.trial import EXACT, Outcome, by_torchrec, to_the_end
+from tests.tasks.torchrec.trial import EXACT, Outcome, by_torchrec, create, to_the_end
 
 STEPS = 12
 JOB = Job("row_wise", pooled=False)
@@ -56,36 +56,13 @@ least once, and not each triple.
 """
 
 
-class Trained(NamedTuple):
-    """What one rank saw.
-
-    Attributes:
-        differs: Where the numbers differ from those of TorchRec's plain loop.
-        left: What prefetches left behind at the end.
-        most: The most keys that were outstanding.
-        batch: The most keys that any batch had on any rank.
-        overflowed: Whether the cache did.
-    """
-
-    differs: list[str]
-    left: list[str]
-    most: int
-    batch: int
-    overflowed: bool
-
-
 def prefetch_first() -> PipelinePlan:
     """The prefetch plan, but within a period the next batch is prefetched before the lookup."""
     plan = plans.prefetch()
     order = [name for name in plan.order if name != PREFETCH]
     order.insert(order.index(EMBED), PREFETCH)
-    return PipelinePlan(
-        plan.schedule,
-        deps=plan.deps,
-        cross_iter_deps=[pair for pair in plan.cross_iter_deps if pair[0] != PREFETCH],
-        order=order,
-        streams=plan.streams,
-    )
+    carried = [pair for pair in plan.cross_iter_deps if pair[0] != PREFETCH]
+    return replace(plan, cross_iter_deps=carried, same_period_deps=[], order=order)
 
 
 PLANS = {**plans.PLANS, "prefetch first": prefetch_first}
@@ -98,14 +75,9 @@ def _by_torchrec(job: Job, steps: int) -> tuple[Outcome, list[DynamicTables]]:
     return Outcome(outcome.outputs, outcome.state | rows_of(groups)), groups
 
 
-def _train(
-    model: Any, groups: list[DynamicTables], job: Job, plan: str, forward: Kind, declared: bool
-) -> Outcome:
+def _train(model: Any, groups: list[DynamicTables], job: Job, plan: str, forward: Kind) -> Outcome:
     owner = _tasks(model, job, forward)
-    tasks = owner.tasks()
-    if not declared:  # what they touch: then the plan is not checked against it
-        tasks = tuple(PipelineTask(task.name, task.fn) for task in tasks)
-    with SWPipeline(PLANS[plan](), tasks, device="cpu", stall_timeout_s=60.0) as pipe:
+    with SWPipeline(PLANS[plan](), owner.tasks(), device="cpu", stall_timeout_s=60.0) as pipe:
         outputs = [ctx.output for ctx in pipe.iterate(batches(STEPS))]
     owner.rewrite.detach()
     return Outcome(outputs, everything(model) | rows_of(groups))
@@ -116,18 +88,18 @@ def _tasks(model: Any, job: Job, forward: Kind, **options: Any) -> SparseDistTas
     return SparseDistTasks(model, step, TaskOptions(forward=forward, **options), device="cpu")
 
 
-def _behind_cache(plan: str, forward: Kind, declared: bool = True) -> Trained:
-    """Train with as many lines as the largest batch has keys."""
+def _behind_cache(plan: str, forward: Kind) -> tuple[list[str], int, int]:
+    """Train with as many lines as the largest batch has keys.
+
+    Returns:
+        What differs from TorchRec's plain loop or is left behind; the most keys that were
+        outstanding, and that any batch had on any rank.
+    """
     wanted, roomy = _by_torchrec(JOB, STEPS)
     batch = _most(max(group.most for group in roomy))
     model, groups = dynamic(JOB, batch)
-    try:
-        outcome = _train(model, groups, JOB, plan, forward, declared)
-    except CacheOverflow:
-        return Trained([], [], max(group.most for group in groups), batch, True)
-    differs = outcome.differences(wanted)
-    most = max(group.most for group in groups)
-    return Trained(differs, left_behind(groups), most, batch, False)
+    wrong = _train(model, groups, JOB, plan, forward).differences(wanted) + left_behind(groups)
+    return wrong, max(group.most for group in groups), batch
 
 
 def _with_admission(plan: str, forward: Kind, lines: int | None) -> tuple[list[str], int, int]:
@@ -139,7 +111,7 @@ def _with_admission(plan: str, forward: Kind, lines: int | None) -> tuple[list[s
     by = by_torchrec(JOB, batches(STEPS), model)
     wanted = Outcome(by.outputs, by.state | rows_of(groups) | _counts(groups))
     model, groups = dynamic(JOB, lines, threshold=4)
-    got = _train(model, groups, JOB, plan, forward, True)
+    got = _train(model, groups, JOB, plan, forward)
     found = Outcome(got.outputs, got.state | _counts(groups)).differences(wanted)
     kept, waiting = len(rows_of(groups)), sum(len(group.counts) for group in groups)
     return found + left_behind(groups), kept, waiting
@@ -179,11 +151,9 @@ def _most(mine: int) -> int:
 )
 def test_a_cache_of_one_batch_is_enough(two_ranks: Ranks, plan: str, forward: Kind) -> None:
     """Each batch is looked up before the next is prefetched; numbers are the plain loop's."""
-    for trained in two_ranks.run(_behind_cache, plan, forward):
-        assert not trained.overflowed
-        assert trained.differs == []
-        assert trained.left == []
-        assert 0 < trained.most <= trained.batch
+    for wrong, most, batch in two_ranks.run(_behind_cache, plan, forward):
+        assert wrong == []
+        assert 0 < most <= batch
 
 
 def test_a_plan_that_prefetches_before_the_forward_is_refused(two_ranks: Ranks) -> None:
@@ -197,10 +167,7 @@ def test_a_plan_that_prefetches_before_the_forward_is_refused(two_ranks: Ranks) 
 
 def _made(name: str, job: Job, lines: int | None, **options: Any) -> Any:
     model, groups = dynamic(job, lines)
-    pipeline = PipelineFactory.create(
-        name, model=model, optimizer=dense_optimizer(job, model), device=CPU, **options
-    )
-    return pipeline, model, groups
+    return create(name, model, job, **options), model, groups
 
 
 def _after_shortcut(
@@ -405,13 +372,7 @@ def _profiled(
 ) -> tuple[set[str], list[str]]:
     """The tasks measured, and in what the state differs from before."""
     model, groups = dynamic(JOB, lines)
-    with PipelineFactory.create(
-        name,
-        model=model,
-        optimizer=dense_optimizer(JOB, model),
-        device=CPU,
-        tables_state=saving(groups),
-    ) as pipeline:
+    with create(name, model, JOB, tables_state=saving(groups)) as pipeline:
         to_the_end(pipeline, batches(3))
         before = Outcome([], everything(model) | rows_of(groups))
         (batch,) = batches(1, seed=1)

@@ -103,7 +103,7 @@ def _parts(job: Job, model: nn.Module) -> tuple[list[Any], list[Any]]:
     return optimizers, [StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
 
 
-STEPS = {1: 4, 3: 13}
+STEPS = {1: 3, 3: 4}
 """Batches per optimizer step to batches of a training, with some left over."""
 
 
@@ -176,8 +176,8 @@ def _rates_by_torchrec(optimizer: str, schedule: str) -> Outcome:
     model = sharded(Job())
     made = OPTIMIZERS[optimizer](model)
     stepped = SCHEDULES[schedule](made)
-    pipeline, outputs, data = TrainPipelineBase(model, made, CPU), [], batches(8)
-    for _ in range(8):
+    pipeline, outputs, data = TrainPipelineBase(model, made, CPU), [], batches(5)
+    for _ in range(5):
         outputs.append(pipeline.progress(data))
         if stepped is not None:
             stepped.step()
@@ -197,7 +197,7 @@ def takes_torchrecs_optimizers_and_schedules(name: str) -> list[str]:
             made = OPTIMIZERS[optimizer](model)
             stepped = SCHEDULES[schedule](made)
             step = TrainStep([made], schedules=[] if stepped is None else [stepped])
-            got = outcome(create(name, model, step=step), batches(8))
+            got = outcome(create(name, model, step=step), batches(5))
             wanted = _rates_by_torchrec(optimizer, schedule)
             found += [f"{optimizer}, {schedule}: {one}" for one in got.differences(wanted)]
     return found
@@ -261,7 +261,7 @@ def _replicas_by_torchrec(place: int) -> Outcome:
         model, dense_optimizer(job, model), CPU, execute_all_batches=True,
         dmp_collection_sync_interval_batches=interval,
     )  # fmt: skip
-    return Outcome(to_the_end(theirs, batches(8)), everything(model))
+    return Outcome(to_the_end(theirs, batches(5)), everything(model))
 
 
 @of()
@@ -271,7 +271,7 @@ def averages_replicas_as_torchrec(name: str) -> list[str]:
     for place, (job, interval) in enumerate(REPLICATED):
         model = _replicated(job)
         step = TrainStep([dense_optimizer(job, model)], sync_interval=interval)
-        got = outcome(create(name, model, step=step), batches(8))
+        got = outcome(create(name, model, step=step), batches(5))
         found += got.differences(_replicas_by_torchrec(place))
     return found
 
@@ -321,7 +321,7 @@ def trains_within_megatrons_wrappers(name: str) -> list[str]:
 def _of_the_zoo_by_torchrec(kind: str) -> Outcome:
     model = zoo.sharded(kind)
     theirs = TrainPipelineBase(model, zoo.optimizer(model), CPU)
-    return Outcome(to_the_end(theirs, zoo.data(kind, 6)), everything(model))
+    return Outcome(to_the_end(theirs, zoo.data(kind, 4)), everything(model))
 
 
 @of()
@@ -330,7 +330,7 @@ def trains_models_of_many_kinds(name: str) -> list[str]:
     found = []
     for kind in [*zoo.ZOO][EXACT.index(name) % 2 :: 2]:
         model = zoo.sharded(kind)
-        got = outcome(create(name, model, optimizer=zoo.optimizer(model)), zoo.data(kind, 6))
+        got = outcome(create(name, model, optimizer=zoo.optimizer(model)), zoo.data(kind, 4))
         found += [f"{kind}: {one}" for one in got.differences(_of_the_zoo_by_torchrec(kind))]
     return found
 

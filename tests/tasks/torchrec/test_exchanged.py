@@ -14,24 +14,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe.tasks.torchrec import PipelineFactory, RewriteError
 from swpipe.tasks.torchrec.exchanged import CallInputs, _same
 from tests.support.ranks import Ranks
+from tests.tasks.torchrec.computing import TWO
 from tests.tasks.torchrec.models import (
     BATCH,
-    CPU,
     Batch,
-    Job,
     KeyedJaggedTensor,
     Model,
     batches,
-    dense_optimizer,
     plain_model,
     sharded,
 )
-from tests.tasks.torchrec.trial import EXACT, Outcome, by_torchrec, everything, to_the_end
-
-TWO = Job(modules=2)
+from tests.tasks.torchrec.trial import (
+    EXACT,
+    Outcome,
+    by_torchrec,
+    create,
+    everything,
+    refusal,
+    to_the_end,
+)
 
 
 @dataclass
@@ -119,25 +122,19 @@ def _model(kind: type[_Chooses]) -> nn.Module:
 def _trained(name: str, kind: type[_Chooses], at: int, **options: Any) -> str:
     """Train 9 batches, and let the model choose otherwise from one of them on."""
     model = _model(kind)
-    optimizer = dense_optimizer(TWO, model)
-    data = _data(9)
-    try:
-        with PipelineFactory.create(
-            name, model=model, optimizer=optimizer, device=CPU, **options
-        ) as pipeline:
-            for step in range(9):
-                if step == at and kind is _ByMode:
-                    pipeline.drain()
-                    model.eval()
-                elif step == at:
-                    model.module.flag = False
-                try:
-                    pipeline.progress(data)
-                except StopIteration:
-                    break
-    except RewriteError as error:
-        return str(error)
-    return "trained"
+
+    def train() -> None:
+        data = _data(9)
+        for _ in range(min(at, 9)):
+            pipeline.progress(data)
+        if at < 9 and kind is _ByMode:
+            pipeline.drain()
+            model.eval()
+        model.module.flag = at > 9
+        to_the_end(pipeline, data)
+
+    with create(name, model, TWO, **options) as pipeline:
+        return refusal(train)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_another_input_than_the_exchanged_one_is_refused(
             "features=", ""
         )
         assert "called with another one" in said
-    assert two_ranks.run(_trained, name, kind, 12) == ["trained"] * 2
+    assert two_ranks.run(_trained, name, kind, 12) == ["nothing raised"] * 2
 
 
 @pytest.mark.parametrize("name", EXACT[::2])
@@ -166,9 +163,7 @@ def _rewrapped(name: str) -> list[str]:
     wanted = by_torchrec(TWO, _data(6), _model(_Chooses))
     model = _model(_Rewraps)
     outputs = []
-    with PipelineFactory.create(
-        name, model=model, optimizer=dense_optimizer(TWO, model), device=CPU
-    ) as pipeline:
+    with create(name, model, TWO) as pipeline:
         data = _data(6)
         outputs.append(pipeline.progress(data))
         model.module.flag = False

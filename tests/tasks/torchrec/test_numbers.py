@@ -9,7 +9,6 @@ from itertools import chain, product
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,61 +23,22 @@ from tests.tasks.torchrec.loops import (
     theirs,
     trained,
 )
-from tests.tasks.torchrec.models import Job, batches
-from tests.tasks.torchrec.trial import by_torchrec, to_the_end
+from tests.tasks.torchrec.models import batches
+from tests.tasks.torchrec.trial import to_the_end
 
 SPARSE_EVAL = "EvalPipelineSparseDist"
 SPARSE, BASE = "TrainPipelineSparseDist", "TrainPipelineBase"
 
 
-def _differences(job: Job) -> dict[str, list[str]]:
-    wanted = by_torchrec(job, batches(6))
-    found = {name: trained(getattr(ours, name), 6, job).differences(wanted) for name in EXACT}
-    return {name: where for name, where in found.items() if where}
+def _evaluated_ahead() -> list[str]:
+    wanted = trained(theirs(SPARSE_EVAL), 5)
+    options = {"enable_embedding_lookup_prefetch": True}
+    return trained(ours.EvalPipelineFusedSparseDist, 5, **options).differences(wanted)
 
 
-@pytest.mark.parametrize(
-    "job", [Job(), pytest.param(Job("row_wise", pooled=False, modules=2), marks=pytest.mark.slow)]
-)
-def test_every_exact_class_trains_as_torchrecs_base(two_ranks: Ranks, job: Job) -> None:
-    """At its default arguments."""
-    assert two_ranks.run(_differences, job) == [{}, {}]
-
-
-def test_every_exact_class_trains_so_on_one_rank(one_rank: Ranks) -> None:
-    """There, the fused class has one backward for the dense part and the tables."""
-    assert one_rank.run(_differences, Job()) == [{}]
-
-
-def _stale() -> list[Any]:
-    found = []
-    for start, stash in product((0, 3, 900), (False, True)):
-        options = {"start_batch": start, "stash_gradients": stash}
-        with streams_on_a_cpu():
-            wanted = trained(theirs("TrainPipelineSemiSync"), 7, **options)
-        where = trained(ours.TrainPipelineSemiSync, 7, **options).differences(wanted)
-        found += [(options, where)] if where else []
-    return found
-
-
-def test_semi_sync_trains_as_torchrecs(two_ranks: Ranks) -> None:
-    """From the first batch, from the fourth, or never; with gradients stashed or not."""
-    assert two_ranks.run(_stale) == [[], []]
-
-
-def _copied_on_a_thread() -> list[str]:
-    name = "TrainPipelineSparseDistT"
-    found = trained(getattr(ours, name), 6).differences(trained(theirs(name), 6))
-    for ahead in (False, True):
-        options = {"enable_embedding_lookup_prefetch": ahead}
-        wanted = trained(theirs(SPARSE_EVAL), 5)
-        found += trained(ours.EvalPipelineFusedSparseDist, 5, **options).differences(wanted)
-    return found
-
-
-def test_copies_on_a_thread_and_evaluations_ahead(two_ranks: Ranks) -> None:
-    """TrainPipelineSparseDistT trains, and EvalPipelineFusedSparseDist evaluates, as TorchRec's."""
-    assert two_ranks.run(_copied_on_a_thread) == [[], []]
+def test_evaluations_that_look_up_ahead_are_torchrecs(two_ranks: Ranks) -> None:
+    """Trainings of each class are in test_rates, and with others on their model in test_turns."""
+    assert two_ranks.run(_evaluated_ahead) == [[], []]
 
 
 PULLED = {

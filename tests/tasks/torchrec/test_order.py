@@ -13,17 +13,10 @@ import torch.distributed as dist
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.plans.torchrec.sparse_dist import COPY, EMBED, EMBED_BACK, PREFETCH, START, WAIT
-from swpipe.tasks.torchrec import PipelineFactory, SparseDistTasks, TrainStep
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from tests.support.ranks import WELL_BEFORE_S, Ranks
-from tests.tasks.torchrec.models import (
-    CPU,
-    Job,
-    batches,
-    dense_optimizer,
-    everything,
-    sharded,
-)
-from tests.tasks.torchrec.trial import Outcome, by_torchrec
+from tests.tasks.torchrec.models import Job, batches, dense_optimizer, everything, sharded
+from tests.tasks.torchrec.trial import Outcome, by_torchrec, create
 
 THREADS = {
     "prefetch": {COPY: "io", START: "exchange", WAIT: "exchange", PREFETCH: "cache"},
@@ -45,14 +38,7 @@ def _threaded(name: str) -> PipelinePlan:
         task: replace(entry, thread_group=THREADS[name].get(task, entry.thread_group))
         for task, entry in plan.schedule.items()
     }
-    return PipelinePlan(
-        schedule,
-        deps=plan.deps,
-        cross_iter_deps=plan.cross_iter_deps,
-        same_period_deps=plan.same_period_deps,
-        order=plan.order,
-        streams=plan.streams,
-    )
+    return replace(plan, schedule=schedule)
 
 
 def _late(task: PipelineTask, draws: random.Random) -> PipelineTask:
@@ -102,9 +88,7 @@ def _one_raises() -> None:
 
     calls = iter(range(100))
     step = TrainStep([dense_optimizer(job, model)], forward=forward)
-    with PipelineFactory.create(
-        "jagged_prefetch_sparse_dist", model=model, step=step, device=CPU
-    ) as pipeline:
+    with create("jagged_prefetch_sparse_dist", model, step=step) as pipeline:
         data = batches(8)
         for _ in range(8):
             pipeline.progress(data)
@@ -125,11 +109,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error() -> None:
 
 
 def _different_plans() -> None:
-    model = sharded(Job())
     name = ("jagged_sparse_dist", "jagged_prefetch_sparse_dist")[dist.get_rank()]
-    with PipelineFactory.create(
-        name, model=model, optimizer=dense_optimizer(Job(), model), device=CPU
-    ) as pipeline:
+    with create(name) as pipeline:
         pipeline.progress(batches(3))
 
 

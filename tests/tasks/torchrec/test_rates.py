@@ -69,7 +69,7 @@ def test_trainings_equal_torchrecs_under_schedules(one_rank: Ranks, two_ranks: R
     every = pairwise_cases(KINDS, SCHEDULES, WHERE, (1, 2))
     for ranks, group in ((1, one_rank), (2, two_ranks)):
         cases = [case[:3] for case in every if case[3] == ranks]
-        assert group.run(_different, cases, 10, deadline_s=300.0) == [[]] * ranks
+        assert group.run(_different, cases, 8, deadline_s=300.0) == [[]] * ranks
 
 
 def _resumed(kind: str) -> list[str]:
@@ -78,9 +78,8 @@ def _resumed(kind: str) -> list[str]:
     whole.run(0, 6)
     done = 6 + len(whole.pipeline.drain())
     second.take_over(whole, done)
-    found = [] if whole.run(done, 14) == second.run(done, 14) else ["outputs"]
-    left = [Outcome([], everything(training.model)) for training in (whole, second)]
-    return found + left[0].differences(left[1])
+    left = [Outcome(one.run(done, 14), everything(one.model)) for one in (whole, second)]
+    return left[0].differences(left[1])
 
 
 @pytest.mark.parametrize("kind", ["fused", "semi-sync from 4", "semi-sync from 900"])

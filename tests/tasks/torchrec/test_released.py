@@ -42,11 +42,7 @@ ALL = MemoryOptions(
 @pytest.mark.parametrize("job", [Job(), Job("row_wise", pooled=False, modules=2)])
 def test_every_exact_pipeline_trains_to_torchrecs_bits(two_ranks: Ranks, job: Job) -> None:
     """With all that saves memory."""
-    assert _everywhere(two_ranks, job) == [{}, {}]
-
-
-def _everywhere(ranks: Ranks, job: Job) -> list[Any]:
-    return ranks.run(_trained, job)
+    assert two_ranks.run(_trained, job) == [{}, {}]
 
 
 def _trained(job: Job) -> dict[str, list[str]]:
@@ -100,8 +96,9 @@ def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
     assert copied.length_per_key() == [1, 3]
     inputs = {"tables": CallInputs([ids], {})}
     contexts = [SimpleNamespace(early_releasable_inputs=[copied]), SimpleNamespace(kept=kept)]
-    context: Any = SimpleNamespace(inputs=inputs, module_contexts=dict(enumerate(contexts)))
-    releases.started(context, None)
+    modules = dict(enumerate(contexts))
+    context: Any = SimpleNamespace(computed=None, inputs=inputs, module_contexts=modules)
+    releases.started(context)
     assert isinstance(ids.values(), Released)
     assert isinstance(ids.lengths(), Released)
     assert ids.length_per_key() == [1, 3]

@@ -1,4 +1,4 @@
-"""Batch shufflers on two and four ranks: as many rows as before, none lost, work spread evenly."""
+"""Batch shufflers on two ranks: as many rows as before, none lost, work spread evenly."""
 
 from __future__ import annotations
 
@@ -128,8 +128,9 @@ def _shuffle(batches: int) -> list[Seen]:
     return seen
 
 
-def check_deal(per_rank: list[list[Seen]]) -> None:
-    for seen in zip(*per_rank, strict=True):
+def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
+    """Equal rows per rank, every row whole and none lost, rank 0's long rows spread."""
+    for seen in zip(*two_ranks.run(_shuffle, 3), strict=True):
         assert [len(s.after) for s in seen] == [ROWS] * len(seen)
         before = {row: what for s in seen for row, what in s.before.items()}
         after = {row: what for s in seen for row, what in s.after.items()}
@@ -140,11 +141,6 @@ def check_deal(per_rank: list[list[Seen]]) -> None:
         assert seen[0].rest == (
             "of the whole batch", 3, None, (ROWS, 0), torch.int32, torch.bool, ROWS
         )  # fmt: skip
-
-
-def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
-    """Equal rows per rank, every row whole and none lost, rank 0's long rows spread."""
-    check_deal(two_ranks.run(_shuffle, 3))
 
 
 def _told(make: Callable[[int], Clicks], workload: Callable[[Clicks], Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -106,25 +107,27 @@ def test_another_iterator_begins_when_the_one_before_is_done() -> None:
     assert _values(pipeline, first, 1) == [13.0]
     assert _values(pipeline, second, 5) == [14.0, 15.0, 16.0, 3.0, 3.0]
     assert pipeline.progress(second) is None
-    assert _values(pipeline, first, 2) == [17.0, 18.0]
+    assert _values(pipeline, first, 1) == [17.0]
+    assert [*map(float, pipeline.drain())] == [18.0]
 
 
 def _misuse() -> list[str]:
     model = sharded(Job())
-    util, pipeline = _stages(model, prefetch=False)
-    data = batches(5)
+    _, pipeline = _stages(model, prefetch=False)
+    data = chain(batches(5), map(int, "x"))  # which fails
     batch = pipeline.progress(data)
     model(batch)
     other = next(batches(1, seed=9))
     found = [refusal(lambda: model(other))]
-    util.drop()
-    return [*found, refusal(lambda: model(batch))]
+    pipeline.progress(data)
+    return [*found, refusal(lambda: pipeline.progress(data)), refusal(lambda: model(batch))]
 
 
 def test_a_batch_that_was_not_exchanged_is_refused(two_ranks: Ranks) -> None:
-    """Instead of training on another batch's embeddings."""
-    for other, again in two_ranks.run(_misuse):
+    """Instead of training on another batch's embeddings; a failure drops the exchanges, too."""
+    for other, failed, again in two_ranks.run(_misuse):
         assert "exchanged" in other
+        assert failed.startswith("ValueError: invalid literal")
         assert "no exchanged batch is left" in again
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +11,11 @@ import torch
 
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks import torchrec as ours
-from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import made, theirs
 from tests.tasks.torchrec.models import CPU, Job, batches, combined, everything, sharded
 from tests.tasks.torchrec.test_numbers import popped
 from tests.tasks.torchrec.trial import Outcome, refusal
-
-TURNS = (
-    ("train", 3), ("validate", 2), ("train", 2), ("again", 3), ("validate", 4), ("train", 4),
-    ("test", 3), ("again", 4), ("train", 1), ("test", 1),
-)  # fmt: skip
-"""Which pipeline takes how many steps; their passes go on where they were left."""
 
 TRAIN = (
     "TrainPipelineSparseDist", "TrainPipelineBase", "TrainPipelineSparseDistLite",
@@ -31,54 +25,51 @@ EVALUATE = (
     "EvalPipelineSparseDist", "EvalPipelineFusedSparseDist", "TrainPipelineSparseDist",
     "TrainPipelineBase", "TrainEvalHybridPipelineBase",
 )  # fmt: skip
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.slow] if place >= len(TRAIN) else [])
-    for place, case in enumerate(pairwise_cases(TRAIN, EVALUATE, TRAIN))
-]
 
 
-def _in_turns(kinds: dict[str, Any]) -> Outcome:
+def _turns(count: int) -> Iterator[int]:
+    """Pipelines by number, in an order in which each comes directly after each other one."""
+    for one in range(count):
+        for other in range(one + 1, count):
+            yield from (one, other)
+    yield 0
+
+
+def _in_turns(train: Sequence[Any], evaluate: Sequence[Any]) -> Outcome:
+    """All on one model, a step or two each time; their passes go on where they were left."""
     model = sharded(Job())
     optimizer = combined(model)  # so that no plan looks up before the step
-
-    pipelines = {name: kind(model, optimizer, CPU) for name, kind in kinds.items()}
-    data = {name: batches(10, seed=seed) for seed, name in enumerate(kinds)}
+    pipelines = [kind(model, optimizer, CPU) for kind in (*train, *evaluate)]
+    data = [batches(30, seed=seed) for seed in range(len(pipelines))]
     outputs = []
-    for name, steps in TURNS:
-        model.train(name in ("train", "again"))
+    for turn, which in enumerate(_turns(len(pipelines))):
+        model.train(which < len(train))
         with torch.set_grad_enabled(model.training):
-            outputs += [pipelines[name].progress(data[name]).detach() for _ in range(steps)]
+            steps = 1 + (turn % 5 == 0)
+            outputs += [pipelines[which].progress(data[which]).detach() for _ in range(steps)]
     return Outcome(outputs, everything(model))
 
 
-def _plain() -> Outcome:
-    """TorchRec's base, which has nothing in flight but a copy."""
-    return _in_turns(dict.fromkeys(("train", "validate", "again", "test"), theirs(TRAIN[1])))
+def _ours() -> list[str]:
+    train, evaluate = ([getattr(ours, name) for name in names] for names in (TRAIN, EVALUATE))
+    found = _in_turns([*train, train[0]], evaluate)  # two of one class
+    base = theirs(TRAIN[1])  # which has nothing in flight but a copy
+    return found.differences(_in_turns([base] * (len(train) + 1), [base] * len(evaluate)))
 
 
-def _ours(train: str, evaluate: str, again: str) -> list[str]:
-    names = {"train": train, "validate": evaluate, "again": again, "test": evaluate}
-    found = _in_turns({name: getattr(ours, kind) for name, kind in names.items()})
-    return found.differences(_plain())
-
-
-@pytest.mark.parametrize(("train", "evaluate", "again"), CASES)
-def test_pipelines_on_one_model_take_turns(
-    one_rank: Ranks, two_ranks: Ranks, train: str, evaluate: str, again: str
-) -> None:
-    """Train, validate, train by another, test: in mid-pass, bit for bit a plain loop."""
-    assert two_ranks.run(_ours, train, evaluate, again) == [[], []]
-    assert one_rank.run(_ours, train, evaluate, again) == [[]]
+def test_pipelines_on_one_model_take_turns(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """Twelve train and evaluate, each after each other: in mid-pass, bit for bit a plain loop."""
+    assert two_ranks.run(_ours) == [[], []]
+    assert one_rank.run(_ours) == [[]]
 
 
 def _as_theirs() -> list[str]:
-    names = dict.fromkeys(("train", "validate", "again", "test"), TRAIN[0])
-    found = _in_turns({name: getattr(ours, kind) for name, kind in names.items()})
-    return found.differences(_in_turns({name: theirs(kind) for name, kind in names.items()}))
+    mine, its = getattr(ours, TRAIN[0]), theirs(TRAIN[0])
+    return _in_turns([mine] * 2, [mine] * 2).differences(_in_turns([its] * 2, [its] * 2))
 
 
 def test_turns_are_torchrecs(two_ranks: Ranks) -> None:
-    """Three of its class run the same; its other classes fail in mid-pass."""
+    """Four of its class run the same; its other classes fail in mid-pass."""
     assert two_ranks.run(_as_theirs) == [[], []]
 
 

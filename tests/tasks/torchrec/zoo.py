@@ -16,15 +16,12 @@ from tests.tasks.torchrec.models import (
     CPU,
     DENSE,
     DIM,
-    ROWS,
     TABLES,
     Batch,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
+    bags,
     batches,
+    collection,
     in_backward_optimizer_filter,
 )
 
@@ -45,33 +42,6 @@ with warnings.catch_warnings():
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 NAMES = [f"f{t}" for t in range(TABLES)]
-
-
-def bags(which: range, *, weighted: bool = False) -> EmbeddingBagCollection:
-    """Pooled tables."""
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
-            )
-            for t in which
-        ],
-        is_weighted=weighted,
-        device=CPU,
-    )
-
-
-def collection(which: range) -> EmbeddingCollection:
-    """Tables that are not pooled."""
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=ROWS, embedding_dim=DIM
-            )
-            for t in which
-        ],
-        device=CPU,
-    )
 
 
 class _Head(nn.Module):

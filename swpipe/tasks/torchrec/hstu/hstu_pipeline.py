@@ -1,16 +1,5 @@
 """HSTU's pipeline: ``progress`` returns (loss, tokens, output), under a schedule with lookaheads.
 
-    pipe = HSTUPipelineFactory.create(
-        "hstu_prefetch_sparse_dist", model=model, optimizer=optimizer, device=device
-    )
-    batches = iter(loader)
-    while True:
-        try:
-            loss, tokens, output = pipe.progress(batches)
-        except StopIteration:
-            break
-    pipe.shutdown()
-
 Source: seed sections 5, 7.3 and 8.3.
 """
 
@@ -22,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from swpipe.core.plan import PipelinePlan
-from swpipe.plans.torchrec.hstu_schedule import PREFETCH, hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import PREFETCH, TASKS, hstu_plan, hstu_schedule
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.named import Form, In, Out
 from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
@@ -35,23 +24,17 @@ from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 def hstu_groups(prefetch: bool) -> dict[str, Sequence[str]]:
     """The fourteen tasks, or thirteen without a prefetch, for ``TaskOptions(grouped=)``."""
-    fill = {PREFETCH: ["prefetch"]} if prefetch else {}
-    return {
+    calls = {
         "h2d": ["copy"],
-        "start_shuffle": ["start_shuffle"],
-        "finish_shuffle": ["finish_shuffle"],
-        "start_input_dist": ["start_input_dist"],
-        "wait_input_dist": ["wait_input_dist"],
-        **fill,
-        "zero_grad": ["zero_grad"],
+        PREFETCH: ["prefetch"],
         "global_tokens_allreduce": ["count_tokens"],
         "nccl_safety_barrier": [],  # only what it waits for
         "forward": [*([] if prefetch else ["prefetch"]), "embedding_forward", "dense_forward"],
         "backward": ["postprocess_loss", "dense_backward", "embedding_backward"],
         "finalize_model_grads": ["finalize_gradients"],
-        "optimizer_step": ["optimizer_step"],
         "watchdog_step": ["watch"],
     }
+    return {name: calls.get(name, [name]) for name in TASKS if prefetch or name != PREFETCH}
 
 
 class HSTUPipeline(JaggedPipeline[In, Out]):
@@ -62,12 +45,9 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
     torch's DDP or Megatron's wrapper; a model without sharded modules needs no process group.
 
     Args:
-        model: As for ``JaggedPipeline``.
-        optimizer: Of the dense parameters.
-        device: Where the batches go.
+        model, optimizer, device, batch_shuffler: As for ``JaggedPipeline``.
         prefetch: With the task ``prefetch_embeddings``, for tables with a cache.
         prefetch_depth: Batches whose ids are exchanged ahead; one more is copied.
-        batch_shuffler: As for ``JaggedPipeline``.
         threaded: Some tasks have threads of their own; False: the caller's thread runs all.
         thread_map: None for ``HSTU_DEFAULT_THREAD_MAP``; the name of a preset
             (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function of the task
@@ -106,7 +86,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
         self.schedule = hstu_schedule(
             prefetch=given["prefetch"],
             prefetch_depth=given["prefetch_depth"],
-            shuffled=not isinstance(self._shuffler, IdentityShuffler | None),
+            shuffled=type(self._shuffler) not in (IdentityShuffler, type(None)),
         )
         self._made = hstu_plan(self.schedule, given["thread_map"], threaded=given["threaded"])
 
@@ -124,10 +104,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
 
 
 class HSTUPipelineFactory(PipelineFactory):
-    """A registry of HSTU's pipelines by name: ``hstu_sparse_dist``, ``hstu_prefetch_sparse_dist``.
-
-    ``create(name, ...)`` takes the arguments of ``HSTUPipeline``.
-    """
+    """HSTU's pipelines by name: ``hstu_sparse_dist`` and ``hstu_prefetch_sparse_dist``."""
 
 
 HSTUPipelineFactory.register("hstu_sparse_dist", HSTUPipeline)

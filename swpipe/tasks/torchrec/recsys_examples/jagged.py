@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.grad_reduction import is_megatrons
 from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
 from swpipe.tasks.torchrec.per_token import PerToken, Returns
-from swpipe.tasks.torchrec.pipeline_factory import Maker, PipelineFactory
+from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.refused_arguments import arguments
-from swpipe.tasks.torchrec.shuffle import Shuffler
+from swpipe.tasks.torchrec.shuffle import IdentityShuffler, Shuffler
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_options import TaskOptions
 
@@ -33,41 +33,15 @@ KEYWORDS = {
 """What all pipelines take by keyword, with the defaults."""
 
 
-def _parallel_state() -> Any:
-    """Megatron's groups, where the script has initialised them."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    return state if state is not None and state.model_parallel_is_initialized() else None
-
-
-def _data_parallel_group() -> dist.ProcessGroup | None:
-    """The data-parallel ranks; None for all."""
-    state = _parallel_state()
-    group: dist.ProcessGroup | None = None if state is None else state.get_data_parallel_group()
-    return group
-
-
-def _has_tensor_parallel() -> bool:
-    """Whether Megatron splits layers over ranks."""
-    state = _parallel_state()
-    return state is not None and state.get_tensor_model_parallel_world_size() > 1
-
-
-class _WholeShuffle:
+class _WholeShuffle(IdentityShuffler):
     """A batch shuffler of recsys-examples, as one of ours; it does all in ``finish``."""
 
     def __init__(self, shuffler: Any, group: dist.ProcessGroup | None) -> None:
         self._shuffler = shuffler
         self._group = dist.group.WORLD if group is None else group
 
-    def start(self, batch: Any) -> None:
-        """Do nothing: it needs the batch on the device."""
-
-    def finish(self, batch: Any, ticket: None) -> Any:
-        """The batch that this rank trains on."""
+    def finish(self, batch: Any, ticket: None = None) -> Any:
         return self._shuffler.shuffle(batch, self._group)
-
-    def close(self) -> None:
-        """Do nothing: the user has made it."""
 
 
 def _shuffler(given: Any, group: dist.ProcessGroup | None) -> Shuffler | None:
@@ -124,10 +98,13 @@ class JaggedPipeline(NamedPipeline[In, Out]):
     )
 
     def _take(self, given: Mapping[str, Any]) -> None:
-        self._group = _data_parallel_group()
+        state = sys.modules.get("megatron.core.parallel_state")
+        if state is not None and not state.model_parallel_is_initialized():
+            state = None
+        self._group = None if state is None else state.get_data_parallel_group()
         self._shuffler = _shuffler(given["batch_shuffler"], self._group)
-        megatron = any(map(is_megatrons, self._model.modules()))
-        if given["finalize"] is None and megatron and _has_tensor_parallel():
+        splits = state is not None and state.get_tensor_model_parallel_world_size() > 1
+        if splits and given["finalize"] is None and any(map(is_megatrons, self._model.modules())):
             raise ValueError(
                 "Megatron splits layers over ranks here, and some of their gradients are reduced "
                 "by finalize_model_grads alone: give the pipeline "
@@ -148,10 +125,7 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         return TaskOptions(forward=kind, shuffler=self._shuffler, inputs=inputs, **given)
 
     def _copy_batch_to_gpu_and_shuffle(self, dataloader_iter: Iterator[In]) -> Any:
-        """The next batch as the pipeline would train on it; None at the end of the data.
-
-        The trainers of recsys-examples evaluate such batches themselves. A collective.
-        """
+        """The next batch, for trainers that evaluate by themselves; None at the end; collective."""
         batch: Any = next(dataloader_iter, None)
         if batch is None:
             return None
@@ -164,14 +138,9 @@ class TrainPipelineFactory(PipelineFactory):
     """The factory of recsys-examples, with its names: those of the classes here."""
 
 
-def register_train_pipeline(name: str) -> Callable[[Maker], Maker]:
+def register_train_pipeline(name: str) -> Any:
     """Decorator: ``TrainPipelineFactory.register`` with the decorated class."""
-
-    def register(pipeline_class: Maker) -> Maker:
-        TrainPipelineFactory.register(name, pipeline_class)
-        return pipeline_class
-
-    return register
+    return TrainPipelineFactory.register(name)
 
 
 def _form(name: str, kind: Kind, left: int) -> Form:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from swpipe.errors import PlanError
 from swpipe.tasks.torchrec import PipelineFactory
@@ -16,9 +15,9 @@ from swpipe.tasks.torchrec.hstu import (
     HSTUPipelineFactory,
 )
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
-from tests.tasks.torchrec.hstu.ranking import hstu_model
-from tests.tasks.torchrec.hstu.training import BATCH, batches, made, results
+from tests.tasks.torchrec.hstu.training import batches, made
 from tests.tasks.torchrec.models import CPU
+from tests.tasks.torchrec.trial import to_the_end
 
 NAMES = ["hstu_prefetch_sparse_dist", "hstu_sparse_dist"]
 
@@ -52,13 +51,13 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
     ) as pipe:
         assert isinstance(pipe, JaggedPipeline)
         assert len(pipe.schedule.all_tasks()) == (14 if "prefetch" in name else 13)
-        assert len(results(pipe, batches(3))) == 3
+        assert len(to_the_end(pipe, batches(3))) == 3
 
 
 def test_after_shutdown_nothing_runs() -> None:
     """Twice is as good as once; a call of progress is an error."""
     pipe = _pipeline(prefetch=True)
-    results(pipe, batches(2))
+    to_the_end(pipe, batches(2))
     pipe.shutdown()
     pipe.shutdown()
     with pytest.raises(RuntimeError, match="clos"):
@@ -69,7 +68,7 @@ def test_the_watchdog_is_called_for_each_batch() -> None:
     """After everything else, on the caller's thread."""
     called: list[int] = []
     with _pipeline(watchdog=lambda: called.append(1)) as pipe:
-        results(pipe, batches(4))
+        to_the_end(pipe, batches(4))
     assert called == [1] * 4
 
 
@@ -78,7 +77,7 @@ def test_thread_maps_are_given_by_name_or_as_dicts() -> None:
     for given in (None, *HSTU_THREAD_MAPS, HSTU_DEFAULT_THREAD_MAP, "per_task"):
         for prefetch in (False, True):
             with _pipeline(thread_map=given, prefetch=prefetch) as pipe:
-                assert len(results(pipe, batches(2))) == 2
+                assert len(to_the_end(pipe, batches(2))) == 2
     with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
         _pipeline(thread_map={"prefetch": "io"})
 
@@ -91,14 +90,3 @@ def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
         _pipeline(batch_shuffler=3)
     with pytest.raises(TypeError, match="lookahead"):
         _pipeline(lookahead=3)
-
-
-def test_a_batch_lies_row_by_row() -> None:
-    """Histories become features of items and actions, times and a number of losses."""
-    (batch,) = batches(1)
-    assert batch.ids.stride() == BATCH
-    assert batch.ids.keys() == ["item", "action"]
-    assert float(batch.num_loss_tokens()) == len(batch.times.values())
-    lengths = batch.times.lengths()
-    assert torch.equal(batch.work(), lengths.float() ** 2)
-    assert hstu_model.SequenceBatch.of([(), ()]).ids.lengths().tolist() == [0] * 4

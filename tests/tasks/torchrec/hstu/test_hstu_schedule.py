@@ -54,16 +54,31 @@ def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_who_takes_turns_among_the_collectives(shuffled: bool) -> None:
-    """Five always, both shuffles with a shuffler that exchanges rows."""
+    """Six always, both shuffles with a shuffler that exchanges rows."""
     always = {
         "start_input_dist",
         "wait_input_dist",
         "global_tokens_allreduce",
+        "forward",
         "backward",
         "finalize_model_grads",
     }
     found = {task.name for task in _schedule(shuffled=shuffled).all_tasks() if task.nccl}
     assert found == always | ({"start_shuffle", "finish_shuffle"} if shuffled else set())
+
+
+def test_tokens_are_counted_while_the_sizes_of_the_next_batch_are_exchanged() -> None:
+    """Under every preset: all take turns in this order, in which nobody waits for the sizes."""
+    for preset in (*HSTU_THREAD_MAPS, "per_task"):
+        schedule = hstu_plan(_schedule(), preset).schedule
+        assert [name for name in schedule if schedule[name].globally_ordered] == [
+            "start_input_dist",
+            "global_tokens_allreduce",
+            "wait_input_dist",
+            "forward",
+            "backward",
+            "finalize_model_grads",
+        ]
 
 
 def test_the_presets_are_those_of_the_seed() -> None:

@@ -21,9 +21,9 @@ from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tabl
 from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler, SparseDistTasks
 from swpipe.tasks.torchrec.hstu import HSTUPipeline
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
-from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
+from tests.tasks.torchrec.megatron import within_megatrons
 from tests.tasks.torchrec.models import CPU, everything
-from tests.tasks.torchrec.trial import Outcome
+from tests.tasks.torchrec.trial import Outcome, to_the_end
 
 BATCH = 4
 
@@ -80,9 +80,7 @@ def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
     dense = [value for _, value in in_backward_optimizer_filter(model.named_parameters())]
     if wrapper == "ddp":
         return model, torch.optim.SGD(dense, lr=0.1)
-    inner = Float16Module(model._dmp_wrapped_module.module)
-    model._dmp_wrapped_module = DistributedDataParallel(inner, dense)
-    return model, Optimizer(dense, 0.1)
+    return within_megatrons(model, model._dmp_wrapped_module.module, dense)
 
 
 def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
@@ -113,7 +111,7 @@ def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome
 
 
 def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
-    """What the pipeline makes of it, each task up to 3 ms late, other than on other ranks.
+    """What the pipeline makes of it, each task up to 1 ms late, other than on other ranks.
 
     ``late`` is for other delays.
     """
@@ -121,27 +119,17 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
     model, optimizer = made(case.wrapper)
     shuffler = KarmarkarKarpShuffler(hstu_model.SequenceBatch.work) if case.balanced else None
     with (
-        late_tasks(late or (lambda name: draws.random() * 3e-3)),
+        late_tasks(late or (lambda name: draws.random() * 1e-3)),
         HSTUPipeline(
             model, optimizer, CPU,
             prefetch=case.prefetch, prefetch_depth=case.depth, batch_shuffler=shuffler,
             thread_map=case.preset,
         ) as pipe,
     ):  # fmt: skip
-        outputs = flat(results(pipe, batches(steps)))
+        outputs = flat(to_the_end(pipe, batches(steps)))
     if shuffler is not None:
         shuffler.close()
     return Outcome(outputs, everything(model))
-
-
-def results(pipe: Any, data: Iterator[Any]) -> list[Any]:
-    """What ``progress`` returns, until StopIteration."""
-    found = []
-    while True:
-        try:
-            found.append(pipe.progress(data))
-        except StopIteration:
-            return found
 
 
 def flat(found: list[Any]) -> list[Tensor]:

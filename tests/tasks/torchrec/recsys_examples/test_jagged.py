@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -32,10 +32,10 @@ from tests.tasks.torchrec.recsys_examples.trainer import (
     flat,
     made,
     ran,
-    results,
     sequences,
     trained,
 )
+from tests.tasks.torchrec.trial import refusal, to_the_end
 
 PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dist", "Pipeline"))]
 
@@ -89,10 +89,10 @@ def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
     with closing(created(name, returns=returns)) as pipeline:
         for part in _slices(sequences(7), 3):
             pipeline._model.train()
-            found += flat(results(pipeline, part))
+            found += flat(to_the_end(pipeline, part))
             pipeline._model.eval()
             with torch.no_grad():
-                evaluated = results(pipeline, islice(sequences(9, seed=1), 4))
+                evaluated = to_the_end(pipeline, islice(sequences(9, seed=1), 4))
             if returns == "tokens":
                 assert all(tokens is None for _, tokens, _ in evaluated)
                 evaluated = [(loss, output) for loss, _, output in evaluated]
@@ -117,7 +117,7 @@ def _own_evaluation(name: str) -> int:
     data = sequences(3)
     count = 0
     with closing(created(name, batch_shuffler=_Rotate())) as pipeline:
-        results(pipeline, sequences(2, seed=2))
+        to_the_end(pipeline, sequences(2, seed=2))
         model = pipeline._model if name == "jagged_none" else pipeline.detach()
         model.eval()
         while (batch := pipeline._copy_batch_to_gpu_and_shuffle(data)) is not None:
@@ -134,7 +134,7 @@ def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> No
 
 def _left(name: str, count: int) -> int:
     with closing(created(name, execute_all_batches=False)) as pipeline:
-        return count - len(results(pipeline, sequences(count)))
+        return count - len(to_the_end(pipeline, sequences(count)))
 
 
 @pytest.mark.parametrize(
@@ -187,16 +187,8 @@ def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
 # ------------------------------------------------------------------------ what may go wrong
 
 
-def _said(fn: Callable[[], Any]) -> str:
-    try:
-        fn()
-    except Exception as error:  # noqa: BLE001 - the test's to see
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
 def _asserted(false_on: int) -> str:
-    return _said(lambda: collective_assert(dist.get_rank() != false_on, "a rank is wrong"))
+    return refusal(lambda: collective_assert(dist.get_rank() != false_on, "a rank is wrong"))
 
 
 def test_an_assertion_that_fails_on_one_rank_is_raised_on_all(two_ranks: Ranks) -> None:
@@ -213,7 +205,7 @@ def _not_a_number(returns: str, checked: bool) -> str:
     with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN="1" if checked else "0"):
         pipeline = created("jagged_sparse_dist", returns=returns)
     with closing(pipeline):
-        return _said(lambda: results(pipeline, iter(data)))
+        return refusal(lambda: to_the_end(pipeline, iter(data)))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +224,7 @@ def test_a_loss_that_is_nan_is_an_error_on_all_ranks(
 
 def _without_tokens() -> str:
     labelled = (super(Sequences, batch).to(CPU) for batch in sequences(2))
-    return _said(lambda: ran("jagged_none", labelled))
+    return refusal(lambda: ran("jagged_none", labelled))
 
 
 def test_a_batch_that_does_not_count_its_tokens_is_refused(one_rank: Ranks) -> None:
@@ -250,7 +242,7 @@ def test_wrong_arguments_are_refused_by_name(one_rank: Ranks) -> None:
         ({"apply_jit": True}, "NotImplementedError: JaggedMegatronTrainPipelineSparseDist(apply"),
         ({"pipeline_depth": 2}, "TypeError: JaggedMegatronTrainPipelineSparseDist() got an unexp"),
     ):
-        assert one_rank.run(_refusal, options)[0].startswith(wanted)
+        assert one_rank.run(_made_with, options)[0].startswith(wanted)
 
 
 class _Mean(SequenceModel):
@@ -266,7 +258,7 @@ def _averaged(returns: str) -> str:
     model._dmp_wrapped_module.module.__class__ = _Mean
     pipeline = ours.JaggedMegatronTrainNonePipeline(model, optimizer, CPU, returns=returns)
     with closing(pipeline):
-        return _said(lambda: pipeline.progress(sequences(1)))
+        return refusal(lambda: pipeline.progress(sequences(1)))
 
 
 @pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
@@ -304,8 +296,8 @@ def test_a_batch_may_be_trained_on_twice(two_ranks: Ranks) -> None:
     assert two_ranks.run(_counts) == [[True, True]] * 2
 
 
-def _refusal(options: dict[str, Any]) -> str:
-    return _said(lambda: created("jagged_sparse_dist", **options))
+def _made_with(options: dict[str, Any]) -> str:
+    return refusal(lambda: created("jagged_sparse_dist", **options))
 
 
 # ------------------------------------------------------------------------ Megatron's groups
@@ -326,7 +318,7 @@ def _own_report() -> list[bool]:
     with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(1)}):
         pipeline = created("jagged_sparse_dist", returns="reporting_loss")
     with closing(pipeline):
-        reported = [report for report, _ in results(pipeline, sequences(3))]
+        reported = [report for report, _ in to_the_end(pipeline, sequences(3))]
     return [
         report[1].item() == batch.num_loss_tokens().item()
         for report, batch in zip(reported, sequences(3), strict=True)
@@ -341,7 +333,7 @@ def test_reports_are_those_of_megatrons_data_parallel_ranks(two_ranks: Ranks) ->
 def _tensor_parallel(megatron: bool, finalized: bool) -> str:
     options = {"finalize": lambda model: None} if finalized else {}
     with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(2)}):
-        return _said(lambda: created("jagged_none", megatron, **options))
+        return refusal(lambda: created("jagged_none", megatron, **options))
 
 
 def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> None:
@@ -395,7 +387,7 @@ def _as_the_serial_one() -> bool:
     model, optimizer = made()
     pipeline = ours.SWSerialTrainPipeline(model, optimizer, CPU, _Rotate())
     with closing(pipeline):
-        reported = flat(results(pipeline, sequences(3)))
+        reported = flat(to_the_end(pipeline, sequences(3)))
     wanted = ran("jagged_none", sequences(3), batch_shuffler=_Rotate(), returns="reporting_loss")
     return len(reported) == 6 and all(map(torch.equal, reported, wanted))
 

@@ -46,20 +46,13 @@ def test_the_names_are_those_of_recsys_examples() -> None:
 
 
 def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
-    """By position or by keyword; other arguments are handed on."""
+    """Arguments are handed on, by position, by keyword, or from a configuration that stays."""
     registry.register("mine", _Mine)
+    first, config = (MODEL, OPTIMIZER, DEVICE), {"type": "mine", "depth": 2}
     wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": DEVICE, "depth": 2}
-    assert registry.create("mine", MODEL, OPTIMIZER, DEVICE, depth=2).given == wanted
-    by_keyword = registry.create("mine", model=MODEL, optimizer=OPTIMIZER, device=DEVICE, depth=2)
-    assert by_keyword.given == wanted
-
-
-def test_a_pipeline_is_created_from_a_configuration(registry: type[TrainPipelineFactory]) -> None:
-    """Its type is the name; the configuration is not changed."""
-    registry.register("mine", _Mine)
-    config = {"type": "mine", "depth": 2}
-    made = registry.create_from_config(config, MODEL, OPTIMIZER, DEVICE)
-    assert made.given == {"model": MODEL, "optimizer": OPTIMIZER, "device": DEVICE, "depth": 2}
+    assert registry.create("mine", *first, depth=2).given == wanted
+    assert registry.create("mine", **wanted).given == wanted
+    assert registry.create_from_config(config, *first).given == wanted
     assert config == {"type": "mine", "depth": 2}
 
 
@@ -95,9 +88,3 @@ def test_wrong_names_are_refused_with_those_that_exist(
         registry.create_from_config({"depth": 2}, MODEL, OPTIMIZER, DEVICE)
     with pytest.raises(ValueError, match=r"'jagged_none' is registered already"):
         registry.register("jagged_none", _Mine)
-
-
-def test_the_factory_has_no_instances() -> None:
-    """It is called on the class."""
-    with pytest.raises(TypeError, match=r"call TrainPipelineFactory.create\(\)"):
-        TrainPipelineFactory()

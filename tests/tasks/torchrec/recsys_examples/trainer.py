@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swpipe.tasks.torchrec.recsys_examples import TrainPipelineFactory
-from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, Optimizer
+from tests.tasks.torchrec.megatron import megatrons
 from tests.tasks.torchrec.models import (
     CPU,
     Batch,
@@ -25,7 +25,7 @@ from tests.tasks.torchrec.models import (
     plain_model,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome
+from tests.tasks.torchrec.trial import Outcome, to_the_end
 
 EXACT = (
     "jagged_none",
@@ -81,13 +81,10 @@ def made(megatron: bool = False) -> tuple[Any, Any]:
     """A sharded model, within torch's DDP or Megatron's wrappers, and its dense optimizer."""
     plain = plain_model(Job())
     plain.__class__ = SequenceModel
-    model = sharded(Job(), plain, ddp=not megatron)
-    if not megatron:
-        return model, dense_optimizer(Job(), model)
-    parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
-    inner = Float16Module(model._dmp_wrapped_module)
-    model._dmp_wrapped_module = DistributedDataParallel(inner, parameters)
-    return model, Optimizer(parameters, 0.1)
+    if megatron:
+        return megatrons(plain)
+    model = sharded(Job(), plain)
+    return model, dense_optimizer(Job(), model)
 
 
 def created(name: str, megatron: bool = False, **options: Any) -> Any:
@@ -96,20 +93,10 @@ def created(name: str, megatron: bool = False, **options: Any) -> Any:
     return TrainPipelineFactory.create(name, model, optimizer, CPU, **options)
 
 
-def results(pipeline: Any, data: Iterator[Any]) -> list[Any]:
-    """What ``progress`` returns, until StopIteration."""
-    found = []
-    while True:
-        try:
-            found.append(pipeline.progress(data))
-        except StopIteration:
-            return found
-
-
 def ran(name: str, data: Iterator[Any], **options: Any) -> list[Tensor]:
     """Loss, tokens and logits of each step of a pipeline by name."""
     with closing(created(name, **options)) as pipeline:
-        return flat(results(pipeline, data))
+        return flat(to_the_end(pipeline, data))
 
 
 def flat(reported: list[Any]) -> list[Tensor]:
@@ -120,7 +107,7 @@ def flat(reported: list[Any]) -> list[Tensor]:
 def trained(name: str, steps: int, megatron: bool = False, **options: Any) -> Outcome:
     """What one of the pipelines makes of so many batches."""
     with closing(created(name, megatron, **options)) as pipeline:
-        outputs = flat(results(pipeline, sequences(steps)))
+        outputs = flat(to_the_end(pipeline, sequences(steps)))
         return Outcome(outputs, everything(pipeline._model))
 
 

@@ -1,10 +1,12 @@
-"""What a snapshot does not have is not trained twice."""
+"""Optimizers that step in a trial are put back, given or not."""
 
 from __future__ import annotations
 
 import _thread
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from swpipe._state.guard import TrainingGuard
 from swpipe._state.loop import LoopState
-from swpipe._values.owners import Owner, Owners, given_state
-from swpipe._values.snapshot import Snapshot
-from swpipe.core.task import PipelineTask
+from swpipe._values.stateful import Owner, Owners
 from swpipe.device import CpuDevice
 from swpipe.errors import UnsavedStateError
 
@@ -29,7 +28,6 @@ class Trainer:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
-        self.table = torch.zeros(3)
 
     def train(self) -> None:
         self.backward()
@@ -39,44 +37,42 @@ class Trainer:
         self.optimizer.zero_grad()
         self.model(torch.ones(1, 2)).sum().backward()
 
-    def update_by_hand(self) -> None:
-        self.backward()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.sub_(0.1)
 
-    def count(self) -> None:
-        self.table[1] += 1
-
-
-def guarded(fn: Callable[..., object], state: Any = None, windows: int = 3) -> int:
+def tried(fn: Callable[..., object], state: Any = (), windows: int = 3) -> int:
     """Run a task in windows with state restored between them; how many were run."""
-    task = PipelineTask("t", fn)
-    snapshot = Snapshot(given_state([] if state is None else state), CpuDevice())
+    saved = LoopState([], state, CpuDevice())
     for _ in range(windows):
-        try:
-            with TrainingGuard(snapshot):
-                task.fn(SimpleNamespace())
-        finally:
-            snapshot.restore()
+        with saved.trial():
+            fn(SimpleNamespace())
     return windows
 
 
-def test_parameters_outside_of_the_snapshot_are_not_trained() -> None:
-    """The optimizer is known, its model is not: parameters are named."""
+def test_an_optimizer_that_is_only_shown_later_is_put_back() -> None:
+    """With its state, its options and its parameters, whatever steps."""
     trainer = Trainer()
+    trainer.train()  # now it has moments
+    before = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
+
+    def train(ctx: Any) -> None:
+        trainer.train()
+        trainer.optimizer.param_groups[0]["lr"] *= 0.5
+        trainer.train()
+
+    for state in ([], [Owner("Linear", trainer.model)]):
+        assert tried(train, Owners(state)) == 3
+        after = trainer.model.state_dict(), trainer.optimizer.state_dict()
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_was_left_out_does_not_step() -> None:
+    """The user has said what is restored: it raises before the first step, and says what to add."""
+    trainer = Trainer()
+    trainer.train()
     before = copy.deepcopy(trainer.model.state_dict())
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
-    snapshot = Snapshot(given_state([other, trainer.model]), CpuDevice())
-    late = nn.Parameter(torch.ones(2))
-    other.add_param_group({"params": [late]})
-    with TrainingGuard(snapshot):
-        other.param_groups.pop()
-        other.step()
-        other.add_param_group({"params": [late]})
-        with pytest.raises(UnsavedStateError, match=r"SGD updates parameters.*shape \(2,\)"):
-            other.step()
+    with pytest.raises(UnsavedStateError, match=r"step of an optimizer.*SGD\. Add it to state=: "):
+        tried(lambda ctx: trainer.train(), [trainer.model])
     assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
+    assert tried(lambda ctx: trainer.train(), [trainer.model, trainer.optimizer]) == 3
 
 
 def test_an_optimizer_without_a_state_may_step_on_what_is_restored() -> None:
@@ -92,7 +88,7 @@ def test_an_optimizer_without_a_state_may_step_on_what_is_restored() -> None:
         trainer.optimizer.param_groups[0]["lr"] *= 0.5
 
     before = copy.deepcopy(model.state_dict())
-    assert guarded(train, [model]) == 3
+    assert tried(train, [model]) == 3
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1
     assert not trainer.optimizer.state
@@ -101,37 +97,43 @@ def test_an_optimizer_without_a_state_may_step_on_what_is_restored() -> None:
 def test_an_optimizer_that_a_task_makes_each_time() -> None:
     """It trains what is restored, and nothing of it stays."""
     model = Trainer().model
+    made: list[weakref.ref[Any]] = []
 
     def fit(ctx: Any) -> None:
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
+        made.append(weakref.ref(optimizer))
 
     before = copy.deepcopy(model.state_dict())
-    assert guarded(fit, [model]) == 3
+    saved = LoopState([], [model], CpuDevice())
+    with saved.trial():
+        for _ in range(3):
+            fit(None)
+        gc.collect()
+        assert [one() for one in made] == [None] * 3
+        assert not saved._snapshot._added
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
 
 
-@pytest.mark.parametrize("kind", ["stepped", "scheduled"])
-def test_an_optimizer_that_is_not_restored_does_not_step(kind: str) -> None:
-    """It has moments, or a scheduler, which would not be restored."""
+def test_an_optimizer_with_a_scheduler_of_which_nothing_is_known_does_not_step() -> None:
+    """A task may step the scheduler, which nothing shows: it raises before the first step."""
     trainer = Trainer()
     model = trainer.model
-    if kind == "stepped":
-        trainer.train()
-    else:
-        torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
     before = copy.deepcopy(model.state_dict())
 
     def train(ctx: Any) -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        trainer.optimizer.step()
+        trainer.train()
 
-    with pytest.raises(UnsavedStateError, match=r"step of an optimizer.*SGD.*state=\[") as caught:
-        guarded(train, [model])
-    assert caught.value.names == ("SGD",)
+    with pytest.raises(UnsavedStateError, match=r"step a scheduler.*state=\[model, opt") as caught:
+        tried(train, [model])
+    assert caught.value.names == ("the scheduler of SGD",)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    with pytest.raises(UnsavedStateError, match="step a scheduler"):
+        LoopState([], Owners([Owner("SGD", trainer.optimizer)]), CpuDevice())
+    assert tried(train, [model, trainer.optimizer]) == 3
 
 
 def test_another_thread_trains_what_it_likes() -> None:
@@ -151,50 +153,26 @@ def test_another_thread_trains_what_it_likes() -> None:
         thread.start()
         thread.join()
 
-    snapshot = Snapshot(given_state([trainer.model, trainer.optimizer]), CpuDevice())
-    with TrainingGuard(snapshot):
+    with LoopState([], [trainer.model, trainer.optimizer], CpuDevice()).trial():
         train(None)
     assert failed == []
     assert other.optimizer.state
 
 
-def test_parameters_updated_without_an_optimizer_are_noticed() -> None:
-    """Before the second window."""
-    trainer = Trainer()
-    with pytest.raises(UnsavedStateError, match=r"modify tensors in place.*Linear\.weight"):
-        guarded(lambda ctx: trainer.update_by_hand())
-
-
 def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
     """Autograd's threads for a device run hooks that may step, and have nobody's variables."""
-    trainer, refused, done = Trainer(), [], threading.Event()
+    trainer, done = Trainer(), threading.Event()
+    before = copy.deepcopy(trainer.model.state_dict())
 
     def of_autograd() -> None:
-        try:
-            trainer.train()
-        except UnsavedStateError as error:
-            refused.append(error)
+        trainer.train()
         done.set()
 
-    with TrainingGuard(Snapshot([], CpuDevice())):
+    with LoopState([], [], CpuDevice()).trial():
         _thread.start_new_thread(of_autograd, ())
         assert done.wait(60)
-    assert len(refused) == 1
+        assert trainer.optimizer.state
     assert not trainer.optimizer.state
-
-
-def test_state_that_is_given_is_restored() -> None:
-    """What the error says to do helps."""
-    trainer = Trainer()
-    state = [trainer.model, trainer.optimizer, trainer.table]
-
-    def both(ctx: Any) -> None:
-        trainer.train()
-        trainer.count()
-
-    before = copy.deepcopy(trainer.model.state_dict())
-    assert guarded(both, state) == 3
-    assert trainer.table.tolist() == [0, 0, 0]
     assert all(map(torch.equal, before.values(), trainer.model.state_dict().values()))
 
 
@@ -240,33 +218,16 @@ def test_an_optimizer_in_a_restored_one_is_restored() -> None:
         trainer.backward()
         wrapper.step()
 
-    assert guarded(train, [trainer.model, wrapper]) == 3
+    assert tried(train, [trainer.model, wrapper]) == 3
     assert not trainer.optimizer.state
 
 
 def test_an_object_that_restores_its_optimizer_is_trusted() -> None:
-    """Its state_dict need not hold the same tensors."""
+    """Also where it has a scheduler; its state_dict need not hold the same tensors."""
     trainer = Trainer()
-    snapshot = Snapshot(given_state([WithStateDict(trainer)]), CpuDevice())
-    with TrainingGuard(snapshot):
+    torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    with LoopState([], [WithStateDict(trainer)], CpuDevice()).trial():
         trainer.train()
-
-
-def test_modules_that_an_object_restores_are_trusted() -> None:
-    """Their parameters may be modified."""
-    trainer = Trainer()
-    owner = WithStateDict(trainer)
-    owner.restored_modules = (trainer.model,)  # type: ignore[attr-defined]
-    assert guarded(lambda ctx: trainer.update_by_hand(), [owner]) == 3
-
-
-def test_tensors_without_version_counters_are_left_out() -> None:
-    """Those made in inference mode cannot be watched."""
-    trainer = Trainer()
-    with torch.inference_mode():
-        trainer.model.register_buffer("table", torch.zeros(3))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    guarded(lambda ctx: (trainer.model(torch.ones(1, 2)), optimizer.zero_grad()))
 
 
 def test_lazy_parameters_may_be_trained() -> None:
@@ -280,29 +241,5 @@ def test_lazy_parameters_may_be_trained() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
-    snapshot = Snapshot(given_state([model, optimizer]), CpuDevice())
-    with TrainingGuard(snapshot):
+    with LoopState([], [model, optimizer], CpuDevice()).trial():
         train(None)
-
-
-def test_what_was_only_shown_is_added_to() -> None:
-    """An optimizer that steps later is saved then, with its parameters; not if it is scheduled."""
-    trainer = Trainer()
-    trainer.train()
-    before = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
-    for _ in range(2):
-        snapshot = Snapshot([], CpuDevice())
-        with TrainingGuard(snapshot, adds=True):
-            trainer.train()
-            trainer.train()
-        snapshot.restore()
-        after = trainer.model.state_dict(), trainer.optimizer.state_dict()
-        torch.testing.assert_close(after, before, rtol=0, atol=0)
-    torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
-    with pytest.raises(UnsavedStateError, match=r"step a scheduler.*state=\[model, optimizer, sch"):
-        LoopState([], Owners([Owner("SGD", trainer.optimizer)]), CpuDevice())
-    with (
-        pytest.raises(UnsavedStateError, match="step a scheduler"),
-        TrainingGuard(Snapshot([], CpuDevice()), adds=True),
-    ):
-        trainer.train()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swpipe.shortcut.changes import ContextChanges, ContextWatch
+from swpipe._values.context_log import ContextWatch
 
 
 @dataclass
@@ -54,11 +54,13 @@ def context() -> SimpleNamespace:
     )
 
 
-def changes(task: Callable[[Any], object], ctx: Any = None) -> ContextChanges:
+def changes(
+    task: Callable[[Any], object], ctx: Any = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     ctx = context() if ctx is None else ctx
     with ContextWatch(ctx) as watch:
         task(ctx)
-    return watch.changes
+    return watch.produced, watch.deleted
 
 
 def set_item(ctx: Any) -> None:
@@ -187,22 +189,3 @@ def test_a_gradient_of_an_inner_tensor_is_read_without_a_warning() -> None:
     ctx.inner = ctx.leaf * 2
     ctx.inner.retain_grad()
     assert changes(lambda ctx: ctx.inner.sum().backward(), ctx) == (("leaf", "inner"), ())
-
-
-def test_lookups_in_a_keyed_jagged_tensor_are_no_change() -> None:
-    """Offsets, lengths and the dictionary that a KJT keeps for itself do not count."""
-    torchrec = pytest.importorskip("torchrec")
-    kjt = torchrec.KeyedJaggedTensor(
-        keys=["f", "g"], values=torch.arange(5), lengths=torch.tensor([1, 2, 0, 2])
-    )
-    ctx = SimpleNamespace(kjt=kjt)
-
-    def read(ctx: Any) -> None:
-        ctx.kjt.offsets()
-        ctx.kjt.length_per_key()
-        ctx.kjt.to_dict()
-        ctx.kjt["f"].offsets()
-
-    assert changes(read, ctx) == ((), ())
-    assert kjt._jt_dict is not None
-    assert changes(lambda ctx: ctx.kjt.values().add_(1), ctx) == (("kjt",), ())

@@ -1,16 +1,20 @@
-"""The layer of the documented model beside a dense reference, one sequence at a time."""
+"""The HSTU model of the examples: its layer beside a dense reference, and its batches."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+pytest.importorskip("torchrec")
+
 from tests.tasks.torchrec.hstu.ranking import hstu_model
+from tests.tasks.torchrec.hstu.training import BATCH, batches
 
 WIDTH, HEADS, LONGEST = 6, 2, 5
 
@@ -90,3 +94,14 @@ def test_a_token_sees_nothing_later_and_no_other_sequence() -> None:
     after = _by_layer(layer, tokens, times, lengths)
     changed = (before != after).any(1).tolist()
     assert changed == [False, False, True, True, False, False, False]
+
+
+def test_a_batch_lies_row_by_row() -> None:
+    """Histories become features of items and actions, times and a number of losses."""
+    (batch,) = batches(1)
+    assert batch.ids.stride() == BATCH
+    assert batch.ids.keys() == ["item", "action"]
+    assert float(batch.num_loss_tokens()) == len(batch.times.values())
+    lengths = batch.times.lengths()
+    assert torch.equal(batch.work(), lengths.float() ** 2)
+    assert hstu_model.SequenceBatch.of([(), ()]).ids.lengths().tolist() == [0] * 4
