@@ -1,7 +1,7 @@
 """Orders of a V to start a search from: published, torch's, greedy.
 
-Greedy orders are made in the order of time, within any memory. Each rank takes the
-pass that can start first, and W passes in waits. F0 and F1 are taken only where memory is left for
+Greedy orders are made in the order of time, within any memory. Each rank takes the pass that can
+start first, and W passes in waits. F0 and F1 are taken only where memory is left for
 the rest of a microbatch, counting what the pending W passes free. So the oldest microbatch can
 always go on: where its F1 is due, everything older is done and freed, and the memory that its last
 F0 left is there. Therefore an order is found for every ``max_mem`` in which one microbatch can run.
