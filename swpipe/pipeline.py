@@ -462,6 +462,13 @@ class SWPipeline(ShortcutControl[C]):
         """
         self._driver.close()
 
+    if not TYPE_CHECKING:  # for which every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            from swpipe.names_elsewhere import where_it_is
+
+            raise AttributeError(where_it_is(name), name=name, obj=self)
+
     def __enter__(self) -> Self:
         return self
 

@@ -25,7 +25,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
@@ -58,12 +58,11 @@ COMMANDS = ("train", "profile", "plan", "report", "doctor")
 JOIN_S = 300.0  # within which all ranks must have started
 _POLL_S = 0.2  # between two looks for a verdict
 _REPORT_S = 10.0  # within which rank 0 must have printed a verdict
-_AFTER_S = 2.0  # by which a rank that fails later ends later
 _FIRST_S = 600.0  # within which a node's first rank must have done what it does before the others
 
 _VERDICT, _PRINTED = "swpipe/verdict", "swpipe/printed"
 _READY, _LEAVE = "swpipe/ready", "swpipe/leave"
-_COMMAND, _FAILED = "swpipe/command/{}", "swpipe/failed"
+_COMMAND = "swpipe/command/{}"
 
 
 def launched() -> bool:
@@ -122,8 +121,7 @@ class Rank:
                 f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
                 "one process"
             ) from error
-        # For the other thread, and for failures: to connect to a store that is gone takes minutes.
-        self._connection = self._store.clone()
+        self._connection = self._store.clone()  # for the other thread
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
@@ -188,21 +186,12 @@ class Rank:
         first = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._leave(self._store, Verdict(*json.loads(first)), sys.stderr)
 
-    def fail(self) -> NoReturn:
-        """End this process with the traceback of the exception being handled, and exit code 1.
-
-        Where another rank failed earlier, that one ends first: torchrun polls the ranks in turn,
-        and reports the first that it finds ended as the root cause.
-        """
-        try:
-            later = self._connection.add(_FAILED, 1) > 1
-        except RuntimeError:  # the store is gone, and with it the job
-            later = False
-        sys.excepthook(*sys.exc_info())
+    def fail(self, error: Exception) -> NoReturn:
+        """End this process with the traceback of an exception, and exit code 1."""
+        get_error_handler().record_exception(error)  # of several ranks torchrun tells the earliest
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        if later:
-            time.sleep(_AFTER_S)
         os._exit(1)  # see above
 
     @contextmanager
@@ -302,8 +291,8 @@ def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
     torch.set_num_threads(1)
     try:
         return _run(rank, command)
-    except Exception:  # noqa: BLE001 - printed, and the process ends
-        rank.fail()
+    except Exception as error:  # noqa: BLE001 - printed, and the process ends
+        rank.fail(error)
 
 
 def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:

@@ -63,11 +63,6 @@ class Limits:
         object.__setattr__(self, "frozen", names_of(refs))
         object.__setattr__(self, "workers", workers)
 
-    def but(self, in_flight: int, threads: int | None = None) -> Limits:
-        """The same with other limits on iterations in flight and on thread groups."""
-        threads = self.threads if threads is None else threads
-        return Limits(in_flight, threads, self.frozen, self.workers)
-
     def check(self, plan: PipelinePlan) -> None:
         """Raise PlanError with the frozen tasks that the plan does not have."""
         if unknown := [name for name in self.frozen if name not in plan.schedule]:

@@ -292,8 +292,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Verdict]:
     return verdicts
 
 
-def _reraise(_: ranks.Rank) -> None:
-    raise  # noqa: PLE0704 - what is being handled
+def _reraise(_: ranks.Rank, error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def test_a_report_says_what_is_true(
     assert abs(1e3 * step.value_s - case.step) <= 1e3 * step.spread_s + 0.02 * case.step
     assert found.verdict.bound == case.bound
     assert found.next_step.startswith(case.first)
+    assert "<pull>" not in str(found)
     if case.saves is not None:
         advice = found.changes[0].advice
         assert abs(1e3 * advice.saved_s - case.saves) <= 1e3 * advice.spread_s + 0.05 * case.saves

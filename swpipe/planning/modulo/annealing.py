@@ -5,7 +5,7 @@ that falls with the temperature. The limit on the cost is drawn before the cost 
 that an estimate can be given up when it is above. Most moves begin with a critical task: one that
 sets the interval, or that such a task waits for. No other move can shorten it.
 
-Runs start from list schedules and from the incumbent, by turns. Every other run starts with tasks
+Runs start from simple schedules and from the incumbent, by turns. Every other run starts with tasks
 distributed to threads at random, and leaves them there: threads that are to be busy nearly all the
 time are hardly ever found by moving one task or two.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -139,64 +139,150 @@ def auto_plan(
     if max_bytes is not None:
         check_limit(max_bytes, costs)
 
-    def find(limits: Limits) -> Choice:
-        found = _best(plan, costs, limits, streams, effort, slack)
-        return found if effects is None else _by_workers(found, costs, limits, effects, streams)
-
-    best = find(limits)
+    planner = _Planner(plan, costs, limits, streams, effects, effort, slack)
+    best = planner.best()
     if max_bytes is not None:
-        best = _fitting(best, find, costs, limits, max_bytes, streams=streams)
+        best = planner.fitting(best, max_bytes)
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams, body=body)
     return best
 
 
-def _best(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float, slack: float
-) -> Choice:
-    """The plan found, with the pull on the caller's thread or on one of its own."""
-    best = _choice(plan, costs, limits, streams, effort, slack)
-    pull = costs.tasks.get(PULL, TaskCost())
-    if plan.pull_group is None and pull.host_us and min(limits.threads, limits.in_flight) > 1:
-        other = replace(plan, pull_group=PULL_GROUP, pipeline_depth=None)
-        apart = _choice(other, costs, limits, streams, effort, slack)
-        saved_us = best.ii_us - apart.ii_us
-        if saved_us > TOLERANCE * best.ii_us:
-            words = f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
-            best = replace(apart, why=(*apart.why, words))
-    return best
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Plans a loop; the fields are those arguments of ``auto_plan``."""
 
+    plan: PipelinePlan
+    costs: CostModel
+    limits: Limits
+    streams: bool
+    effects: EffectTable | None
+    effort: float
+    slack: float
 
-def _by_workers(
-    best: Choice, costs: CostModel, limits: Limits, effects: EffectTable, streams: bool
-) -> Choice:
-    """The plan with one more worker, again and again, in each group that is always busy."""
-    found, host = best, {n: c.total_us for n, c in costs.of(best.plan.schedule).items()}
-    while True:
-        load: dict[str, float] = {}
-        for name, entry in found.plan.schedule.items():
-            group = entry.thread_group
-            load[group] = load.get(group, 0.0) + host[name] / entry.workers
-        busy = {group for group, us in load.items() if us >= found.ii_us * (1 - TOLERANCE)}
-        for plan in _with_one_more(found.plan, busy) if busy else ():
-            fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
-            if fits and _keeps(plan, effects, streams):
-                ii_us = interval_us(plan, costs, streams=streams)
-                if ii_us < found.ii_us * (1 - TOLERANCE):
-                    found = replace(found, plan=plan, ii_us=ii_us)
-                    break
-        else:
-            break
-    if found is best:
-        return best
-    several = {e.thread_group: e.workers for e in found.plan.schedule.values() if e.workers > 1}
-    words = listed([f"{counted(n, 'worker')} of {group!r}" for group, n in several.items()])
-    saved = in_ms(best.ii_us - found.ii_us)
-    why = f"{words} take turns, each with iterations of its own, which earns {saved}."
-    bounds = lower_bounds(found.plan, costs, streams=streams)
-    why_all = (_above(found.ii_us, bounds), *best.why[1:], why)
-    return replace(found, bounds=bounds, why=why_all)
+    def best(self) -> Choice:
+        """The plan found, with the pull on the caller's thread or on one of its own."""
+        best = self._choice()
+        pull = self.costs.tasks.get(PULL, TaskCost())
+        apart = self.plan.pull_group is None and min(self.limits.threads, self.limits.in_flight) > 1
+        if apart and pull.host_us:
+            other = replace(self.plan, pull_group=PULL_GROUP, pipeline_depth=None)
+            found = replace(self, plan=other)._choice()
+            saved_us = best.ii_us - found.ii_us
+            if saved_us > TOLERANCE * best.ii_us:
+                words = (
+                    f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
+                )
+                best = replace(found, why=(*found.why, words))
+        return best if self.effects is None else self._by_workers(best, self.effects)
+
+    def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
+        """The plan with one more worker, again and again, in each group that is always busy."""
+        found, limits = best, self.limits
+        host_us = {n: c.total_us for n, c in self.costs.of(best.plan.schedule).items()}
+        while True:
+            load: dict[str, float] = {}
+            for name, entry in found.plan.schedule.items():
+                group = entry.thread_group
+                load[group] = load.get(group, 0.0) + host_us[name] / entry.workers
+            busy = {group for group, us in load.items() if us >= found.ii_us * (1 - TOLERANCE)}
+            for plan in _with_one_more(found.plan, busy) if busy else ():
+                fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
+                if fits and _keeps(plan, effects, self.streams):
+                    ii_us = interval_us(plan, self.costs, streams=self.streams)
+                    if ii_us < found.ii_us * (1 - TOLERANCE):
+                        found = replace(found, plan=plan, ii_us=ii_us)
+                        break
+            else:
+                break
+        if found is best:
+            return best
+        several = {e.thread_group: e.workers for e in found.plan.schedule.values() if e.workers > 1}
+        words = listed([f"{counted(n, 'worker')} of {group!r}" for group, n in several.items()])
+        saved = in_ms(best.ii_us - found.ii_us)
+        why = f"{words} take turns, each with iterations of its own, which earns {saved}."
+        bounds = lower_bounds(found.plan, self.costs, streams=self.streams)
+        return replace(found, bounds=bounds, why=(_above(found.ii_us, bounds), *best.why[1:], why))
+
+    def _choice(self) -> Choice:
+        """The plan found, with the pull on the thread group that ``plan`` gives it."""
+        plan, limits = self.plan, self.limits
+        if plan.pull_group is not None:  # beside the thread that pulls, one iteration ahead
+            if min(limits.threads, limits.in_flight) == 1:
+                text = (
+                    f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
+                    "iteration: set the limits on threads and in_flight to 2 or more, or leave it "
+                    "out"
+                )
+                raise PlanError([Problem(text)])
+            limits = replace(limits, in_flight=limits.in_flight - 1, threads=limits.threads - 1)
+        graph = schedule_graph(validate(plan), self.costs, limits, streams=self.streams)
+        _admits(graph, limits)
+        search = Search(plan, self.costs, graph, self.effort)
+        least = search.together(_least(search, limits), self.slack)
+        best = search.further_ahead(least)
+        chooses_ahead = plan.run_ahead is None and graph.run_ahead is not None
+        freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
+        bounds = bounds_of(freest, limits.threads, limits.in_flight)
+        why = _why(best, bounds, search)
+        if best is not least:
+            why.append(
+                f"The host may run {best.plan.run_ahead} iterations ahead of the device, which "
+                f"earns {in_ms(least.ii_us - best.ii_us)}."
+            )
+        return Choice(best.plan, best.ii_us, bounds, tuple(why))
+
+    def fitting(self, free: Choice, max_bytes: int) -> Choice:
+        """The fastest plan found that holds ``max_bytes`` at most, by the simulator.
+
+        The plans that are fastest under each number of iterations in flight are looked at, the most
+        first: as they are, and with less ``run_ahead`` and depth. A plan of fewer iterations in
+        flight is no faster than one of more in which those are allowed, so the search ends where it
+        has one that fits.
+
+        Args:
+            free: The fastest plan found, whatever it holds.
+            max_bytes: The limit.
+
+        Raises:
+            PlanError: No plan was found that fits; the message has the smallest peak.
+        """
+        best: tuple[float, PipelinePlan] | None = None
+        least = 0
+        for found in self._of_less_depth(free):
+            if best is not None and found.ii_us >= best[0]:
+                break
+            for plan in _smaller(found.plan, streams=self.streams):
+                held = peak_of(plan, self.costs, streams=self.streams)
+                size = 0 if held is None else held.bytes
+                least = min(least or size, size)
+                if size <= max_bytes:
+                    ii_us = interval_us(plan, self.costs, streams=self.streams)
+                    best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
+                    if plan.run_ahead == found.plan.run_ahead:
+                        break  # else one of less depth that may run ahead can be faster
+        if best is None:
+            text = (
+                f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
+                f"smallest peak found is {in_bytes(least)}, {least} bytes: allow that, or take "
+                "smaller batches"
+            )
+            raise PlanError([Problem(text)])
+        why = (
+            f"The limit of {in_bytes(max_bytes)} costs {in_ms(max(0.0, best[0] - free.ii_us))} per "
+            f"iteration: without it {in_ms(free.ii_us)}."
+        )
+        known = free.why if best[1] == free.plan else ()
+        return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
+
+    def _of_less_depth(self, free: Choice) -> Iterator[Choice]:
+        yield free
+        depths = range(free.in_flight - 1, 0, -1)
+        fewer = [replace(self.limits, in_flight=depth) for depth in depths]
+        for limits in (*fewer, replace(self.limits, in_flight=1, threads=1)):
+            with suppress(PlanError):  # so few are not admitted
+                yield replace(self, limits=limits).best()
 
 
 def _with_one_more(plan: PipelinePlan, groups: Set[str]) -> Iterator[PipelinePlan]:
@@ -256,42 +342,12 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
             f'may touch {listed(states)}: say others="" of a state that it does not touch.'
         )
     if pulls_in_turn:
-        limits = limits.but(1)
+        limits = replace(limits, in_flight=1)
         why.append(
             "Batches are not pulled ahead: nothing is declared of what the loader uses. Give "
             "loader=, a list or a DataLoader with workers, if that is where they come from."
         )
-    frozen = {*limits.frozen, *shared}
-    return Limits(limits.in_flight, limits.threads, frozen, limits.workers), why
-
-
-def _choice(
-    plan: PipelinePlan, costs: CostModel, limits: Limits, streams: bool, effort: float, slack: float
-) -> Choice:
-    """The plan found, with the pull on the thread group that ``plan`` gives it."""
-    if plan.pull_group is not None:  # beside the thread that pulls, one iteration ahead
-        if min(limits.threads, limits.in_flight) == 1:
-            text = (
-                f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
-                "iteration: set the limits on threads and in_flight to 2 or more, or leave it out"
-            )
-            raise PlanError([Problem(text)])
-        limits = limits.but(limits.in_flight - 1, limits.threads - 1)
-    graph = schedule_graph(validate(plan), costs, limits, streams=streams)
-    _admits(graph, limits)
-    search = Search(plan, costs, graph, effort)
-    least = search.together(_least(search, limits), slack)
-    best = search.further_ahead(least)
-    chooses_ahead = plan.run_ahead is None and graph.run_ahead is not None
-    freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
-    bounds = bounds_of(freest, limits.threads, limits.in_flight)
-    why = _why(best, bounds, search)
-    if best is not least:
-        why.append(
-            f"The host may run {best.plan.run_ahead} iterations ahead of the device, which earns "
-            f"{in_ms(least.ii_us - best.ii_us)}."
-        )
-    return Choice(best.plan, best.ii_us, bounds, tuple(why))
+    return replace(limits, frozen=tuple(dict.fromkeys((*limits.frozen, *shared)))), why
 
 
 def _least(search: Search, limits: Limits) -> FoundPlan:
@@ -325,75 +381,6 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
         f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or more"
     )
     raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
-
-
-# ----------------------------------------------------------------------------------------- memory
-
-
-def _fitting(
-    free: Choice,
-    find: Callable[[Limits], Choice],
-    costs: CostModel,
-    limits: Limits,
-    max_bytes: int,
-    *,
-    streams: bool,
-) -> Choice:
-    """The fastest plan found that holds ``max_bytes`` at most, by the simulator.
-
-    The plans that are fastest under each number of iterations in flight are looked at, the most
-    first: as they are, and with less ``run_ahead`` and depth. A plan of fewer iterations in flight
-    is no faster than one of more in which those are allowed, so the search ends where it has one
-    that fits.
-
-    Args:
-        free: The fastest plan found, whatever it holds.
-        find: The fastest plan under other limits.
-        costs: With the tasks' memory.
-        limits: What else to keep to.
-        max_bytes: The limit.
-        streams: Whether the device has streams.
-
-    Raises:
-        PlanError: No plan was found that fits; the message has the smallest peak.
-    """
-    best: tuple[float, PipelinePlan] | None = None
-    least = 0
-    for found in _of_less_depth(free, find, limits):
-        if best is not None and found.ii_us >= best[0]:
-            break
-        for plan in _smaller(found.plan, streams=streams):
-            held = peak_of(plan, costs, streams=streams)
-            size = 0 if held is None else held.bytes
-            least = min(least or size, size)
-            if size <= max_bytes:
-                ii_us = interval_us(plan, costs, streams=streams)
-                best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
-                if plan.run_ahead == found.plan.run_ahead:
-                    break  # else one of less depth that may run ahead can be faster
-    if best is None:
-        text = (
-            f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
-            f"smallest peak found is {in_bytes(least)}, {least} bytes: allow that, or take smaller "
-            "batches"
-        )
-        raise PlanError([Problem(text)])
-    why = (
-        f"The limit of {in_bytes(max_bytes)} costs {in_ms(max(0.0, best[0] - free.ii_us))} per "
-        f"iteration: without it {in_ms(free.ii_us)}."
-    )
-    known = free.why if best[1] == free.plan else ()
-    return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
-
-
-def _of_less_depth(
-    free: Choice, find: Callable[[Limits], Choice], limits: Limits
-) -> Iterator[Choice]:
-    yield free
-    fewer = [limits.but(depth) for depth in range(1, free.in_flight)]
-    for less in (*reversed(fewer), limits.but(1, 1)):
-        with suppress(PlanError):  # so few are not admitted
-            yield find(less)
 
 
 def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
