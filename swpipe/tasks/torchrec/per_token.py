@@ -56,12 +56,18 @@ class PerToken:
     Args:
         returns: What ``progress`` returns; see the module.
         group: The data-parallel ranks; None for all.
+        assert_nan: Check losses for NaN, whatever the environment says.
 
     Raises:
         ValueError: ``returns`` is neither.
     """
 
-    def __init__(self, returns: Returns = "tokens", group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        returns: Returns = "tokens",
+        group: dist.ProcessGroup | None = None,
+        assert_nan: bool = False,
+    ) -> None:
         if returns not in ("tokens", "reporting_loss"):
             raise ValueError(
                 f"returns is {shown(returns)}; give 'tokens' for (loss, tokens, output), or "
@@ -71,7 +77,8 @@ class PerToken:
         self._group = group
         self._alone = not dist.is_initialized()
         self._ranks = 1 if self._alone else dist.get_world_size(group)
-        self._checks_nan = not self._by_batch or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
+        told = assert_nan or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
+        self._checks_nan = told or not self._by_batch
 
     def count(self, batch: Any, device: torch.device) -> Tensor | None:
         """The tokens of all ranks: no rank has to wait, since the last step has joined them."""

@@ -54,7 +54,7 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             that returns the thread's name. In a dict, "compute" and "default" are the caller's
             thread, on which all tasks run that it does not name.
         execute_all_batches, custom_model_fwd, returns, finalize: As for ``JaggedPipeline``, and so
-            are watchdog, find, inputs, strict, random and run_ahead.
+            are watchdog, assert_nan_loss, find, inputs, strict, random and run_ahead.
 
     Attributes:
         schedule: The tasks' lookaheads, streams and waits.

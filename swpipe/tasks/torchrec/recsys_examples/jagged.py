@@ -25,6 +25,7 @@ KEYWORDS = {
     "returns": None,
     "finalize": None,
     "watchdog": None,
+    "assert_nan_loss": False,
     "find": "direct",
     "inputs": None,
     "strict": True,
@@ -75,6 +76,7 @@ class JaggedPipeline(NamedPipeline[In, Out]):
             all losses, their number], output), as older versions do; None for that of the class.
         finalize: As ``TrainStep.finalize``; with tensor parallelism, ``finalize_model_grads``.
         watchdog: As ``TrainStep.watchdog``.
+        assert_nan_loss: A loss that is NaN is an error, as with ``ASSERT_LOSS_HAS_NAN=1``.
         find, inputs, strict, random: As for ``TaskOptions``, but that inputs are found "direct".
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
 
@@ -113,7 +115,8 @@ class JaggedPipeline(NamedPipeline[In, Out]):
 
     def _step(self) -> TrainStep:
         given = self._given
-        per_token = PerToken(given["returns"] or self._reports, self._group)
+        returns = given["returns"] or self._reports
+        per_token = PerToken(returns, self._group, given["assert_nan_loss"])
         return replace(
             super()._step(), per_token=per_token, finalize=given["finalize"],
             watchdog=given["watchdog"],

@@ -188,25 +188,31 @@ def test_an_assertion_that_fails_on_one_rank_is_raised_on_all(two_ranks: Ranks) 
     assert two_ranks.run(_asserted, 2) == ["nothing raised"] * 2
 
 
-def _not_a_number(returns: str, checked: bool) -> str:
+def _not_a_number(returns: str, checked: str) -> str:
     """What a loss that is NaN on rank 1 leads to."""
     data = list(sequences(3))
     if dist.get_rank() == 1:
         data[1].dense[:, 1:].fill_(float("nan"))
-    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN="1" if checked else "0"):
-        pipeline = created("jagged_sparse_dist", returns=returns)
+    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN=str(int(checked == "there"))):
+        asked = checked == "asked"
+        pipeline = created("jagged_sparse_dist", returns=returns, assert_nan_loss=asked)
     with closing(pipeline):
         return refusal(lambda: to_the_end(pipeline, iter(data)))
 
 
 @pytest.mark.parametrize(
     ("returns", "checked", "raised"),
-    [("tokens", True, True), ("tokens", False, False), ("reporting_loss", False, True)],
+    [
+        ("tokens", "there", True),
+        ("tokens", "asked", True),
+        ("tokens", "", False),
+        ("reporting_loss", "", True),
+    ],
 )
 def test_a_loss_that_is_nan_is_an_error_on_all_ranks(
-    two_ranks: Ranks, returns: str, checked: bool, raised: bool
+    two_ranks: Ranks, returns: str, checked: str, raised: bool
 ) -> None:
-    """Where recsys-examples checks it."""
+    """Where recsys-examples checks it, or who makes the pipeline asks for it."""
     wanted = (
         "AssertionError: losses of batch 1 are NaN (on ranks 1)" if raised else "nothing raised"
     )
