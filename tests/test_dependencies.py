@@ -5,7 +5,6 @@ The README's example once failed there: numpy came with other packages, and was 
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
@@ -14,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_layout import PACKAGE, ROOT, imports
+from tests.test_layout import PACKAGE, ROOT, imported, parsed
 
 PROJECT = ROOT / "pyproject.toml"
+needs_repository = pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
 
 WORKLOADS = "tasks"
 """The package of the workloads, whose modules may need libraries of their own."""
@@ -66,7 +66,7 @@ def undeclared(package: Path, names: Declared) -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
-        for name, line, at_load in imports(ast.parse(path.read_text(encoding="utf-8")), "swpipe"):
+        for name, line, at_load in imported(parsed(path), "swpipe"):
             top = name.partition(".")[0]
             if top == "swpipe" or top in sys.stdlib_module_names:
                 continue
@@ -81,26 +81,24 @@ def undeclared(package: Path, names: Declared) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
-def test_all_that_swpipe_imports_is_declared() -> None:
-    """At load from the dependencies, or for a workload its extra; in functions from any extra."""
+@needs_repository
+def test_all_that_swpipe_imports_is_declared(tmp_path: Path) -> None:
+    """At load from the dependencies, or for a workload its extra; in functions from any extra.
+
+    Without a line in pyproject.toml the imports of that package are found.
+    """
     assert undeclared(PACKAGE, declared(PROJECT)) == []
-
-
-@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
-@pytest.mark.parametrize("name", ["numpy", "torch", "typer"])
-def test_a_dependency_that_goes_away_is_missed(tmp_path: Path, name: str) -> None:
-    """Without its line in pyproject.toml the imports of it are found."""
     text = PROJECT.read_text(encoding="utf-8")
-    without = re.sub(rf'^ +"{name}>=.*\n', "", text, flags=re.MULTILINE)
-    assert without != text
-    (tmp_path / "pyproject.toml").write_text(without, encoding="utf-8")
-    found = undeclared(PACKAGE, declared(tmp_path / "pyproject.toml"))
-    assert found
-    assert all(f": {name} is no dependency" in line for line in found)
+    for name in ("numpy", "torch", "typer"):
+        without = re.sub(rf'^ +"{name}>=.*\n', "", text, flags=re.MULTILINE)
+        assert without != text
+        (tmp_path / "pyproject.toml").write_text(without, encoding="utf-8")
+        found = undeclared(PACKAGE, declared(tmp_path / "pyproject.toml"))
+        assert found
+        assert all(f": {name} is no dependency" in line for line in found)
 
 
-@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+@needs_repository
 def test_every_dependency_has_a_least_version() -> None:
     """CI installs the least version of each, which without a bound is the first ever released."""
     table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
@@ -110,7 +108,7 @@ def test_every_dependency_has_a_least_version() -> None:
     assert len(asked) > 20
 
 
-@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+@needs_repository
 def test_the_guide_lists_the_dependencies() -> None:
     """All of them, and no other: one was missing there, and one was listed that had gone."""
     page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
@@ -120,7 +118,7 @@ def test_the_guide_lists_the_dependencies() -> None:
     assert names == [re.match(r"[\w-]+", one)[0] for one in table["dependencies"]]
 
 
-@pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
+@needs_repository
 def test_the_python_versions_that_are_claimed_are_those_that_are_pinned() -> None:
     """The metadata claimed 3.12 and 3.13, on which no check had run."""
     table = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import swpipe
-
-PACKAGE = Path(swpipe.__file__).parent
+from tests.test_layout import PACKAGE, parsed
 
 OF_OTHERS = {
     # Python's
@@ -47,7 +45,7 @@ OF_OTHERS = {
 def modules(package: Path) -> Iterator[tuple[Path, ast.Module]]:
     """Each module's path under ``package``, and its syntax tree."""
     for path in sorted(package.rglob("*.py")):
-        yield path.relative_to(package), ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(package), parsed(path)
 
 
 def is_private(name: str) -> bool:

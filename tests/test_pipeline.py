@@ -32,28 +32,28 @@ def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
     return PLANS[request.param]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 20])
+def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
+    """Push all batches, then flush; what came out, in order."""
+    pushed = [pipe.push(batch) for batch in batches]
+    return [ctx for ctx in pushed if ctx is not None] + pipe.flush()
+
+
+@pytest.mark.parametrize("run", [SWPipeline.iterate, push_all])
 def test_each_batch_comes_out_once_in_order_with_all_tasks_done(
-    plan: PipelinePlan, count: int
+    plan: PipelinePlan, run: Any
 ) -> None:
-    """Whether the data is empty, shorter than the depth, or longer."""
+    """Whether the data is empty, shorter than the depth, or longer; None is a batch like others.
+
+    Iterators, as of training, evaluation, and training again, are emptied; numbers go on.
+    """
     with SWPipeline(plan, tasks()) as pipe:
-        for ctx, batch in zip(pipe.iterate(range(count)), range(count), strict=True):
-            assert ctx.batch == batch
-            assert [getattr(ctx, name) for name in NAMES] == [batch] * len(NAMES)
-
-
-def test_none_is_a_batch_like_any_other(plan: PipelinePlan) -> None:
-    """Only StopIteration ends the data."""
-    with SWPipeline(plan, tasks()) as pipe:
-        assert [ctx.batch for ctx in pipe.iterate([None, 1, None])] == [None, 1, None]
-
-
-def test_one_iterator_after_another_counts_iterations_on(plan: PipelinePlan) -> None:
-    """Train, then eval, then train: each iterator is emptied, numbers go on."""
-    with SWPipeline(plan, tasks()) as pipe:
-        seen = [(ctx.batch, ctx.iter_idx) for data in ("ab", "", "c") for ctx in pipe.iterate(data)]
-    assert seen == [("a", 0), ("b", 1), ("c", 2)]
+        first = 0
+        for batches in ([], [0], [None, 1], "ab", [], range(5), [None, *range(19)]):
+            contexts = [*run(pipe, batches)]
+            assert [ctx.batch for ctx in contexts] == [*batches]
+            assert [ctx.iter_idx for ctx in contexts] == [*range(first, first + len(batches))]
+            assert all(getattr(ctx, name) == ctx.batch for ctx in contexts for name in NAMES)
+            first += len(batches)
 
 
 def test_progress_says_stop_as_often_as_it_is_asked(plan: PipelinePlan) -> None:
@@ -106,18 +106,6 @@ def test_no_batch_is_pulled_further_ahead_than_the_depth(plan: PipelinePlan) -> 
             pipe.progress(source)
             assert len(pulled) == plan.depth - 1 + done
             assert pipe.in_flight == plan.depth - 1
-
-
-def test_draining_hands_out_what_is_in_flight_and_leaves_the_rest(plan: PipelinePlan) -> None:
-    """No batch is lost: those pulled come out, the others stay in the iterator."""
-    data = iter(range(20))
-    with SWPipeline(plan, tasks()) as pipe:
-        first = pipe.progress(data).batch
-        drained = [ctx.batch for ctx in pipe.drain()]
-        assert [first, *drained] == list(range(plan.depth))
-        assert pipe.in_flight == 0
-        assert pipe.drain() == []
-        assert [ctx.batch for ctx in pipe.iterate(data)] == list(range(plan.depth, 20))
 
 
 def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
@@ -249,24 +237,6 @@ def test_a_missing_attribute_is_explained() -> None:
 # -------------------------------------------------------------------------------------------- push
 
 
-def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
-    """Push all batches, then flush; what came out, in order."""
-    pushed = [pipe.push(batch) for batch in batches]
-    return [ctx for ctx in pushed if ctx is not None] + pipe.flush()
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 20])
-def test_each_pushed_batch_comes_out_once_in_order(plan: PipelinePlan, count: int) -> None:
-    """None is one like any other; the next batches count iterations on."""
-    batches = [None, *range(1, count)][:count]
-    with SWPipeline(plan, tasks()) as pipe:
-        for first in (0, count):
-            contexts = push_all(pipe, batches)
-            assert [ctx.batch for ctx in contexts] == batches
-            assert [ctx.iter_idx for ctx in contexts] == list(range(first, first + count))
-            assert all(getattr(ctx, name) == ctx.batch for ctx in contexts for name in NAMES)
-
-
 def test_push_returns_none_while_the_prologue_fills(plan: PipelinePlan) -> None:
     """That is for ``depth - 1`` calls; then each call returns the oldest context."""
     with SWPipeline(plan, tasks()) as pipe:
@@ -337,6 +307,8 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
             with pytest.raises(RuntimeError, match="iterations of another iterator.*drain"):
                 call()
         assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
+        pipe.push("z")
+        assert [ctx.batch for ctx in pipe.drain()] == ["z"]
         pipe.push("a")
         with pytest.raises(
             RuntimeError, match=r"iterations of pushed batches are in flight \(1\): .*flush"
@@ -346,14 +318,6 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
             pipe.fill_pipeline(data)
         assert [ctx.batch for ctx in pipe.flush()] == ["a"]
         assert [ctx.batch for ctx in pipe.iterate(data)] == [2, 3, 4, 5, 6, 7, 8]
-
-
-def test_draining_hands_out_pushed_batches_too() -> None:
-    """``drain`` finishes whatever is in flight."""
-    with SWPipeline(piped(), tasks()) as pipe:
-        pipe.push(1)
-        assert [ctx.batch for ctx in pipe.drain()] == [1]
-        assert pipe.flush() == []
 
 
 # --------------------------------------------------------------------------------- observe, borrow
@@ -425,25 +389,20 @@ def test_a_closed_pipeline_refuses_to_run() -> None:
             call()
 
 
-def test_filling_twice_is_refused() -> None:
-    """A full pipeline says what to do instead."""
+def test_another_iterator_in_mid_flight_is_refused() -> None:
+    """Otherwise batches would be mixed up; the advice is to drain. Nor is it filled twice."""
     data = iter(range(9))
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.fill_pipeline(data)
         with pytest.raises(RuntimeError, match=r"iterations are in flight \(2\).*drain"):
             pipe.fill_pipeline(data)
-
-
-def test_another_iterator_in_mid_flight_is_refused() -> None:
-    """Otherwise batches would be mixed up; the advice is to drain."""
-    with SWPipeline(piped(), tasks()) as pipe:
-        pipe.fill_pipeline(iter(range(9)))
         with pytest.raises(RuntimeError, match="another iterator.*drain"):
             pipe.progress(iter(range(9)))
         for serial in (lambda: pipe.run_one_serial_iter(0), lambda: pipe.run_serial([0])):
             with pytest.raises(RuntimeError, match="in flight.*drain"):
                 serial()
         assert [ctx.batch for ctx in pipe.drain()] == [0, 1]
+        assert (pipe.in_flight, pipe.drain(), next(data)) == (0, [], 2)
 
 
 def test_where_nothing_is_in_flight_another_iterator_may_begin() -> None:

@@ -131,13 +131,18 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a model from JSON.
+        """Read a model from JSON; or the cost file of a schedulable pipeline.
+
+        That is one object: task to ``cpu_us`` and ``gpu_us``, which are host and device time.
 
         Raises:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a cost model.
         """
         data: object = json.loads(text)
+        if isinstance(data, dict) and data and all(map(_of_schedulable, data.values())):
+            given = {"cpu_us": "host_us", "gpu_us": "device_us"}
+            data = {"tasks": {n: {given[k]: us for k, us in r.items()} for n, r in data.items()}}
         if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
             raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
         problems: list[Problem] = []
@@ -159,6 +164,10 @@ class CostModel:
     def load(cls, path: str | Path) -> Self:
         """Read a model from a JSON file; raises the errors of ``read_text`` and ``from_json``."""
         return cls.from_json(read_text(path))
+
+
+def _of_schedulable(row: object) -> bool:
+    return isinstance(row, dict) and {*row} == {"cpu_us", "gpu_us"}
 
 
 _TIMES = ("host_us", "gil_us", "device_us")

@@ -43,6 +43,10 @@ _SAID = {
         "slot {slot.name!r} of lookahead {slot.batch_offset} is in the writes of {writers}: one "
         "task writes a slot; let the others write slots of other names"
     ),
+    "streams": (
+        "slot {name!r} is in the writes of {writers}, which are on several streams ({streams}): "
+        "write it on one stream, or write slots of other names"
+    ),
     "unwritten": (
         "reads {slot!r}, which no task writes: add it to the writes of the task that sets it; "
         f"what the iterator gave is {BATCH!r}"
@@ -199,6 +203,11 @@ def _slots(tasks: Collection[Task]) -> Iterator[Problem]:
     for slot, names in writers.items():
         if len(names) > 1:
             yield _problem("writers", *names, slot=slot, writers=listed([*map(repr, names)]))
+    for name in dict.fromkeys(slot.name for slot in writers):
+        found = {t.name: t.stream for t in tasks if name in (slot.name for slot in t.writes)}
+        if len(set(found.values())) > 1:
+            told = {"writers": listed([*map(repr, found)]), "streams": listed([*found.values()])}
+            yield _problem("streams", *found, name=name, **told)
 
 
 def _reads(schedule: Schedule) -> Iterator[Problem]:

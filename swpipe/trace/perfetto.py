@@ -143,7 +143,7 @@ def load(path: Path) -> dict[str, Any]:
         }
         spans = [_span(event, rows[event["pid"], event["tid"]]) for event in tasks]
         return {"spans": spans, "arrows": tuple(map(_arrow, other["arrows"])), **ns}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
         raise ValueError(
             f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {said}); "

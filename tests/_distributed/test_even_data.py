@@ -278,18 +278,3 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
     next(batches)
     with pytest.raises(RuntimeError, match="steps are still to come"):
         batches.rest()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"ends": "wait"}, "ends is 'wait': give 'stop', 'pad' or 'error'"),
-        ({"ends": "pad"}, "pad is not given: give a pad with ends='pad'"),
-        ({"pad": pad_with(1)}, "ends is 'stop' and pad is given"),
-        ({"ahead": -1}, "ahead is -1"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], says: str) -> None:
-    """With the value and the rule."""
-    with pytest.raises(ValueError, match=says):
-        EvenData(**arguments)

@@ -228,18 +228,3 @@ def test_an_object_that_restores_its_optimizer_is_trusted() -> None:
     torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
     with LoopState([], [WithStateDict(trainer)], CpuDevice()).trial():
         trainer.train()
-
-
-def test_lazy_parameters_may_be_trained() -> None:
-    """They are initialized after the snapshot, and keep what they became."""
-    model = nn.LazyLinear(1)
-    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def train(ctx: Any) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-    with LoopState([], [model, optimizer], CpuDevice()).trial():
-        train(None)

@@ -28,6 +28,18 @@ def test_json_gives_an_equal_model_back(tmp_path: Path) -> None:
     assert CostModel.load(tmp_path / "costs.json") == MODEL
 
 
+def test_a_cost_file_of_a_schedulable_pipeline_is_read() -> None:
+    """Its two times are those of the host and of the device."""
+    read = CostModel.from_json(
+        '{"h2d": {"cpu_us": 1.5, "gpu_us": 300}, "step": {"cpu_us": 0, "gpu_us": 2}}'
+    )
+    assert read == CostModel(
+        {"h2d": TaskCost(1.5, device_us=300), "step": TaskCost(0, device_us=2)}
+    )
+    with pytest.raises(PlanError, match="host_us is -1"):
+        CostModel.from_json('{"h2d": {"cpu_us": -1, "gpu_us": 300}}')
+
+
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "3", True, None])
 @pytest.mark.parametrize("key", ["host_us", "gil_us", "device_us"])
 def test_a_cost_is_a_time(key: str, value: Any) -> None:

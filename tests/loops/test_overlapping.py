@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelineTask
-from swpipe.errors import PlanError
 from swpipe.trace import Observer
 from tests.loops.ordinary_loops import Training, batches
 
@@ -61,36 +59,6 @@ def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest(
         assert told in " ".join(str(loop.overlap).split())
         assert loop.overlap.plan.pull_group == "loader"
         assert (len(loop), len(list(loop))) == (5, 5)
-
-
-FUNCTIONS = Training().functions()
-OVERLAP: Any = swpipe.overlap
-
-MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: OVERLAP(None, FUNCTIONS), TypeError, "the loader is None: give an iterable of batch"),
-    (lambda: OVERLAP(3, FUNCTIONS), TypeError, "the loader is 3: give an iterable of batches"),
-    (lambda: OVERLAP([1], [lambda ctx: None]), TypeError, "has no name for a task"),
-    (lambda: OVERLAP([1], [3]), TypeError, "a task is a function of the context, not 3"),
-    (lambda: OVERLAP([1], FUNCTIONS[0]), TypeError, "give the tasks.* in a list"),
-    (lambda: OVERLAP([1], []), PlanError, "there are no tasks"),
-    (lambda: OVERLAP([1], [train, train]), PlanError, "^this cannot run: 2 problems\n(?!.*plan)"),
-    (lambda: OVERLAP([1], FUNCTIONS, pull_ahead=1), TypeError, "pull_ahead is 1: give True, False"),
-    (lambda: OVERLAP([1], FUNCTIONS, depth=3), TypeError, "'depth'"),
-    (lambda: OVERLAP([1], FUNCTIONS, device="cuda"), ValueError, "'cuda' is not on this machine"),
-    (lambda: OVERLAP([1], FUNCTIONS, device="gpu"), ValueError, "'gpu' is unknown to torch: give"),
-    (
-        lambda: OVERLAP([1], FUNCTIONS, start_iteration=-1),
-        ValueError,
-        "start_iteration is -1: give the number of the first iteration, an integer from 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
-def test_mistakes_are_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """At the call, with the value and the rule."""
-    with pytest.raises(error, match=f"(?s){words}"):
-        call()
 
 
 class Own(DataLoader[Any]):

@@ -205,15 +205,6 @@ def test_after_a_break_a_state_has_to_say_where_it_leads() -> None:
     loop.pipe.close()
 
 
-def test_an_iterator_gives_again_what_was_pulled_ahead_when_a_pass_was_left() -> None:
-    """No batch is lost."""
-    loop = loop_over(iter(range(9)))
-    for ctx in loop:
-        if ctx.batch == 3:
-            break
-    assert [ctx.batch for ctx in loop] == [4, 5, 6, 7, 8]
-
-
 def test_a_loader_with_a_state_leads_to_the_rest_of_a_pass_that_was_left() -> None:
     """Nobody can tell it to begin anew."""
     loop = loop_over(StatefulRows())

@@ -52,6 +52,14 @@ REFUSED: dict[str, tuple[Schedule, str]] = {
         one_stage(task("a", writes=["s"]), task("b", writes=["s"])),
         "slot 's' of lookahead 0 is in the writes of 'a', 'b': one task writes a slot",
     ),
+    "writers on two streams": (
+        one_stage(
+            task("a", lookahead=1, writes=["s"]),
+            task("b", writes=["s"], stream="side"),
+            streams=("default", "side"),
+        ),
+        "slot 's' is in the writes of 'a', 'b', which are on several streams (default, side)",
+    ),
     "no writer": (one_stage(task("a", reads=["s"])), "task 'a': reads 's', which no task writes"),
     "a written batch": (
         one_stage(task("a", writes=["batch_cpu"])),

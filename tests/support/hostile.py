@@ -78,7 +78,7 @@ def edited(text: str) -> st.SearchStrategy[str]:
     )
 
 
-def check_message(error: ValueError) -> None:
+def check_message(error: Exception) -> None:
     """A message is short, and neither it nor its line has anything that a terminal would obey."""
     text = str(error)
     assert len(text) <= MOST_IN_ALL

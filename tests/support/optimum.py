@@ -93,6 +93,7 @@ def least_value(orders: VOrders, objective: Objective, most: int) -> float:
         [[model.new_int_var(0, latest, "") for _ in range(m)] for _ in range(6)] for _ in frees
     ]
     for rank, (own, cost, free) in enumerate(zip(start, orders.cost, frees, strict=True)):
+        memory = orders.memory[rank]
         model.add_no_overlap(
             model.new_fixed_size_interval_var(one, cost[kind], "")
             for kind in range(6)
@@ -100,8 +101,8 @@ def least_value(orders: VOrders, objective: Objective, most: int) -> float:
         )
         model.add_reservoir_constraint(
             list(chain(*own)),
-            [change for change in orders.memory for _ in range(m)],
-            2 * m * sum(min(0, change) for change in orders.memory),
+            [change for change in memory for _ in range(m)],
+            2 * m * sum(min(0, change) for change in memory),
             int(orders.max_mem),
         )
         for kind, need in enumerate(NEEDS):

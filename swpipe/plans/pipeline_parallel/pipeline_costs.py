@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from swpipe.core.messages import shown
 from swpipe.plans.pipeline_parallel.action import Action, Entry, Pair, ScheduleError
 
-_TIMES = ("forward", "backward", "weight", "pair")
+Values: TypeAlias = float | Sequence[float]
+
+_MEMORY = ("f_mem", "b_mem", "w_mem")
+
+OF_STAGES = ("forward", "backward", "weight", "pair", *_MEMORY, "work_mem")
+"""What may be one number per rank or stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
     """Times and memory of one stage's passes over one microbatch, in any units.
 
-    A time is one number, or a sequence of one number per rank, or per stage. (On torch's runtime
-    stage 0 does its whole backward pass in W: costs per stage can say so.)
+    A time, or memory, is one number, or a sequence of one number per rank, or per stage. (On
+    torch's runtime stage 0 does its whole backward pass in W: costs per stage can say so.)
 
     Attributes:
         forward: The time of F.
@@ -27,72 +32,89 @@ class PipelineCosts:
         hop: How much later a result is on another rank: pure latency, which occupies nobody; 0 for
             a free link.
         f_mem: What F adds to the memory of its rank, when it is issued.
-        b_mem: What I adds, 0 or below.
-        w_mem: What W adds, 0 or below; the op B adds ``b_mem`` + ``w_mem``.
-        max_mem: The memory of each rank. None or 0: ``f_mem`` for each stage, 2·n·f on a V of n
-            ranks; ``math.inf``: no limit.
+        b_mem: What I adds: 0 or below; above, where it keeps for W what it has computed once more.
+        w_mem: What W adds, 0 or below; the op B does ``b_mem``, and then ``w_mem``.
+        max_mem: The memory of each rank. None or 0: what a microbatch holds for each stage, 2·n·f
+            on a V of n ranks; ``math.inf``: no limit.
         pair: The time of an F over a B, by the rank or the stage of the F; at least that of the
             longer one is counted. None: F and B in sequence.
+        work_mem: What a pass needs only while it runs, as what is computed once more.
 
     Raises:
         ScheduleError: A pass takes no time, or memory grows from microbatch to microbatch.
     """
 
-    forward: float | Sequence[float] = 1
-    backward: float | Sequence[float] = 1
-    weight: float | Sequence[float] = 1
+    forward: Values = 1
+    backward: Values = 1
+    weight: Values = 1
     hop: float = 1e-3
-    f_mem: float = 2
-    b_mem: float = -1
-    w_mem: float = -1
+    f_mem: Values = 2
+    b_mem: Values = -1
+    w_mem: Values = -1
     max_mem: float | None = None
-    pair: float | Sequence[float] | None = None
+    pair: Values | None = None
+    work_mem: Values = 0
 
     def __post_init__(self) -> None:
         wrong = []
-        for name in _TIMES[: 3 if self.pair is None else 4]:
+        for name, (holds, rule) in _RULES.items():
             value = getattr(self, name)
-            if not isinstance(value, str) and isinstance(value, Sequence):
+            if name != "hop" and isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
-                if not value or not all(map(is_positive, value)):
-                    wrong.append(f"{name} is {shown(value)}: each is a number above 0")
-            elif not is_positive(value):
-                wrong.append(f"{name} is {shown(value)}: a number above 0")
-        if not is_positive(self.f_mem):
-            wrong.append(f"f_mem is {shown(self.f_mem)}: a number above 0")
-        if not is_number(self.hop) or self.hop < 0:
-            wrong.append(f"hop is {shown(self.hop)}: 0, for a free link, or a number above")
-        for name in ("b_mem", "w_mem"):
-            value = getattr(self, name)
-            if not is_number(value) or value > 0:
-                wrong.append(f"{name} is {shown(value)}: 0 or a number below, what is freed")
+                if not value or not all(map(holds, value)):
+                    wrong.append(f"{name} is {shown(value)}: each is {rule}")
+            elif not holds(value) and (name, value) != ("pair", None):
+                wrong.append(f"{name} is {shown(value)}: {rule}")
         limit = self.max_mem
         if limit is not None and not (limit == math.inf or (is_number(limit) and limit >= 0)):
             wrong.append(f"max_mem is {shown(limit)}: None, or a number above 0")
-        if not wrong and self.f_mem + self.b_mem + self.w_mem > 1e-9 * self.f_mem:
-            grown = self.f_mem + self.b_mem + self.w_mem
-            wrong.append(
-                f"f_mem + b_mem + w_mem is {shown(grown)}: at most 0, or memory grows with each "
-                "microbatch"
-            )
-        if wrong:
+        if wrong := wrong or [*self._growth()]:
             raise ScheduleError("; ".join(wrong))
+
+    def _growth(self) -> list[str]:
+        """What is wrong with the changes of memory together."""
+        given = [getattr(self, name) for name in _MEMORY]
+        sizes = {len(one) for one in given if isinstance(one, Sequence)}
+        if len(sizes) > 1:
+            return [f"{', '.join(_MEMORY)} have different lengths: give as many numbers of each"]
+        rows = (
+            one if isinstance(one, Sequence) else [one] * max(sizes, default=1) for one in given
+        )
+        return [
+            f"f_mem + b_mem + w_mem is {shown(sum(changes))}: at most 0, or memory grows with each "
+            "microbatch"
+            for changes in zip(*rows, strict=True)
+            if sum(changes) > 1e-9 * changes[0]
+        ][:1]
 
     def limit(self, n_stages: int) -> float:
         """The memory of each rank, where the ranks together have ``n_stages`` stages."""
-        return self.max_mem or self.f_mem * n_stages
+        held, kept, work = (
+            max(one) if isinstance(one, Sequence) else one
+            for one in (self.f_mem, self.b_mem, self.work_mem)
+        )
+        return self.max_mem or (held + max(0, kept)) * n_stages + work
 
     def widened_limit(self, n_stages: int) -> float:
         """The limit for memory that was added up, where sums of floats are a little off."""
         return self.limit(n_stages) * (1 + 1e-9)
 
-    def require_room(self) -> None:
+    def require_room(self, n_ranks: int) -> None:
         """Raise ScheduleError where the memory has no room for one microbatch on a V."""
-        if self.max_mem and self.max_mem < 2 * self.f_mem:
-            raise ScheduleError(
-                f"max_mem is {shown(self.max_mem)}: a V needs at least 2 * f_mem = "
-                f"{shown(2 * self.f_mem)}, for both chunks of one microbatch"
+        placement = [*range(n_ranks), *reversed(range(n_ranks))]
+        for rank in range(n_ranks):
+            up = 2 * n_ranks - 1 - rank
+            (f_down, i_down), (f_up, i_up) = (
+                [self.memory(Action(s, op, 0), placement) for op in "FI"]  # type: ignore[arg-type]
+                for s in (rank, up)
             )
+            work = max(_of_stage(self.work_mem, s, placement) for s in (rank, up))
+            least = f_down + max(f_up + max(0, i_up), i_down) + work
+            if least > self.widened_limit(2 * n_ranks):
+                raise ScheduleError(
+                    f"max_mem is {shown(self.max_mem)}: a V needs at least {shown(least)} on rank "
+                    f"{rank}, for both chunks of one microbatch"
+                )
 
     def time(self, action: Entry, placement: Sequence[int]) -> float:
         """How long an action, or a pair, takes.
@@ -112,14 +134,19 @@ class PipelineCosts:
         value = {"F": self.forward, "I": self.backward, "W": self.weight}[action.op]
         return _of_stage(value, action.stage, placement)
 
-    def memory(self, action: Action) -> float:
-        """What an action adds to the memory of its rank."""
-        both = self.b_mem + self.w_mem
-        return {"F": self.f_mem, "I": self.b_mem, "W": self.w_mem, "B": both}[action.op]
+    def memory(self, action: Action, placement: Sequence[int]) -> float:
+        """What an F, I or W adds to the memory of its rank."""
+        value = {"F": self.f_mem, "I": self.b_mem, "W": self.w_mem}[action.op]
+        return _of_stage(value, action.stage, placement)
+
+    def need(self, action: Action, placement: Sequence[int]) -> float:
+        """What must be free when an F, I or W is issued."""
+        work = _of_stage(self.work_mem, action.stage, placement)
+        return max(0, self.memory(action, placement)) + work
 
     def require(self, n_ranks: int, n_stages: int) -> None:
-        """Raise ScheduleError where a sequence of times has another length than the job."""
-        for name in _TIMES:
+        """Raise ScheduleError where a sequence has another length than the job."""
+        for name in OF_STAGES:
             value = getattr(self, name)
             if isinstance(value, Sequence) and len(value) not in (n_ranks, n_stages):
                 raise ScheduleError(
@@ -128,8 +155,8 @@ class PipelineCosts:
                 )
 
 
-def _of_stage(value: float | Sequence[float], stage: int, placement: Sequence[int]) -> float:
-    """Of times that are one number, or one per stage or rank."""
+def _of_stage(value: Values, stage: int, placement: Sequence[int]) -> float:
+    """Of values that are one number, or one per stage or rank."""
     if not isinstance(value, Sequence):
         return value
     return value[stage if len(value) == len(placement) else placement[stage]]
@@ -186,3 +213,13 @@ def is_number(value: object) -> bool:
 def is_positive(value: object) -> bool:
     """Whether a value is a finite number above 0."""
     return is_number(value) and value > 0  # type: ignore[operator]
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(OF_STAGES[:5], (is_positive, "a number above 0")),
+    "hop": (lambda one: is_number(one) and one >= 0, "0, for a free link, or a number above"),
+    "b_mem": (is_number, "a number"),
+    "w_mem": (lambda one: is_number(one) and one <= 0, "0 or a number below, what is freed"),
+    "work_mem": (lambda one: is_number(one) and one >= 0, "0 or a number above"),
+}
+"""What each value, or each of its numbers, has to be."""

@@ -123,7 +123,7 @@ class PipelineGraph:
             raise ScheduleError("; ".join(wrong))
         memory = (self.f_mem, self.b_mem, self.w_mem, self.max_mem)
         costs = PipelineCosts(self.f_cost, self.b_cost, self.w_cost, self.c_cost, *memory)
-        costs.require_room()
+        costs.require_room(self.n_stage)
         object.__setattr__(self, "max_mem", costs.limit(2 * self.n_stage))
 
     @property

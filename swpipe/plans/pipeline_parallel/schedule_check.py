@@ -96,8 +96,7 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
         makespan=max(row[-1].end for row in times),
         bubbles=tuple(_bubble(row) for row in times),
         peak_memory=tuple(
-            _peak(row, rank, costs, len(placement))
-            for rank, row in enumerate(map(actions_of, rows))
+            _peak(row, rank, costs, placement) for rank, row in enumerate(map(actions_of, rows))
         ),
     )
 
@@ -121,17 +120,23 @@ def _bubble(row: Sequence[TimedAction]) -> float:
     return row[-1].end - row[0].start - sum(one.end - one.start for one in row)
 
 
-def _peak(row: Sequence[Action], rank: int, costs: PipelineCosts, n_stages: int) -> float:
+def _peak(
+    row: Sequence[Action], rank: int, costs: PipelineCosts, placement: Sequence[int]
+) -> float:
+    n_stages = len(placement)
     limit = costs.widened_limit(n_stages)
     used: float = 0
     peak: float = 0
     for action in row:
-        used += costs.memory(action)
-        peak = max(peak, used)
-        if used > limit:
-            raise ScheduleError(
-                f"{action} takes rank {rank} to a memory of {shown(used)}, above max_mem = "
-                f"{shown(costs.limit(n_stages))}: use a schedule made for that limit, or raise it",
-                action,
-            )
+        for op in "IW" if action.op == "B" else action.op:
+            one = action._replace(op=op)  # type: ignore[arg-type]
+            peak = max(peak, most := used + costs.need(one, placement))
+            used += costs.memory(one, placement)
+            if most > limit:
+                raise ScheduleError(
+                    f"{action} takes rank {rank} to a memory of {shown(most)}, above max_mem = "
+                    f"{shown(costs.limit(n_stages))}: use a schedule made for that limit, or raise "
+                    "it",
+                    action,
+                )
     return peak

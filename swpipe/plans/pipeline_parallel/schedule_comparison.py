@@ -9,7 +9,7 @@ from typing import Any
 
 from swpipe.core.records import Rows
 from swpipe.plans.pipeline_parallel.action import ScheduleError
-from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
+from swpipe.plans.pipeline_parallel.pipeline_costs import OF_STAGES, PipelineCosts, Values
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
@@ -130,19 +130,12 @@ def _compared(
 def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
     """The costs of stages that are two neighbouring parts each."""
 
-    def times(value: float | Sequence[float]) -> float | Sequence[float]:
+    def times(value: Values | None) -> Values | None:
         if not isinstance(value, Sequence):
-            return 2 * value
+            return value and 2 * value
         if len(value) == 2 * n_ranks:
             return [sum(pair) for pair in zip(value[::2], value[1::2], strict=True)]
         return [2 * one for one in value]
 
-    return replace(
-        costs,
-        forward=times(costs.forward),
-        backward=times(costs.backward),
-        weight=times(costs.weight),
-        f_mem=2 * costs.f_mem,
-        b_mem=2 * costs.b_mem,
-        w_mem=2 * costs.w_mem,
-    )
+    of_stages: Any = {name: times(getattr(costs, name)) for name in OF_STAGES}
+    return replace(costs, **of_stages)

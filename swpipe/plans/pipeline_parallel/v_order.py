@@ -56,17 +56,19 @@ class VOrders:
     def __init__(self, n_ranks: int, n_micro: int, costs: PipelineCosts) -> None:
         self.n_ranks, self.n_micro, self.costs, self.hop = n_ranks, n_micro, costs, costs.hop
         placement = [min(s, 2 * n_ranks - 1 - s) for s in range(2 * n_ranks)]
-        self.cost = [
-            [
-                costs.time(Action(self.stage(kind, rank), _OPS[kind][0], 0), placement)
-                for kind in range(6)
-            ]
+        actions = [
+            [Action(self.stage(kind, rank), _OPS[kind][0], 0) for kind in range(6)]
             for rank in range(n_ranks)
         ]
+        self.cost, self.memory, self.need = (
+            [[of(action, placement) for action in row] for row in actions]
+            for of in (costs.time, costs.memory, costs.need)
+        )
         self.work = [sum(cost) * n_micro for cost in self.cost]
         self.saved = [2 * n_micro * self._saved(rank, placement) for rank in range(n_ranks)]
-        self.memory = [costs.memory(Action(0, op, 0)) for op, _ in _OPS]
         self.max_mem = costs.widened_limit(2 * n_ranks)
+        # What W needs is there at any time, so that it can free memory.
+        self.room = [self.max_mem - max(need[4:]) for need in self.need]
 
     def _saved(self, rank: int, placement: Sequence[int]) -> float:
         """The most that a pair takes less than its parts."""
@@ -120,19 +122,23 @@ class VOrders:
         bubbles = [span - work for span, work in zip(spans, self.work, strict=True)]
         return OrderTimes(clock, spans, bubbles)
 
-    def is_valid(self, row: Sequence[int]) -> bool:
+    def is_valid(self, row: Sequence[int], rank: int) -> bool:
         """Whether a rank's row keeps the order of each microbatch, and the memory."""
-        counts = [0] * 6
+        counts, memory, needs = [0] * 6, self.memory[rank], self.need[rank]
         used: float = 0
         for kind in row:
             counts[kind] += 1
             need = NEEDS[kind]
             if need is not None and counts[kind] > counts[need]:
                 return False
-            used += self.memory[kind]
-            if used > self.max_mem:
+            if used + needs[kind] > self.max_mem:
                 return False
+            used += memory[kind]
         return True
+
+    def fits(self, order: Order) -> bool:
+        """Whether all rows are valid."""
+        return all(self.is_valid(row, rank) for rank, row in enumerate(order))
 
     def order_of(self, schedule: PipelineSchedule) -> Order:
         """The order of a schedule on a V; a B becomes I and W, a pair F, I and W."""
@@ -204,10 +210,12 @@ def first_starts(orders: VOrders) -> list[list[float]]:
 def _most_forward(orders: VOrders, rank: int, turned: bool) -> float:
     """The most time that F0, and F1 if ``turned``, can fill before any memory is freed."""
     f0, f1 = orders.cost[rank][:2]
+    down, up = orders.memory[rank][:2]
     m = orders.n_micro
-    passes = int(min(orders.max_mem / orders.memory[0], 2 * m + 1))
     if not turned:  # F1 needs room as well
-        return f0 * min(m, passes - 1)
-    least, most = max(0, passes - m), min(m, passes // 2)
-    counts = {min(one, most) for one in (0, least, most)}
-    return max(f1 * one + f0 * min(m, passes - one) for one in counts)
+        return f0 * int(min(m, (orders.max_mem - up) / down))
+    return max(
+        f1 * count + f0 * most
+        for count in range(m + 1)
+        if (most := int(min(m, (orders.max_mem - up * count) / down))) >= count
+    )

@@ -26,6 +26,7 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
+from swpipe.plans.pipeline_parallel.v_blocks import block_orders
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
     Order,
@@ -110,7 +111,8 @@ def plan_v_schedule(
     Args:
         n_stage: The number of ranks: stages in the sense of ``PipelineGraph``.
         n_micro: The number of microbatches.
-        costs: What the passes cost. Every ``max_mem`` from 2 * f_mem on has a schedule.
+        costs: What the passes cost. Every ``max_mem`` in which one microbatch can run has a
+            schedule: 2 * f_mem, where nothing is computed once more.
         objective: "makespan": the step's time where a collective joins the ranks between steps,
             such as the clipping of gradients. "period": the time of a step where no collective
             does, which is the most that a rank works and idles between its first start and its
@@ -121,11 +123,11 @@ def plan_v_schedule(
         seed: Of the search.
 
     Raises:
-        ScheduleError: A size or cost makes no sense, or ``max_mem`` is below 2 * f_mem.
+        ScheduleError: A size or cost makes no sense, or ``max_mem`` is too small.
     """
     require_counts({"n_stage": n_stage, "n_micro": n_micro})
     costs.require(n_stage, 2 * n_stage)
-    costs.require_room()
+    costs.require_room(n_stage)
     if objective not in get_args(Objective):
         raise ScheduleError(f"objective is {shown(objective)}: makespan, period or bubble")
     if not is_positive(effort):
@@ -133,7 +135,8 @@ def plan_v_schedule(
     orders = VOrders(n_stage, n_micro, costs)
     pool = _Pool(orders, objective, Random(seed))
     published = pool.add(published_order(orders))
-    pool.add(torch_order(orders))
+    for known in (torch_order(orders), *block_orders(n_stage, n_micro)):
+        pool.add(known)
     further = starts(orders, pool.rng)
     if not pool.found:
         pool.add(next(further))
@@ -214,7 +217,7 @@ class LocalSearch:
             return None
         moved = row.copy()
         moved.insert(target, moved.pop(source))
-        if moved == row or not self.orders.is_valid(moved):
+        if moved == row or not self.orders.is_valid(moved, rank):
             return None
         return [*present[:rank], moved, *present[rank + 1 :]]
 
@@ -238,8 +241,8 @@ class _Pool:
         return is_at(self.value, self.bound)
 
     def add(self, order: Order | None) -> float | None:
-        """Time an order, and keep it if it is one of the best; gives its value."""
-        times = None if order is None else self.orders.times(order)
+        """Time an order that fits the memory, and keep it if it is one of the best; its value."""
+        times = None if order is None or not self.orders.fits(order) else self.orders.times(order)
         if order is None or times is None:
             return None
         value = times.value(self.objective)

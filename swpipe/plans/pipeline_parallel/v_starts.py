@@ -1,10 +1,10 @@
 """Orders of a V to start a search from: published, torch's, greedy.
 
-Greedy orders are made in the order of time, within any memory from 2 * f on. Each rank takes the
-pass that can start first, and W passes in waits. F0 is taken only where memory is left for the F1
-of a microbatch, counting what the pending W passes free. So the oldest microbatch can always go on:
-where its F1 is due, everything older is done and freed, and the memory that its last F0 left is
-there. Therefore an order is found for every ``max_mem`` from 2 * f on.
+Greedy orders are made in the order of time, within any memory. Each rank takes the
+pass that can start first, and W passes in waits. F0 and F1 are taken only where memory is left for
+the rest of a microbatch, counting what the pending W passes free. So the oldest microbatch can
+always go on: where its F1 is due, everything older is done and freed, and the memory that its last
+F0 left is there. Therefore an order is found for every ``max_mem`` in which one microbatch can run.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ def published_order(orders: VOrders) -> Order | None:
 
 
 def torch_order(orders: VOrders) -> Order | None:
-    """Torch's ZBV; None where it exceeds the memory, or this torch does not have it."""
+    """Torch's ZBV, in whatever memory; None where this torch does not have it."""
     try:
-        order = orders.order_of(torch_schedule("zbv", orders.n_ranks, orders.n_micro))
+        return orders.order_of(torch_schedule("zbv", orders.n_ranks, orders.n_micro))
     except ImportError:
         return None
-    return order if all(map(orders.is_valid, order)) else None
 
 
 def starts(orders: VOrders, rng: Random) -> Iterator[Order]:
@@ -78,12 +77,18 @@ def _drawn(
 
 
 def _published(orders: VOrders) -> PipelineGraph:
-    """What the published method is told: it knows one time of each pass, here the mean."""
-    pairs = [[cost[kind] + cost[kind + 1] for cost in orders.cost] for kind in (0, 2, 4)]
-    f, b, w = ((row[0] if len(set(row)) == 1 else sum(row) / len(row)) / 2 for row in pairs)
-    costs = orders.costs
-    memory = (costs.f_mem, costs.b_mem, costs.w_mem, costs.max_mem)
-    return PipelineGraph(orders.n_ranks, orders.n_micro, f, b, w, costs.hop, *memory)
+    """What the published method is told: it knows one value of each pass, here the mean."""
+
+    def means(rows: list[list[float]]) -> Iterator[float]:
+        for kind in (0, 2, 4):
+            both = [row[kind] + row[kind + 1] for row in rows]
+            yield (both[0] if len(set(both)) == 1 else sum(both) / len(both)) / 2
+
+    (f_cost, b_cost, w_cost), (f, b, w) = means(orders.cost), means(orders.memory)
+    # What it makes of the mean may exceed the memory; here it is told what it needs at least.
+    memory = (f, b, w, max(orders.costs.limit(2 * orders.n_ranks), 2 * (f + max(0, b))))
+    sizes = orders.n_ranks, orders.n_micro
+    return PipelineGraph(*sizes, f_cost, b_cost, w_cost, orders.hop, *memory)
 
 
 def _order_of(attempt: AttemptResult) -> Order:
@@ -148,7 +153,7 @@ class GreedyOrder:
         start = max(self.clock[rank], self._arrival(rank, kind) or 0)
         self.clock[rank] = end = start + self.orders.cost[rank][kind]
         self.ends[rank][kind].append(end)
-        self.used[rank] += self.orders.memory[kind]
+        self.used[rank] += self.orders.memory[rank][kind]
         self.rows[rank].append(kind)
 
     def _arrival(self, rank: int, kind: int) -> float | None:
@@ -177,7 +182,7 @@ class GreedyOrder:
             fits = best is None or clock + orders.cost[rank][weight] <= best[0] + (
                 self.rules.slack if best[0] > clock else 0
             )
-            full = best is not None and self.used[rank] + orders.memory[best[2]] > orders.max_mem
+            full = best is not None and self._left(rank) < orders.memory[rank][best[2]]
             if fits or full:
                 return clock, rank, weight
         return None if best is None else (best[0], rank, best[2])
@@ -192,6 +197,14 @@ class GreedyOrder:
             return True
         if kind == 0 and done - len(own[3]) >= self.rules.lead[rank]:
             return False
-        pending = len(own[2]) + len(own[3]) - len(own[4]) - len(own[5])
-        left = orders.max_mem - self.used[rank] - pending * orders.memory[4]
-        return left >= orders.memory[0] * (2 - kind)
+        _, of_f1, of_i0, of_i1, *freed = memory = orders.memory[rank]
+        rest = max(of_f1 + max(0, of_i0), of_i1)  # of a microbatch whose F0 is taken
+        if kind == 1:
+            waits = len(own[2]) > len(own[3])  # an older one, for its I1
+            rest = max(0, of_i0, of_i1) if waits else rest - of_f1
+        pending = (len(own[k]) - len(own[k + 2]) for k in (2, 3))
+        left = self._left(rank) - sum(n * w for n, w in zip(pending, freed, strict=True))
+        return left >= memory[kind] + rest
+
+    def _left(self, rank: int) -> float:
+        return self.orders.room[rank] - self.used[rank]

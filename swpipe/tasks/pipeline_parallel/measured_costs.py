@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe._distributed.rank_checks import gather
+from swpipe._values.storages import Storages, nbytes
 from swpipe.device import resolve
+from swpipe.inference.operators import tensors_of
 from swpipe.plans.pipeline_parallel import PipelineCosts
+from swpipe.plans.pipeline_parallel.pipeline_costs import OF_STAGES
 from swpipe.tasks.pipeline_parallel.paired_passes import has_plans, plan_of
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
+from swpipe.tasks.pipeline_parallel.pipeline_stage import as_tuple
 from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
-from swpipe.tasks.pipeline_parallel.split_backward import input_pass
+from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
 
 LEAST_MS = 1e-3
 """What a pass costs at least: stage 0 does nothing in I."""
+
+Example: TypeAlias = Callable[[int], Tensor | tuple[Tensor, ...]]
+Seen = TypeVar("Seen")
 
 
 def measure_costs(
     chunks: Mapping[int, nn.Module],
     n_stages: int,
-    example: Callable[[int], Tensor],
+    example: Example,
     loss_fn: LossFn,
     target: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     rounds: int = 5,
 ) -> PipelineCosts:
-    """Time each stage's passes over one microbatch, and how long a result is under way.
+    """Measure each stage's passes over one microbatch, and how long a result is under way.
 
     A collective; all ranks get the same costs. Parameters, gradients and buffers stay as they are.
 
     Args:
-        chunks: Stage to module, of this rank's stages; each takes one tensor and gives one.
+        chunks: Stage to module, of this rank's stages.
         n_stages: On all ranks together.
-        example: Stage to an input of one microbatch, on the chunk's device.
+        example: Stage to an input of one microbatch, on the chunk's device: a tensor, or a tuple.
         loss_fn: As of ``PipelineRuntime``.
         target: Of one microbatch.
         group: The ranks; None for the default group.
@@ -47,35 +58,40 @@ def measure_costs(
             is taken.
 
     Returns:
-        Costs per stage in ms; of memory, the defaults. Where all chunks have
-        ``build_schedule_plan``, ``pair`` is the time of their F over the B of another stage of the
-        rank. As torch's runtime has it, I of stage 0 costs (next to) nothing, and its W what its
-        whole backward pass costs.
+        Costs per stage, in ms and bytes. Bytes are those of activations: what operators make, and
+        the inputs of stages but the first. Where all chunks have ``build_schedule_plan``, ``pair``
+        is the time of their F over the B of another stage of the rank. As torch's runtime has it,
+        I of stage 0 costs (next to) nothing, and its W what its whole backward pass costs.
     """
-    own: dict[int, list[float]] = {}
+    own: dict[int, dict[str, float]] = {}
     parameters = [parameter for chunk in chunks.values() for parameter in chunk.parameters()]
     gradients = [parameter.grad for parameter in parameters]
     have_plans = all(map(has_plans, chunks.values()))
     with kept_buffers(chunks.values()):
         for stage, chunk in chunks.items():
+            given, is_first = as_tuple(example(stage)), stage == 0
             of_loss = (lambda out: loss_fn(out, target)) if stage == n_stages - 1 else None
             other = next((one for one in chunks if one != stage), stage)
             timed = []
             for _ in range(rounds + 1):
-                times = _times_ms(chunk, example(stage), is_first=stage == 0, loss_fn=of_loss)
-                pair = [_pair_ms(chunks, stage, other, example)] if have_plans else []
-                timed.append([*times, *pair])
-            own[stage] = [
-                max(LEAST_MS, statistics.median(times)) for times in zip(*timed[1:], strict=True)
-            ]
+                chunk.zero_grad(set_to_none=True)
+                looks = _passes(chunk, given, is_first, of_loss, partial(_now_ms, given[0].device))
+                times = [end - begin for begin, end in pairwise(looks)]
+                times += [_pair_ms(chunks, stage, other, example)] if have_plans else []
+                timed.append(dict(zip(OF_STAGES, times, strict=False)))
+            own[stage] = {
+                name: max(LEAST_MS, statistics.median(times[name] for times in timed[1:]))
+                for name in timed[0]
+            }
+            own[stage] |= _memory(chunk, given, is_first, of_loss)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    hop_ms = measure_hop(example(min(1, n_stages - 1)), group=group)
-    costs = {stage: times for held in gather(own, group) for stage, times in held.items()}
-    forward, backward, weight = zip(*(costs[stage][:3] for stage in range(n_stages)), strict=True)
-    pair = [time for stage in range(n_stages) for time in costs[stage][3:]]
-    paired = pair if len(pair) == n_stages else None  # some ranks may have no plans
-    return PipelineCosts(forward, backward, weight, hop=hop_ms, pair=paired)
+    largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda one: one.nbytes)
+    hop_ms = measure_hop(largest, group=group)
+    costs = {stage: values for held in gather(own, group) for stage, values in held.items()}
+    known = set.intersection(*map(set, costs.values()))  # some ranks may have no plans
+    of_stages = {name: [costs[stage][name] for stage in range(n_stages)] for name in known}
+    return PipelineCosts(hop=hop_ms, **of_stages)  # type: ignore[arg-type]
 
 
 def measure_hop(
@@ -101,47 +117,92 @@ def measure_hop(
     return gather(own, group)[0]
 
 
-def _times_ms(
-    chunk: nn.Module, given: Tensor, *, is_first: bool, loss_fn: Callable[[Tensor], Tensor] | None
-) -> tuple[float, float, float]:
-    """F, I and W of a chunk, once each."""
-    synchronize = resolve(given.device).synchronize
-    chunk.zero_grad(set_to_none=True)
-    given = given.detach().requires_grad_(not is_first)
+def _now_ms(device: torch.device) -> float:
+    resolve(device).synchronize()
+    return time.perf_counter() * 1e3
 
-    def now() -> float:
-        synchronize()
-        return time.perf_counter() * 1e3
 
-    begin = now()
-    output = chunk(given)
-    output = output if loss_fn is None else loss_fn(output)
-    forward = now()
-    grads = [torch.ones_like(output)]
+def _passes(
+    chunk: nn.Module,
+    given: Sequence[Tensor],
+    is_first: bool,
+    loss_fn: Callable[[Any], Tensor] | None,
+    look: Callable[[], Seen],
+) -> list[Seen]:
+    """Run F, I and W of a chunk, once each; what is seen before, between and after them."""
+    given = [one.detach() for one in given]
+    for one in () if is_first else given:
+        one.requires_grad_(one.is_floating_point())
+    seen = [look()]
+    output = chunk(*given)
+    outputs = as_tuple(output if loss_fn is None else loss_fn(output))
+    seen.append(look())
+    grads = [torch.ones_like(one) if one.requires_grad else None for one in outputs]
+    left = None
+    if not is_first:
+        left = input_pass(outputs, grads, given)[1]
+        del output, outputs
+    seen.append(look())
     if is_first:
-        backward = now()
-        torch.autograd.backward([output], grads)
-    else:
-        _, left = input_pass([output], grads, [given])
-        backward = now()
-        if left is not None:
-            left.run()
-    weight = now()
-    return forward - begin, backward - forward, weight - backward
+        whole_pass(outputs, grads, given)
+    elif left is not None:
+        left.run()
+    return [*seen, look()]
 
 
-def _pair_ms(
-    chunks: Mapping[int, nn.Module], f: int, b: int, example: Callable[[int], Tensor]
-) -> float:
+def _memory(
+    chunk: nn.Module,
+    given: Sequence[Tensor],
+    is_first: bool,
+    loss_fn: Callable[[Any], Tensor] | None,
+) -> dict[str, float]:
+    """What the passes of a chunk add, in bytes, where its parameters have gradients."""
+    watch = Bytes(() if is_first else given)
+    with watch:
+        _, (f, of_f), (i, of_i), (_, of_w) = _passes(chunk, given, is_first, loss_fn, watch.look)
+    work = max(0, of_f - f, of_i - max(f, i), of_w - i)
+    return {"f_mem": max(1, f), "b_mem": i - max(1, f), "w_mem": -i, "work_mem": work}
+
+
+class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of these tensors, and of what operators make, while they are there."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages, self._sizes, self._most = Storages(), dict[int, int](), 0
+        self._add(tensors, ())
+
+    def look(self) -> tuple[int, int]:
+        """How many there are, and the most since this was asked before."""
+        now, most = self._held(), self._most
+        self._most = now
+        return now, max(now, most)
+
+    def _held(self) -> int:
+        self._sizes = {one: size for one, size in self._sizes.items() if self._storages.alive(one)}
+        return sum(self._sizes.values())
+
+    def _add(self, tensors: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        known = {number for one in given for number in nbytes(one)}
+        for tensor in tensors:
+            for number, is_new in self._storages.add(tensor):
+                if is_new and number not in known:
+                    self._sizes[number] = nbytes(tensor)[number]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._add(tensors_of([result]), tensors_of([*args, *(kwargs or {}).values()]))
+        self._most = max(self._most, self._held())
+        return result
+
+
+def _pair_ms(chunks: Mapping[int, nn.Module], f: int, b: int, example: Example) -> float:
     """The F of a stage over the B of another one."""
     back, ahead = (
         plan_of(chunks[stage], (given if stage == 0 else given.requires_grad_(),), stage == 0)
-        for stage, given in ((one, example(one).detach()) for one in (b, f))
+        for stage, given in ((one, as_tuple(example(one))[0].detach()) for one in (b, f))
     )
     grad = torch.ones_like(back.run(back, None))
-    synchronize = resolve(grad.device).synchronize
-    synchronize()
-    begin = time.perf_counter()
+    begin = _now_ms(grad.device)
     ahead.run(ahead, back, grad)
-    synchronize()
-    return (time.perf_counter() - begin) * 1e3
+    return _now_ms(grad.device) - begin

@@ -116,7 +116,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """The inputs, of the stage before on the same rank."""
         if self._stage_meta.inputs is None:
-            self._expect(metas_of(_as_tuple(prev_stage_outputs)))
+            self._expect(metas_of(as_tuple(prev_stage_outputs)))
         super().set_local_fwd_input(prev_stage_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
@@ -165,7 +165,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """Run it forward."""
         self._micro = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **more)
-        values = _as_tuple(output)
+        values = as_tuple(output)
         if self.is_last:  # of any type, for the loss function: torch looks at its tensors alone
             tensors = tuple(one for one in tree_leaves(output) if isinstance(one, Tensor))
             self.fwd_cache[fwd_chunk_id] = (tensors, self.fwd_cache[fwd_chunk_id][1])
@@ -223,7 +223,8 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         return grads, left
 
 
-def _as_tuple(values: Any) -> Any:
+def as_tuple(values: Any) -> Any:
+    """What a stage is given, or gives, as a tuple."""
     return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 

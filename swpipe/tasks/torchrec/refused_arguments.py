@@ -40,8 +40,7 @@ TAKEN = frozenset(
         "strict", "emb_lookup_stream", "embedding_lookup_after_data_dist", "start_batch",
         "stash_gradients", "enable_embedding_lookup_prefetch",
         "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
-        "inplace_copy_batch_to_gpu",  # in TorchRec 1.5
-        "async_inplace_copy",  # since TorchRec 1.9
+        "inplace_copy_batch_to_gpu", "async_inplace_copy",  # in TorchRec 1.5; since 1.9
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""

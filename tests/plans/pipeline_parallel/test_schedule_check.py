@@ -82,6 +82,24 @@ def test_memory_above_the_limit_is_refused() -> None:
         assert caught.value.action == Action(0, "F", 1)
 
 
+def test_memory_may_differ_by_stage_and_be_computed_once_more() -> None:
+    """I keeps for W what it has computed once more; a pass may need more while it runs."""
+    bytes_of = {"f_mem": (100, 10, 10, 10), "b_mem": (0, 30, -10, 40), "w_mem": (-100, -40, 0, -50)}
+    costs = replace(COSTS, **bytes_of)  # type: ignore[arg-type]
+    assert checked(V2, costs).peak_memory == (150, 40)  # at 3I0; 2B0, and then the I of 1B0
+    assert costs.limit(4) == 4 * 140
+    assert checked(V2, replace(costs, work_mem=(0, 5, 300, 0))).peak_memory == (150, 320)
+    with pytest.raises(ScheduleError, match="3I0 takes rank 0 to a memory of 150, above .* = 149"):
+        checked(V2, replace(costs, max_mem=149))
+    for wrong, told in (
+        ({"b_mem": (0, 31, -10, 40)}, r"f_mem \+ b_mem \+ w_mem is 1: at most 0"),
+        ({"b_mem": (-1, -1)}, "have different lengths"),
+        ({"work_mem": -1}, "work_mem is -1: 0 or a number above"),
+    ):
+        with pytest.raises(ScheduleError, match=told):
+            replace(costs, **wrong)  # type: ignore[arg-type]
+
+
 def test_csv_returns_the_same_schedule() -> None:
     """A schedule prints as CSV and is read back; empty cells are idle time."""
     schedule = PipelineSchedule.from_csv(V2)

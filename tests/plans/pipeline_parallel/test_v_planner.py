@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from swpipe.plans.pipeline_parallel import (
     plan_v_schedule,
     torch_schedule,
 )
+from swpipe.plans.pipeline_parallel.v_blocks import block_orders
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
     VOrders,
@@ -27,6 +29,8 @@ from tests.plans.pipeline_parallel.zbv_figures import (
     MEMORY,
     OPTIMA,
     PUBLISHED,
+    V_BLOCKS,
+    LowMemory,
     Optimum,
     Published,
 )
@@ -36,7 +40,7 @@ OBJECTIVES: tuple[Objective, ...] = ("makespan", "bubble")
 ALL: tuple[Objective, ...] = (*OBJECTIVES, "period")
 
 
-def name(row: tuple[int, ...]) -> str:
+def name(row: tuple[object, ...]) -> str:
     """The configuration of a row."""
     return "-".join(map(str, row[:6]))
 
@@ -111,6 +115,18 @@ def test_torch_order_is_tried_whatever_the_effort() -> None:
     assert (plan.value, plan.published) == (row.torch_bubble, row.bubble)
 
 
+@pytest.mark.parametrize("row", V_BLOCKS, ids=name)
+def test_little_memory_is_used_as_well_as_by_the_published_blocks(row: LowMemory) -> None:
+    """V-Min and V-Half, of which the figures are their own scheduler's; at equal memory."""
+    block = block_orders(row.n, row.m)[row.block == "V-Half"]
+    orders = VOrders(row.n, row.m, replace(row.costs, max_mem=math.inf))
+    own = check_schedule(orders.schedule_of(block), orders.costs)
+    assert (own.makespan, max(own.peak_memory)) == (row.makespan, row.costs.max_mem)
+    for objective in ALL:
+        plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.02)
+        assert plan.value <= figure(own, objective) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
     """2 f, 3 f, n f, 1.5 n f; few microbatches and many."""
@@ -124,7 +140,10 @@ def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
-    """Ranks, microbatches, and costs that may differ by rank or stage, in little memory or much."""
+    """Ranks, microbatches, and costs that may differ by rank or stage, in little memory or much.
+
+    The least is what one microbatch at a time takes, as the checker has it.
+    """
     n, m = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     one = st.integers(1, 30)
     times = st.one_of(
@@ -132,14 +151,20 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
         st.lists(one, min_size=n, max_size=n),
         st.lists(one, min_size=2 * n, max_size=2 * n),
     )
-    f = draw(st.integers(2, 9))
-    b = draw(st.integers(-f, 0))
-    w = -f - b - draw(st.integers(0, 2))
-    limit = draw(st.one_of(st.none(), st.integers(2 * f, 3 * n * f)))
+    size = draw(st.sampled_from((1, n, 2 * n)))
+    f = [draw(st.integers(2, 9)) for _ in range(size)]
+    b = [draw(st.integers(-one, one)) for one in f]  # above 0: computed once more, kept for W
+    w = [-one - other for one, other in zip(f, b, strict=True)]
+    work = draw(st.integers(0, 5))
     unit = draw(st.sampled_from((1, 0.1)))  # sums of floats are a little off
-    memory = (f * unit, b * unit, w * unit)
-    limit = limit and limit * unit
-    return n, m, PipelineCosts(*(draw(times) for _ in range(3)), draw(one), *memory, limit)
+    memory = [[one * unit for one in row] if size > 1 else row[0] * unit for row in (f, b, w)]
+    costs = PipelineCosts(
+        *(draw(times) for _ in range(3)), draw(one), *memory, work_mem=work * unit
+    )
+    alone = VOrders(n, 1, costs).schedule_of([[0, 1, 2, 4, 3, 5]] * n)
+    least = max(check_schedule(alone, replace(costs, max_mem=math.inf)).peak_memory)
+    more = draw(st.one_of(st.none(), st.integers(0, 30 * n)))
+    return n, m, replace(costs, max_mem=None if more is None else least + more * unit)
 
 
 @given(jobs(), st.integers(0, 10**6))
@@ -156,7 +181,7 @@ def test_greedy_orders_are_valid_and_timed_like_the_checker(
         assert times is not None
         assert times.value("makespan") == report.makespan
         assert tuple(times.bubbles) == report.bubbles
-        assert all(map(orders.is_valid, order))
+        assert orders.fits(order)
         assert orders.order_of(schedule) == order
         for objective in ALL:
             assert lower_bound(orders, objective) <= times.value(objective)

@@ -125,3 +125,33 @@ _OPTIMA = (
     (2, 4, 1000, 1200, 800, 300, 1800, 1600, 26100),
 )  # fmt: skip
 OPTIMA = [Optimum(*row) for row in _OPTIMA]
+
+
+class LowMemory(NamedTuple):
+    """A configuration, the chunks that fit its memory, and the makespan of the block in it."""
+
+    block: str
+    n: int
+    m: int
+    f: int
+    b: int
+    w: int
+    c: int
+    chunks: int
+    makespan: int
+
+    @property
+    def costs(self) -> PipelineCosts:
+        """The costs, with that limit."""
+        return PipelineCosts(self.f, self.b, self.w, self.c, *MEMORY, self.chunks * MEMORY[0])
+
+
+_V_BLOCKS = (
+    ("V-Min", 4, 12, 1000, 1000, 1000, 1, 4, 83056),
+    ("V-Half", 4, 12, 1000, 1000, 1000, 1, 6, 77022),
+    ("V-Min", 4, 12, 1000, 1200, 800, 50, 4, 100400),
+    ("V-Half", 6, 18, 1000, 1000, 1000, 1, 8, 119034),
+    ("V-Half", 6, 18, 1000, 1200, 800, 50, 8, 125000),
+    ("V-Min", 8, 24, 1000, 1200, 800, 50, 8, 208100),
+)  # fmt: skip
+V_BLOCKS = [LowMemory(*row) for row in _V_BLOCKS]

@@ -13,8 +13,9 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
 from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
-from swpipe.plans.published.joint import Evaluated, SearchSpace, swaps
-from swpipe.plans.published.queue_rules import caller_tasks, communicator_queues
+from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, swaps
+from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
+from swpipe.plans.published.task_roles import GIVEN, PRESETS, TaskRoles
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 
@@ -121,6 +122,61 @@ def test_only_unordered_neighbours_are_swapped() -> None:
     order = tuple("abcd")
     assert list(swaps(plan, order, ())) == [tuple("acbd"), tuple("abdc")]
     assert list(swaps(plan, order, (("c", "d"),))) == [tuple("acbd")]
+
+
+def test_every_preset_policy_and_swap_is_tried() -> None:
+    """Of one layout: all thread presets, an order for each policy, and one for each swap."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    space, (first, *_) = spaced(plan, costs, recsys14.limits())
+    near = list(space.neighbours(first))
+    assert {layout.threads for layout in near} == {GIVEN, *PRESETS}
+    order = first.layout.priority
+    ranked = {tuple(sorted(order, key=rank)) for rank in space.policies.values()}
+    swapped = {*swaps(first.plan, order, communicator_queues(resolve_plan(plan), costs))}
+    assert len(ranked) == len(space.policies) == 5
+    assert len(swapped) > 3
+    assert {layout.priority for layout in near} == {order} | ranked | swapped
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [
+        # The caller's own, by the way that is left; then h2d, whose way is the longest.
+        ("critical chain first", ["zero_grad", "nccl_safety_barrier", "forward"]),
+        # The longest of the preparation, whatever comes after it.
+        ("longest elsewhere first", ["start_input_dist", "start_shuffle", "finish_shuffle"]),
+        # The communicator's queue.
+        ("collectives early", ["start_shuffle", "finish_shuffle", "start_input_dist"]),
+        # The io role, and what else holds the copy engine.
+        ("copies early", ["h2d", "start_shuffle", "finish_shuffle", "prefetch_embeddings"]),
+        # The chain without slack: the preparation first, since all of training waits for it.
+        ("least slack first", ["h2d", "start_shuffle", "finish_shuffle", "start_input_dist"]),
+    ],
+)
+def test_what_a_policy_ranks_first(policy: str, first: list[str]) -> None:
+    """On the published step; the closest order keeps edges and the communicator's queue."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    resolved = resolve_plan(plan)
+    rank = policies(resolved, costs, TaskRoles.of(resolved, recsys14.FROZEN))[policy]
+    ranked = sorted(resolved.period_order, key=rank)
+    assert ranked[: len(first)] == first
+    queues = communicator_queues(resolved, costs)
+    order = closest_order(plan, ranked, queues)
+    assert all(order.index(producer) < order.index(consumer) for consumer, producer in plan.deps)
+    assert [n for n in order if n in queues[0]] == list(queues[0])
+
+
+def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
+    """Each with the plan's own threads, and with the default preset."""
+    free = PipelinePlan(
+        {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
+        deps=[("train", "a"), ("train", "b")],
+        order=["b", "a"],
+    )
+    space, _ = spaced(free, blocking(a=1, b=1, train=1))
+    initial = {(layout.threads, layout.priority) for layout in space.initial()}
+    orders = (("b", "a", "train"), ("a", "b", "train"))
+    assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
 
 
 def test_frozen_and_caller_tasks_are_not_moved() -> None:

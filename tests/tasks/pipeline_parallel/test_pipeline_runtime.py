@@ -21,6 +21,7 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
+from swpipe.tasks.pipeline_parallel.run_rules import CollectivesBeside
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
 
@@ -234,19 +235,24 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def told_of(*where: str) -> str:
-    """What a step raises on each of two ranks, of which the first one's stage reduces."""
-    schedule = torch_schedule("1f1b", 2, 2)
-    rank = dist.get_rank()
-    stage = Reducing(where[rank])
-    loss = summed if where[2:] else squared
-    runtime = PipelineRuntime(schedule, {rank: stage}, loss)
-    try:
-        runtime.train(rows(4), target=rows(4))
-    except RuntimeError as error:
-        return str(error.__cause__ or error)
-    dist.barrier()
-    return ""
+def told_of(where: tuple[str, str], watched: bool) -> list[str]:
+    """What is raised on each of two ranks: in passes that are watched, or in a step."""
+    schedule, rank = torch_schedule("1f1b", 2, 2), dist.get_rank()
+    told = []
+    for kind in where if watched else where[rank : rank + 1]:
+        stage, loss = Reducing(kind), summed if kind == "loss" else squared
+        try:
+            if watched:
+                with CollectivesBeside(None):
+                    loss(stage(rows(4)), rows(4)).backward()
+            else:
+                PipelineRuntime(schedule, {rank: stage}, loss).train(rows(4), target=rows(4))
+        except RuntimeError as error:
+            told.append(str(error.__cause__ or error))
+    return told
+
+
+REDUCES = "starts the collective allreduce_ inside a pass"
 
 
 def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
@@ -254,15 +260,16 @@ def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
 
     The other rank, which waits for the first, fails with it.
     """
-    for job in (("", "forward"), ("", "backward"), ("", "hook"), ("", "", "loss")):
-        with pytest.raises(RuntimeError, match="starts the collective allreduce_ inside a pass"):
-            two_ranks.run(raise_of, *job)
-    assert two_ranks.run(told_of, "", "") == ["", ""]
+    for told in two_ranks.run(told_of, ("forward", "backward", "hook", "loss"), True):
+        assert [REDUCES in one for one in told] == [True] * 4
+    with pytest.raises(RuntimeError, match=REDUCES):
+        two_ranks.run(raise_of, ("", "backward"))
+    assert two_ranks.run(told_of, ("", ""), False) == [[], []]
 
 
-def raise_of(*where: str) -> None:
-    """The same, raised."""
-    if told := told_of(*where):
+def raise_of(where: tuple[str, str]) -> None:
+    """What a step tells, raised."""
+    for told in told_of(where, False):
         raise RuntimeError(told)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from docs.examples.moe_gpt import mean_loss
 from swpipe import SWPipeline
-from swpipe.plans.pipeline_parallel import torch_schedule
+from swpipe.plans.pipeline_parallel import check_schedule, torch_schedule
 from swpipe.plans.pipeline_parallel.pipeline_training import PLANS, STEP
 from swpipe.tasks.pipeline_parallel import (
     PipelineRuntime,
@@ -20,6 +24,7 @@ from swpipe.tasks.pipeline_parallel import (
     SerialRuntime,
     measure_costs,
 )
+from swpipe.tasks.pipeline_parallel.measured_costs import Bytes
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, whole
 
@@ -129,3 +134,61 @@ def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
     assert [len(times) for times in (ours.forward, ours.backward, ours.weight)] == [4, 4, 4]
     assert ours.backward[0] == min(ours.backward) < ours.weight[0]
     assert ours.hop > 0
+
+
+class Wide(nn.Module):
+    """Two linear maps, of which the first one's results are large; computed once more on demand."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.again, self.up, self.down = again, nn.Linear(8, 1024), nn.Linear(1024, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows, and what each is moved by, which is passed on."""
+        inner = partial(checkpoint, self._inner, use_reentrant=False) if self.again else self._inner
+        return inner(x) + ids[:, None], ids
+
+    def _inner(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+ROWS = 32
+KEPT = ROWS * 1024 * 4
+"""Bytes of what a ``Wide`` keeps from F on, its tanh, and from I on, the gradient of that."""
+
+
+def first_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A loss."""
+    return (output[0] - target).square().mean()
+
+
+def memory(again: bool) -> tuple[Any, float, float]:
+    """Measured costs, and the most bytes in a step on this rank: predicted, and seen."""
+    rank = dist.get_rank()
+    given = torch.ones(ROWS, 8), torch.zeros(ROWS, dtype=torch.int64)
+    schedule = torch_schedule("zbv", 2, 6)
+    own = {s: Wide(again) for s, place in enumerate(schedule.placement) if place == rank}
+    costs = measure_costs(own, 4, lambda stage: given, first_of, given[0], rounds=1)
+    predicted = check_schedule(schedule, replace(costs, max_mem=math.inf)).peak_memory[rank]
+    runtime = PipelineRuntime(schedule, own, first_of)
+    batch = [one.repeat(6, *[1] * (one.dim() - 1)) for one in given]
+    runtime.train(*batch, target=batch[0])
+    with Bytes(()) as seen:
+        runtime.train(*batch, target=batch[0])
+    grads = sum(
+        p.grad.nbytes for chunk in own.values() for p in chunk.parameters() if p.grad is not None
+    )
+    return costs, predicted, seen.look()[1] - grads
+
+
+def test_memory_is_measured_and_foretold(two_ranks: Ranks) -> None:
+    """In bytes; of stages with several tensors, and of such that are computed once more."""
+    for again in (False, True):
+        found = two_ranks.run(memory, again)
+        for costs, predicted, seen in found:
+            assert costs == found[0][0]
+            kept, left, freed = costs.f_mem[1], costs.b_mem[1], costs.w_mem[1]
+            assert kept + left + freed == 0
+            assert (kept > 0.9 * KEPT, left > 0.9 * KEPT) == (not again, True)
+            assert 0.95 < predicted / seen < 1.05

@@ -330,7 +330,7 @@ def test_another_pipelines_prefetches_are_refused(two_ranks: Ranks) -> None:
 
 
 def _alone() -> tuple[DynamicTables, PrefetchedBatches]:
-    group = _group(8)
+    group = DynamicTables(1, 8, pooled=False, rate=0.1)
     return group, PrefetchedBatches.of({"tables": nn.ModuleList([group])})
 
 
@@ -411,10 +411,3 @@ def test_rows_that_cannot_be_restored_are_refused(two_ranks: Ranks, how: str) ->
     with pytest.raises(RuntimeError, match=refused):
         two_ranks.run(_state_is_needed, how, False)
     assert two_ranks.run(_state_is_needed, how, True) == [[], []]
-
-
-# --------------------------------------------------------------------------- the stand-in itself
-
-
-def _group(lines: int | None) -> DynamicTables:
-    return DynamicTables(1, lines, pooled=False, rate=0.1)

@@ -64,9 +64,6 @@ def _drained(pipeline: Any) -> Iterator[Any]:
         assert pipeline.state_dict()["in_flight"] == 0
 
 
-# ------------------------------------------------------------------------------------ the numbers
-
-
 def _resumed(name: str, drains: bool, accumulate: int) -> list[str]:
     """Stopped after each of some batches; SGD has no state."""
     found = []
@@ -98,9 +95,6 @@ def _all_resumed() -> dict[str, list[str]]:
 def test_a_resumed_training_has_the_numbers_of_one_that_went_on(one_rank: Ranks) -> None:
     """In mid-flight; drained under the stale plan, and in an accumulation."""
     assert one_rank.run(_all_resumed) == [{}]
-
-
-# ---------------------------------------------------------------------------------- what is refused
 
 
 class _Draws(IdentityShuffler):
@@ -224,9 +218,6 @@ def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ran
     for said in two_ranks.run(_warned):
         assert len(said) == 1
         assert "may differ in the last bits" in said[0]
-
-
-# ----------------------------------------------------------------------------- data, and misuse
 
 
 def _pulled(own: bool) -> list[int]:

@@ -43,9 +43,6 @@ def test_it_says_what_it_found() -> None:
     assert "fbgemm" in describe()
 
 
-# --------------------------------------------------------------------------- its parts
-
-
 def _torchrec_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module with classes as a later release might have them."""
 

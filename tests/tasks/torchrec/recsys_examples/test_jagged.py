@@ -40,9 +40,6 @@ from tests.tasks.torchrec.trial import refusal, to_the_end
 PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dist", "Pipeline"))]
 
 
-# ------------------------------------------------------------------------- numbers and results
-
-
 def _broken_down() -> list[Any]:
     pipeline = created("jagged_sw_serial")
     assert pipeline._sw_pipeline is pipeline.pipe
@@ -154,9 +151,6 @@ def test_execute_all_batches_false_leaves_as_many_as_there(
     assert two_ranks.run(_left, name, count) == [left, left]
 
 
-# -------------------------------------------------------------------------------- shufflers
-
-
 class _Rotate:
     """A shuffler with the method of recsys-examples': each rank gets the rows of the next."""
 
@@ -182,9 +176,6 @@ def _rotated() -> dict[str, list[str]]:
 def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
     """It is called with the data-parallel group, once per batch."""
     assert two_ranks.run(_rotated) == [{}, {}]
-
-
-# ------------------------------------------------------------------------ what may go wrong
 
 
 def _asserted(false_on: int) -> str:
@@ -300,9 +291,6 @@ def _made_with(options: dict[str, Any]) -> str:
     return refusal(lambda: created("jagged_sparse_dist", **options))
 
 
-# ------------------------------------------------------------------------ Megatron's groups
-
-
 def _state(tensor_parallel: int) -> Any:
     """Megatron's module of groups, of which each rank is alone in its data-parallel one."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -363,9 +351,6 @@ def _finalized() -> list[int]:
 def test_the_users_finalize_is_called_once_per_step(two_ranks: Ranks) -> None:
     """With the model, in place of Megatron's finish_grad_sync, which may not run twice."""
     assert two_ranks.run(_finalized) == [[1, 2, 3]] * 2
-
-
-# --------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
