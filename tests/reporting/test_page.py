@@ -149,7 +149,11 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
     busy = replace(found, profile=replace(found.profile, other_load=OtherLoad(1.5, 2)))
     assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
     assert "Too busy to tell" in busy.to_html()
-    assert str(busy).splitlines()[2:] == ["Measure again while nothing else runs."]
+    assert str(busy).splitlines()[2:] == [
+        "step: 20.0 ± 0.00 ms, beside them: what bounds it, and what to change, cannot be",
+        "  told",
+        "next step: Stop what else runs, or wait for it, and measure again.",
+    ]
     assert busy.to_dict()["bound"] is None
     idle = replace(found, profile=replace(found.profile, other_load=OtherLoad(0.1, 2)))
     assert "machine is busy" not in idle.to_html()

@@ -18,9 +18,10 @@ from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, repor
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler.other_load import OtherLoad
-from swpipe.reporting import StepReport, measuring
+from swpipe.reporting import StepReport
 from swpipe.reporting.account import account_of
-from tests.reporting.known_loops import tasks_of
+from swpipe.tuning import autotuning
+from tests.reporting.known_loops import CASES, plan_of, tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
@@ -134,7 +135,7 @@ def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
     def in_vain(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
         return dict.fromkeys(plans, 20 * MS)
 
-    monkeypatch.setattr(measuring, "try_plans", in_vain)
+    monkeypatch.setattr(autotuning, "try_plans", in_vain)
     found = report(image_loop(host, decode=8, train=11), range(8), rounds=2)
     assert not found.changes[0].advice.plan
     assert found.next_step.startswith("Make ")
@@ -152,7 +153,7 @@ def test_a_ready_made_plan_that_saves_nothing_in_a_second_trial_is_not_advised(
         saved = 2 * MS if next(turns) < rounds else 0.0
         return {name: 20 * MS - (saved if name == "ahead" else 0.0) for name in plans}
 
-    monkeypatch.setattr(measuring, "try_plans", lucky_at_first)
+    monkeypatch.setattr(autotuning, "try_plans", lucky_at_first)
     tasks = image_loop(host, decode=1.5, train=17)
     found = report(tasks, range(8), ready_made={"ahead": AHEAD}, rounds=rounds)
     assert found.not_kept["ahead"].value_s == pytest.approx(2 * MS)
