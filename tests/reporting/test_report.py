@@ -21,7 +21,7 @@ from swpipe.profiler.other_load import OtherLoad
 from swpipe.reporting import StepReport
 from swpipe.reporting.account import account_of
 from swpipe.tuning import autotuning
-from tests.reporting.known_loops import CASES, plan_of, tasks_of
+from tests.reporting.known_loops import tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
