@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from swpipe._distributed.rank_checks import is_alone
 from swpipe._state.loop import LoopState
 from swpipe._values.fingerprint import same_bits
 from swpipe._values.stateful import PLAIN
@@ -36,7 +35,7 @@ from swpipe.profiler.other_load import LoadSoFar, load_so_far
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult
 from swpipe.profiler.spread import ms
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 """Code of torch's, which breaks graphs on purpose, and of swpipe's, which watches the loop."""
@@ -92,7 +91,7 @@ def diagnose(
     where = resolve(device)
     dataloader = unprepared(loader)
     workers = dataloader.num_workers if isinstance(dataloader, DataLoader) else 0
-    load = load_so_far(is_rank=not is_alone())
+    load = load_so_far()
     found = list(environment_findings(where, plan, workers))
     if tasks is None:
         if load is not None:

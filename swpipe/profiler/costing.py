@@ -48,7 +48,7 @@ from swpipe.profiler.host import HostObserver, HostTimes
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 from swpipe.trace.recorder import timed_event
 
 _US = 1e6

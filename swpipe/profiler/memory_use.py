@@ -38,7 +38,7 @@ from swpipe.core.task_memory import KEPT, Block, TaskMemory, joined
 from swpipe.device import CpuDevice, Device
 from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 
 Key: TypeAlias = int
 """Memory: the number of a storage, or the inverted id, below 0, of a bytes object or an array."""

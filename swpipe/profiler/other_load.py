@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from swpipe._distributed.rank_checks import is_alone
+
 MUCH, TOO_MUCH = 0.1, 0.25
 """The machine is busy if others use more than this part of the cores, or too busy to tell."""
 
@@ -57,32 +59,28 @@ class LoadSoFar(NamedTuple):
     own_s: float
     cores: int
     when_s: float
-    is_rank: bool
 
     def others(self) -> OtherLoad | None:
         """What others have used since then; None where the machine does not tell."""
-        now = load_so_far(is_rank=self.is_rank)
+        now = load_so_far()
         if now is None or now.when_s <= self.when_s:
             return None
         others_s = (now.busy_s - self.busy_s) - (now.own_s - self.own_s)
         return OtherLoad(max(0.0, others_s / (now.when_s - self.when_s)), self.cores)
 
 
-def load_so_far(*, is_rank: bool = False) -> LoadSoFar | None:
-    """The core time used until now; None where the machine does not tell.
-
-    ``is_rank``: other ranks of the job run on this machine.
-    """
+def load_so_far() -> LoadSoFar | None:
+    """The core time used until now; None where the machine does not tell."""
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         ticks = os.sysconf("SC_CLK_TCK")
         rows = map(str.split, (_PROC / "stat").read_text().splitlines())
         columns = [[*map(int, row[1:])] for row in rows if row[0] in cores]
-        own = _tree_ticks(os.getppid() if is_rank else os.getpid())
+        own = _tree_ticks(os.getpid() if is_alone() else os.getppid())
     except (AttributeError, OSError, ValueError):
         return None
     busy = sum(sum(of[:_GUEST]) - of[_IDLE] - of[_IO_WAIT] for of in columns)
-    return LoadSoFar(busy / ticks, own / ticks, len(cores), time.monotonic(), is_rank)
+    return LoadSoFar(busy / ticks, own / ticks, len(cores), time.monotonic())
 
 
 def _tree_ticks(root: int) -> int:

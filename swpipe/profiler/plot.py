@@ -92,25 +92,16 @@ def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
     """The bars of one color, each with its interval; those not told apart from 0 are grey."""
-    for name, value_s in bars.value_s.items():
-        value_ms, error_ms = 1e3 * value_s, 1e3 * bars.error_s.get(name, 0.0)
-        known = value_ms > error_ms
-        axes.barh(
-            places[name],
-            value_ms,
-            height=0.86 * BAR_IN,
-            color=color if known else GRID,
-            edgecolor=color if known else LINE,
-            # Exposed time is never negative, so the error bar does not go below 0.
-            xerr=[[min(value_ms, error_ms)], [error_ms]],
-            error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
-        )
-        axes.annotate(
-            f"{value_ms:.1f} ± {error_ms:.1f}" if known else f"< {value_ms + error_ms:.1f}",
-            (value_ms + error_ms, places[name]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=SMALL_SIZE,
-            color=INK,
-        )
+    ms = [(1e3 * s, 1e3 * bars.error_s.get(name, 0.0)) for name, s in bars.value_s.items()]
+    drawn = axes.barh(
+        [places[name] for name in bars.value_s],
+        [value for value, _ in ms],
+        height=0.86 * BAR_IN,
+        color=[color if value > error else GRID for value, error in ms],
+        edgecolor=[color if value > error else LINE for value, error in ms],
+        # Exposed time is never negative, so the error bar does not go below 0.
+        xerr=[[min(both) for both in ms], [error for _, error in ms]],
+        error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
+    )
+    texts = [f"{v:.1f} ± {e:.1f}" if v > e else f"< {v + e:.1f}" for v, e in ms]
+    axes.bar_label(drawn, texts, padding=6, fontsize=SMALL_SIZE, color=INK)

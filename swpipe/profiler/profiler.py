@@ -21,8 +21,8 @@ from swpipe.profiler.figures import busy_s, costs_of
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import BASE, Counts, Kind, Rounds
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.rounds import BASE, Counts, Rounds
+from swpipe.profiler.trial import trial_state
 
 
 @suggests_keywords
@@ -150,8 +150,8 @@ class TaskProfiler:
         names, left_out = self._names(tasks)
         saved = trial_state(self.pipe, batches[0], self._state, copy)
         results = []
-        alone = [(name,) for name in (*([] if loader is None else [PULL]), *names)]
-        visits = len(batches) * num_rounds * len(alone) if counts.fixed else None
+        kinds = [*([] if loader is None else [PULL]), *names]
+        visits = len(batches) * num_rounds * len(kinds) if counts.fixed else None
         with progress_bar("profiling", " visits", visits, shown=verbose) as bar:
             for label, batch in zip(labels, batches, strict=True):
                 timer = WindowTimer(
@@ -162,7 +162,7 @@ class TaskProfiler:
                 with saved.trial(), self.pipe.borrow():
                     rounds.warm_up()
                     device_s = timer.device_times_s()
-                    rounds.measure(alone, bar.update)
+                    rounds.measure(kinds, bar.update)
                 found = replace(
                     _result_of(rounds, device_s),
                     batch=label,
@@ -217,17 +217,17 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
 
 def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
     """From what was measured to a result, without its label and advice."""
-    timer, times, step, saved = rounds.timer, rounds.times[BASE], rounds.step, rounds.saved
+    timer, times, step, exposed = rounds.timer, rounds.times[BASE], rounds.step, rounds.saved
     in_others_s = {
-        name: {n: s for n, s in times.shorter_in(rounds.times[name,]).items() if n != name}
-        for name in _alone(saved)
+        name: {n: s for n, s in times.shorter_in(rounds.times[name]).items() if n != name}
+        for name in exposed
     }
     pulls = timer.pulls
     if pulls is not None:
         times.put_first(PULL, rounds.pulls)
-    exposed, failed = _alone(saved), _alone(rounds.failed)
     host_s, blocked_s, core_s = times.host_s, times.blocked_s, times.core_s
-    names = [name for name in host_s if name in exposed or name in failed]
+    names = [name for name in host_s if name in exposed or name in rounds.failed]
+    not_measured = {n: f"{type(error).__name__}: {error}" for n, error in rounds.failed.items()}
     result = ProfileResult(
         batch="",
         mode="pipelined" if timer.pipelined else "serial",
@@ -237,7 +237,7 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         exposed_s={n: min(max(0.0, each.value_s), step.value_s) for n, each in exposed.items()},
         raw_s={name: each.value_s for name, each in exposed.items()},
         spread_s={name: each.spread_s for name, each in exposed.items()},
-        replay_s=_alone(rounds.replays_s),
+        replay_s=rounds.replays_s,
         in_others_s=in_others_s,
         host_s={name: host_s[name] for name in names},
         blocked_s={name: blocked_s[name] for name in names},
@@ -247,7 +247,7 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         num_warmup=timer.warmup,
         num_measure=timer.measure,
         num_rounds=len(rounds.base_s),
-        not_measured={name: f"{type(error).__name__}: {error}" for name, error in failed.items()},
+        not_measured=not_measured,
         interrupted=rounds.interrupted,
         other_load=rounds.other_load,
         collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
@@ -267,11 +267,6 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         in_others_s=in_others_s,
     )
     return replace(result, ranks=tuple(gather(own)))
-
-
-def _alone(of: Mapping[Kind, Any]) -> dict[str, Any]:
-    """By task, what was found of each alone."""
-    return {kind[0]: value for kind, value in of.items() if len(kind) == 1}
 
 
 def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) -> ProfileResults:

@@ -141,6 +141,12 @@ class RankEnds(NamedTuple):
         return cls(median(seconds), seconds[worst], ranks[worst].rank, spread_s[worst])
 
 
+def step_ends(ranks: Sequence[RankTimes]) -> RankEnds:
+    """The iteration, over the ranks."""
+    spreads_s = [of.baseline_spread_s for of in ranks]
+    return RankEnds.of(ranks, [of.baseline_s for of in ranks], spreads_s)
+
+
 def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
     """Task to its time on the host, over the ranks."""
     return {
@@ -167,9 +173,7 @@ def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
 
 def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """A table with a row for the iteration and one per task, and who waits for whom."""
-    steps_s = [of.baseline_s for of in ranks]
-    step = RankEnds.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])
-    rows = [("iteration", *_cells(step), "", "", "")]
+    rows = [("iteration", *_cells(step_ends(ranks)), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
         if all(name in of.exposed_s for of in ranks):

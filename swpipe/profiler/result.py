@@ -22,7 +22,6 @@ from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
 from swpipe.profiler.rank_times import RankTimes
 
 _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
-_OF_EARLIER_VERSIONS = {"disturbed", "joint", "no_work"}
 
 
 class Report(Rows):
@@ -176,8 +175,6 @@ class ProfileResult(Figures, Report):
         """
         every = {each.name for each in fields(cls)}
         needed = {e.name for e in fields(cls) if e.default is e.default_factory is MISSING}
-        if isinstance(data, dict):
-            data = {key: data[key] for key in data if key not in _OF_EARLIER_VERSIONS}
         if not isinstance(data, dict) or not needed <= set(data) <= every:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"

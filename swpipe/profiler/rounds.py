@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -36,13 +36,15 @@ from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
 
-Kind: TypeAlias = tuple[str, ...]
-"""The tasks that are shortcut in a visit; ``PULL`` where the loader is not called."""
+Kind: TypeAlias = str
+"""The task that is shortcut in a visit; ``PULL`` where the loader is not called."""
 
 Visit: TypeAlias = tuple[Kind, list[float]]
 """A kind, and the times of the iterations that were timed."""
 
-BASE: Kind = ()
+BASE: Kind = ""
+"""No task."""
+
 BETWEEN = 3
 """How many visits with a shortcut there are between two without.
 
@@ -149,25 +151,23 @@ class Rounds:
     def replays_s(self) -> dict[Kind, float]:
         """What the replays of each kind took, per iteration."""
         return {
-            kind: fmean(self.in_backward_s[kind])
-            + sum(self.times[kind].host_s[name] for name in _tasks_of(kind))
+            kind: fmean(self.in_backward_s[kind]) + self.times[kind].host_s.get(kind, 0.0)
             for kind in self.saved_s
         }
 
     @property
     def saved(self) -> dict[Kind, Estimate]:
-        """How much shorter an iteration is if the tasks of each kind cost nothing."""
+        """How much shorter an iteration is if the task of each kind costs nothing."""
         replays_s = self.replays_s
         alone = not (self.timer.pipelined or self.timer.pipe.device.has_streams)
         found = {
             kind: with_replay(estimate, replays_s[kind], alone=alone)
             for kind, estimate in time_saved(self.saved_s).items()
         }
-        # Visits are within a pass; a loader that is not called has no start either.
-        return {
-            kind: of._replace(value_s=of.value_s + (self.start_s if PULL in kind else 0.0))
-            for kind, of in found.items()
-        }
+        if PULL in found:  # visits are within a pass; a loader that is not called has no start
+            pull = found[PULL]
+            found[PULL] = pull._replace(value_s=pull.value_s + self.start_s)
+        return found
 
     # ------------------------------------------------------------------------------- measuring
 
@@ -191,7 +191,7 @@ class Rounds:
         """
         self.saved_s = {kind: [] for kind in kinds}
         self.times |= {kind: self._new_times() for kind in kinds}
-        begin_s, load = time.perf_counter(), load_so_far(is_rank=not is_alone())
+        begin_s, load = time.perf_counter(), load_so_far()
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
@@ -246,11 +246,10 @@ class Rounds:
             return
 
     def _leave_out(self, failed: Kind, error: Exception) -> None:
-        """Leave out a kind, and those with the same tasks, if the shortcut was the reason."""
+        """Leave out a kind, if the shortcut was the reason."""
         self._run(visits(()))  # otherwise, this raises
-        for kind in [kind for kind in self.saved_s if set(failed) <= set(kind)]:
-            self.failed[kind] = error
-            del self.saved_s[kind], self.times[kind]
+        self.failed[failed] = error
+        del self.saved_s[failed], self.times[failed]
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         where: list[slice] = []
@@ -260,7 +259,7 @@ class Rounds:
             with self.timer.pipe.observe(seen):
                 for kind in order:
                     where.append(self._visit(run, kind))
-                    if len(kind) == 1:
+                    if kind != BASE:
                         tick()
                 run.end()
         except BaseException:
@@ -285,10 +284,10 @@ class Rounds:
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
         if length > 1:
             length += self._rng.choice((-1, 0, 1))
-        drain = pulls is not None and PULL not in kind and self._is_slow(pulls, kind)
+        drain = pulls is not None and kind != PULL and self._is_slow(pulls, kind)
         if drain and pulls is not None:
             length = pulls.in_turns(length)
-        replayed = _tasks_of(kind)
+        replayed = [kind] if kind not in (BASE, PULL) else []
         extra_s, called = 0.0, 0
 
         def begin_to_measure() -> None:
@@ -297,7 +296,7 @@ class Rounds:
             extra_s = -timer.pipe.replay_in_backward_s(*replayed)
 
         try:
-            with self._shortcut(kind) if kind else nullcontext():
+            with self._shortcut(kind):
                 measured = run.iterate(timer.num_warmup, length, begin_to_measure, drain=drain)
                 extra_s += timer.pipe.replay_in_backward_s(*replayed)
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
@@ -308,7 +307,8 @@ class Rounds:
                     self._called.append(pulls.runs[called:])
                 return measured
         except BaseException as error:
-            what = f"with {_named(kind)}" if kind else "without a shortcut"
+            said = {BASE: "without a shortcut", PULL: "with the loader not called"}
+            what = said.get(kind, f"with task {kind!r} shortcut")
             add_note(error, f"swpipe: while profiling {what}")
             raise
 
@@ -319,12 +319,10 @@ class Rounds:
         """
         return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
 
-    @contextmanager
-    def _shortcut(self, kind: Kind) -> Iterator[None]:
-        pulls = self.timer.pulls if PULL in kind else None
-        off = nullcontext() if pulls is None else pulls.off()
-        with off, self.timer.pipe.shortcut(*_tasks_of(kind)):
-            yield
+    def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
+        if kind == PULL and self.timer.pulls is not None:
+            return self.timer.pulls.off()
+        return nullcontext() if kind == BASE else self.timer.pipe.shortcut(kind)
 
     def _new_times(self) -> HostTimes:
         return HostTimes(task.name for task in self.timer.pipe.tasks)
@@ -350,14 +348,3 @@ def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
             share = (place - before) / (after - before)
             saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
     return saved_s
-
-
-def _tasks_of(kind: Kind) -> Kind:
-    return tuple(name for name in kind if name != PULL)
-
-
-def _named(kind: Kind) -> str:
-    if PULL in kind:
-        tasks = _tasks_of(kind)
-        return "the loader not called" + (f" and {_named(tasks)}" if tasks else "")
-    return f"task{'s' * (len(kind) > 1)} {', '.join(map(repr, kind))} shortcut"

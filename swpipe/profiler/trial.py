@@ -1,4 +1,4 @@
-"""Compare plans by running them: the time of an iteration under each, on the same batches.
+"""Trials: what is put back after one, and plans compared by running them on the same batches.
 
 A cost model is accurate to some percent. If plans are closer than that, only running them shows
 which one is fastest. The plans alternate, in an order that changes from round to round, so that a
@@ -14,14 +14,37 @@ from typing import Any
 
 import torch
 
+from swpipe._state.loop import LoopState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
+from swpipe.inference.operators import copied
+from swpipe.inference.shown_state import shown_state
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
-from swpipe.profiler.trial_state import trial_state
+
+
+def trial_state(
+    pipe: SWPipeline[Any], batch: Any, state: Any, copy: Callable[[Any], Any] | None = None
+) -> LoopState:
+    """What is put back after a trial of an idle pipeline's tasks.
+
+    Args:
+        pipe: The pipeline.
+        batch: What its tasks run on, if the state is not given: they get copies.
+        state: As given by the user; None for what is declared and shown.
+        copy: Makes a copy of the batch; None to clone its tensors.
+
+    Raises:
+        BaseException: Whatever a task raised.
+    """
+    if state is None:
+        with pipe.borrow():
+            run = pipe.run_one_serial_iter
+            state = shown_state(pipe.tasks, run, batch, pipe.device, copy or copied)
+    return LoopState(pipe.tasks, state, pipe.device)
 
 
 def try_plans(

@@ -139,7 +139,13 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """What a step is spent on, and what follows."""
+    """What a step is spent on, and what follows.
+
+    Attributes:
+        parts: The step, split into parts that add up to it.
+        verdict: What bounds it.
+        ceiling: How much any overlap can still gain.
+    """
 
     parts: tuple[StepPart, ...]
     verdict: StepVerdict

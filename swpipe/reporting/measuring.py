@@ -27,24 +27,25 @@ from swpipe._distributed.shared_cores import cores
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.doctor import diagnose
 from swpipe.errors import PlanError
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
-from swpipe.profiler import Advice, ProfileResult, TaskProfiler, try_plans
+from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
 from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.rounds import visits
 from swpipe.profiler.spread import Estimate, mean_of
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 from swpipe.reporting.account import Ceiling, account_of
 from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
+from swpipe.tuning.budget import Window
 
 NOW = "the present plan"
 
@@ -54,7 +55,7 @@ ROUNDS, LEAST_ROUNDS = 5, 3
 _PROFILE_S, _TRIAL_S = 25.0, 12.0
 """Too long: a report on a step of 100 ms takes a minute at most."""
 
-_WARM_UP, _VISITED, _TRIED = 3, 5, 13  # iterations
+_WARM_UP, _VISITED = 3, 5  # iterations
 _LEAST_TRACED, _MOST_TRACED = 12, 60
 _TRACED_S = 1.0  # so that a few slow iterations do not decide
 _LEAST_S = 1e-6
@@ -133,9 +134,9 @@ def report_on(
         cpu_s=cpu_s,
     )
     told = StepReport(
+        *(account.parts, account.verdict, account.ceiling),
         name=name,
         plan=runs_under,
-        account=account,
         changes=(),
         profile=profile,
         measured=trace,
@@ -222,7 +223,7 @@ def _measure(
             cpu_s = (time.process_time() - begin_s) / steps
         loop.progress("measuring what each task costs the step")
         kinds = len(loop.tasks) + (pulls is not None)
-        round_s = len(visits([()] * kinds)) * _VISITED * step_s
+        round_s = len(visits([PULL] * kinds)) * _VISITED * step_s
         profile = TaskProfiler(pipe).profile(
             loop.batches[0],
             num_rounds=_rounds(rounds, round_s, _PROFILE_S),
@@ -296,24 +297,11 @@ class _Trials(NamedTuple):
         """How much shorter an iteration is under each of some plans."""
         if not plans:
             return {}
-        loop = self.loop
-        loop.progress(f"trying {'; '.join(plans)}")
-        saved: dict[str, list[float]] = {change: [] for change in plans}
-        round_s = (1 + len(plans)) * _TRIED * self.step_s
-        for turn in range(_rounds(self.rounds, round_s, _TRIAL_S)):
-            own_s = try_plans(
-                loop.tasks,
-                {NOW: self.plan, **plans} if turn % 2 else {**plans, NOW: self.plan},
-                [loop.batches[turn % len(loop.batches)]],
-                device=loop.device,
-                context=loop.context,
-                loader=self.pulls,
-            )
-            all_s: list[Mapping[str, float]] = loop.gather(own_s)
-            step_s = {name: max(rank_s[name] for rank_s in all_s) for name in own_s}
-            for change in plans:
-                saved[change].append(step_s[NOW] - step_s[change])
-        return {change: mean_of(differences) for change, differences in saved.items()}
+        self.loop.progress(f"trying {'; '.join(plans)}")
+        every, window = {NOW: self.plan, **plans}, Window()
+        turns = _rounds(self.rounds, len(every) * window.iterations * self.step_s, _TRIAL_S)
+        rounds = [self.loop.try_round(every, turn, self.pulls, window) for turn in range(turns)]
+        return {name: mean_of([took_s[NOW] - took_s[name] for took_s in rounds]) for name in plans}
 
     def best(
         self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]

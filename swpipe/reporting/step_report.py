@@ -19,17 +19,9 @@ from swpipe.core.records import first_lines
 from swpipe.core.tables import wrapped
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
-from swpipe.profiler.rank_times import RankEnds, host_ends
+from swpipe.profiler.rank_times import host_ends, step_ends
 from swpipe.profiler.spread import Estimate, short_ms
-from swpipe.reporting.account import (
-    LOADER,
-    START,
-    WORTH,
-    Ceiling,
-    StepAccount,
-    StepPart,
-    StepVerdict,
-)
+from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
 from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
 from swpipe.trace import PeakMemory, Trace
 
@@ -72,15 +64,14 @@ class PromisedChange:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """A report: what was measured of a loop, and what follows. It prints, and it is a page.
+class StepReport(StepAccount):
+    """A report: the account of a step, and what was measured. It prints, and it is a page.
 
     On several ranks it is of the one that the others wait for, or else of the slowest one.
 
     Attributes:
         name: Of the loop.
         plan: What it runs under.
-        account: What its step is spent on, what bounds it, and what overlap can still gain.
         changes: At most three: those that need no more than another plan first, of which each
             saved something when it was tried; of these the one that promises most.
         profile: Exposed times.
@@ -97,7 +88,6 @@ class StepReport:
 
     name: str
     plan: PipelinePlan
-    account: StepAccount
     changes: tuple[PromisedChange, ...]
     profile: ProfileResult
     measured: Trace
@@ -108,21 +98,6 @@ class StepReport:
     machine: Mapping[str, str] = field(default_factory=dict)
     not_kept: Mapping[str, Estimate] = field(default_factory=dict)
     memory: PeakMemory | None = None
-
-    @property
-    def verdict(self) -> StepVerdict:
-        """What bounds the step."""
-        return self.account.verdict
-
-    @property
-    def ceiling(self) -> Ceiling:
-        """How much any overlap can still gain."""
-        return self.account.ceiling
-
-    @property
-    def parts(self) -> tuple[StepPart, ...]:
-        """The step, split into parts that add up to it."""
-        return self.account.parts
 
     @property
     def busy(self) -> str:
@@ -140,7 +115,7 @@ class StepReport:
     def next_step(self) -> str:
         """What to do next, in a sentence or two."""
         if self.cannot_tell:
-            return "Measure again while nothing else runs."
+            return "Stop what else runs, or wait for it, and measure again."
         if self.changes:
             return f"{capitalised(self.changes[0].advice.change)}."
         if self.ceiling.is_worth_it:
@@ -183,11 +158,13 @@ class StepReport:
         ceiling, step = self.ceiling, self.profile.step
         if self.busy:
             yield self.busy
+        measured = f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
         if self.cannot_tell:
-            yield self.next_step
+            yield f"{measured}, beside them: what bounds it, and what to change, cannot be told"
+            yield f"next step: {self.next_step}"
             return
         yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
+        yield measured
         if ceiling.is_worth_it:
             yield (
                 f"ceiling: any overlap can save {short_ms(ceiling.saved_s)} ms at most "
@@ -395,9 +372,6 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
     ranks = report.profile.ranks
     if len(ranks) < 2:
         return []
-    steps_s = [of.baseline_s for of in ranks]
-    ends = {"step": RankEnds.of(ranks, steps_s, [of.baseline_spread_s for of in ranks])}
-    ends |= host_ends(ranks)
     return [
         {
             "task": shown_name(name),
@@ -406,7 +380,7 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
             "rank": str(one.rank),
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }
-        for name, one in ends.items()
+        for name, one in (("step", step_ends(ranks)), *host_ends(ranks).items())
     ]
 
 

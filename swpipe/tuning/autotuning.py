@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._distributed.rank_checks import gather
 from swpipe._distributed.shared_cores import cores
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import race_problems
@@ -203,6 +203,24 @@ class Loop:
         everyone: list[TaskMemory] = self.gather(own)
         return max(everyone, key=lambda memory: memory.serial_peak(names))
 
+    def try_round(
+        self, plans: Mapping[str, PipelinePlan], turn: int, loader: Any, window: Window
+    ) -> dict[str, float]:
+        """Run plans side by side, in an order that alternates: seconds on the slowest rank."""
+        own_s = try_plans(
+            self.tasks,
+            plans if turn % 2 else dict(reversed([*plans.items()])),
+            [self.batches[turn % len(self.batches)]],
+            num_warmup=window.num_warmup,
+            num_measure=window.num_measure,
+            device=self.device,
+            context=self.context,
+            state=self.state,
+            loader=loader,
+        )
+        all_s = self.gather(own_s)
+        return {name: max(rank_s[name] for rank_s in all_s) for name in plans}
+
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
         """The recorded dependences, with the loop's streams and globally ordered tasks.
 
@@ -295,7 +313,7 @@ def autotune(
         apart=is_apart(batches if loader is None else loader),
         body=body,
     )
-    load = load_so_far(is_rank=not is_alone())
+    load = load_so_far()
     with budget.bar:
         # About how many iterations come after the recording.
         measured = 2 * _WINDOWS * min(len(loop.batches), _BATCHES)
@@ -420,7 +438,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     budget = loop.budget
     budget.show(loop.progress, f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
-    rounds_us: dict[str, list[float]] = {name: [] for name in plans}
+    rounds_s: list[dict[str, float]] = []
     window = budget.window(_LEAST_ROUNDS * len(plans), 1.0)
     each = len(plans) * window.iterations
     for turn in range(_ROUNDS):
@@ -428,20 +446,8 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
             break
         budget.expect((_ROUNDS - turn) * each)
         with budget.spending(each):
-            own_s = try_plans(
-                loop.tasks,
-                plans if turn % 2 else dict(reversed(plans.items())),
-                [loop.batches[turn % len(loop.batches)]],
-                device=loop.device,
-                context=loop.context,
-                state=loop.state,
-                loader=loop.loader,
-                num_warmup=window.num_warmup,
-                num_measure=window.num_measure,
-            )
-        all_s = loop.gather(own_s)
-        for name, rounds in rounds_us.items():
-            rounds.append(1e6 * max(rank_s[name] for rank_s in all_s))
+            rounds_s.append(loop.try_round(plans, turn, loop.loader, window))
     return tuple(
-        replace(candidate, rounds_us=tuple(rounds_us[candidate.name])) for candidate in candidates
+        replace(one, rounds_us=tuple(1e6 * took_s[one.name] for took_s in rounds_s))
+        for one in candidates
     )

@@ -105,12 +105,6 @@ def test_no_private_name_is_on_an_api_page() -> None:
     assert [name for names in PUBLIC.values() for name in names if name.startswith("_")] == []
 
 
-@pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_are_sorted(module: str) -> None:
-    """``__all__`` is in the order of ``sorted``."""
-    assert PUBLIC[module] == sorted(PUBLIC[module])
-
-
 @needs_every_package
 def test_every_public_name_has_a_docstring() -> None:
     """Public classes, functions and methods have docstrings; a protocol's speak for its classes."""
@@ -143,40 +137,23 @@ def test_metaphors_do_not_come_back() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """Relative links and pictures of a page exist."""
-    links = _LINK.findall(page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_lead_somewhere_and_tables_are_whole(page: Path) -> None:
+    """Files and pictures exist, and so do headings, as README's readers follow these, too.
 
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_to_sections_lead_to_one(page: Path) -> None:
-    """What stands behind the # is a heading of that page, as README's readers follow it too."""
-    links = _SECTION_LINK.findall(page.read_text(encoding="utf-8"))
+    A blank line among the rows ends a table: the rows below it are shown as text, with bars.
+    """
+    text = page.read_text(encoding="utf-8")
+    assert [link for link in _LINK.findall(text) if not (page.parent / link).exists()] == []
+    links = _SECTION_LINK.findall(text)
     targets = [(page.parent / (file or page), section) for file, section in links]
     assert [target for target in targets if target[1] not in sections(target[0])] == []
+    assert rows_cut_off(text) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_table_is_cut_in_two(page: Path) -> None:
-    """A blank line among the rows ends a table: the rows below it are shown as text, with bars."""
-    assert rows_cut_off(page.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n", []),
-        ("| a | b |\n|:--|--:|\n| 1 | 2 |\n\n| 3 | 4 |\n", ["5: | 3 | 4 |"]),
-        ("| a | b |\n|---|---|\n\ntext\n| 3 | 4 |\n", ["5: | 3 | 4 |"]),
-        ("| a | b |\n\n|---|---|\n", ["1: | a | b |", "3: |---|---|"]),
-        ("| a | b |", ["1: | a | b |"]),
-        ("```text\n| a | b |\n```\n    | drawn |\n", []),
-    ],
-)
-def test_a_table_that_is_cut_is_seen(text: str, found: list[str]) -> None:
+def test_a_table_that_is_cut_is_seen() -> None:
     """Each row that follows something else than a row, and is no header; code is left alone."""
-    assert rows_cut_off(text) == found
+    assert rows_cut_off("| a | b |\n|:--|--:|\n| 1 | 2 |\n\n| 3 | 4 |\n") == ["5: | 3 | 4 |"]
+    assert rows_cut_off("```text\n| a | b |\n```\n    | drawn |\n") == []
 
 
 def test_every_guarantee_says_how_it_is_checked() -> None:

@@ -71,8 +71,8 @@ def batches() -> list[Tensor]:
 
 
 def of_data(**options: Any) -> DataLoader[Any]:
-    """The same by torch's loader."""
-    return DataLoader(TensorDataset(torch.ones(64, 8)), batch_size=4, **options)
+    """The same by torch's loader, in passes so long that few begin: each begins workers."""
+    return DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=4, **options)
 
 
 # ------------------------------------------------------------------------------------------ clean
@@ -87,7 +87,7 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
     before = set(multiprocessing.active_children())
     gc.disable()
     try:
-        assert rules(diagnose(tasks, of_data(num_workers=1), plan=plan)) == []
+        assert rules(diagnose(tasks, of_data(num_workers=1), plan=plan, rounds=2)) == []
         assert set(multiprocessing.active_children()) <= before  # its workers have ended
     finally:
         gc.enable()
@@ -112,13 +112,13 @@ def test_all_state_is_put_back() -> None:
         with torch.no_grad():
             weight.sub_(weight.grad)
 
-    diagnose([PipelineTask("train", train)], batches())
+    diagnose([PipelineTask("train", train)], batches(), rounds=2)
     assert torch.equal(weight, torch.ones(8))
 
 
 def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
     """One graph is compiled, without a break."""
-    assert rules(diagnose(training(compiled=True), batches())) == []
+    assert rules(diagnose(training(compiled=True), batches(), rounds=2)) == []
 
 
 # ---------------------------------------------------------------------------------------- planted
@@ -140,7 +140,7 @@ class Made(Dataset[Tensor]):
 
 def test_a_loader_in_this_process_is_found(host: TimedHost) -> None:
     """Its batches take 4 ms between two steps, on the CPU."""
-    found = diagnose(training(), DataLoader(Made(host, 1), batch_size=4))
+    found = diagnose(training(), DataLoader(Made(host, 1), batch_size=4), rounds=2)
     assert rules(found) == [("loader-in-process", "loader")]
     assert "4.000 ± " in found.findings[0].text
     assert "on the CPU" in found.findings[0].text
@@ -189,7 +189,7 @@ def test_workers_that_are_too_slow_are_found(host: TimedHost) -> None:
     """The loop waits for a loader that has workers."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
-    assert rules(diagnose(training(), loader)) == [("slow-loader", "loader")]
+    assert rules(diagnose(training(), loader, rounds=2)) == [("slow-loader", "loader")]
 
 
 PURE: dict[str, Any] = {"pure": True}
@@ -240,7 +240,7 @@ def test_a_graph_break_is_found(fresh_compiler: None) -> None:
         return y + 1
 
     tasks = [PipelineTask("scale", lambda ctx: scale(ctx.batch))]
-    found = diagnose(tasks, batches())
+    found = diagnose(tasks, batches(), rounds=2)
     line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
     assert rules(found) == [("graph-break", f"{__file__}:{line}")]
     assert "graph_break()" in found.findings[0].mend
@@ -260,4 +260,4 @@ def test_a_break_that_torch_makes_itself_is_no_finding(fresh_compiler: None) -> 
         (ctx.batch * weight).sum().backward()
         step()
 
-    assert rules(diagnose([PipelineTask("train", train)], batches())) == []
+    assert rules(diagnose([PipelineTask("train", train)], batches(), rounds=2)) == []

@@ -12,7 +12,7 @@ from torch import nn
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe._values.stateful import Owners
 from swpipe.errors import UnsavedStateError
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 
 BATCH = torch.ones(2, 3)
 

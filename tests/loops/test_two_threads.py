@@ -17,7 +17,7 @@ from swpipe.inference import record
 from swpipe.profiler import TaskProfiler
 from tests.loops.ordinary_loops import Training
 
-ROUNDS = 2
+ROUNDS = 5
 
 
 class Trained(Training):

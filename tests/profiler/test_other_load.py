@@ -51,9 +51,12 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 @pytest.mark.parametrize(("is_rank", "used"), [(False, 1.5), (True, 1.1)])
-def test_what_is_not_ones_own_is_of_others(kernel: Kernel, is_rank: bool, used: float) -> None:
+def test_what_is_not_ones_own_is_of_others(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, is_rank: bool, used: float
+) -> None:
     """One's children are one's own, those that have ended too, and so are ranks of the same job."""
-    before = load_so_far(is_rank=is_rank)
+    monkeypatch.setattr(other_load, "is_alone", lambda: not is_rank)
+    before = load_so_far()
     assert before is not None
     kernel.cores(6000, 7000, 99999)
     kernel.process(20, 10, 300, ended=100)

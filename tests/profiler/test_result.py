@@ -157,12 +157,8 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert ProfileResults.from_json(several.to_json()) == several
     RESULT.save(tmp_path / "one.json")
     several.save(tmp_path / "several.json")
-    earlier = {
-        **json.loads(RESULT.to_json()),
-        "disturbed": 2,
-        "joint": [],
-    }  # what is missing has its default
-    assert ProfileResult.from_dict(without(earlier, "other_load")) == RESULT
+    earlier = without(json.loads(RESULT.to_json()), "other_load")  # what is missing has its default
+    assert ProfileResult.from_dict(earlier) == RESULT
     assert ProfileResult.load(tmp_path / "one.json") == RESULT
     assert ProfileResults.load(tmp_path / "several.json") == several
 

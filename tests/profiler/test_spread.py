@@ -69,7 +69,7 @@ def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles(
 ) -> None:
     """Under drift and outliers, and neither much more seldom nor more often."""
     chance = random.Random(rounds)
-    kinds: list[Kind] = [(str(i),) for i in range(tasks)]
+    kinds: list[Kind] = [str(i) for i in range(tasks)]
     hits = []
     for _ in range(250):
         machine = iter(noisy_machine(chance))
@@ -88,12 +88,12 @@ def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles(
 
 def test_visits_and_their_differences() -> None:
     """Every three between two without a shortcut."""
-    names: list[Kind] = [("a",), ("b",), ("c",), ("d",)]
+    names: list[Kind] = [*"abcd"]
     order = visits(names)
-    assert order == [BASE, ("a",), ("b",), ("c",), BASE, ("d",), BASE]
+    assert order == [BASE, "a", "b", "c", BASE, "d", BASE]
     times = [[10.0], [8.0], [8.0], [8.0], [14.0], [8.0, 6.0], [16.0]]
     found = differences_in(list(zip(order, times, strict=True)))
-    assert found == {("a",): 3.0, ("b",): 4.0, ("c",): 5.0, ("d",): 8.0}
+    assert found == {"a": 3.0, "b": 4.0, "c": 5.0, "d": 8.0}
     assert visits([]) == [BASE, BASE]
 
 

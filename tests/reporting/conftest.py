@@ -24,4 +24,4 @@ def waiting() -> StepReport:
     with pytest.MonkeyPatch.context() as patch:
         host = TimedHost()
         tell_time(patch, host)
-        return report(image_loop(host, decode=12, train=7), range(8), name="images")
+        return report(image_loop(host, decode=12, train=7), range(8), name="images", rounds=2)

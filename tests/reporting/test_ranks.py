@@ -18,7 +18,7 @@ def _report_on_rank() -> StepReport:
 
     @task(pure=True)
     def read(ctx: IterContext) -> None:
-        time.sleep(0.012 if rank else 0.004)
+        time.sleep(0.006 if rank else 0.001)
         ctx.x = torch.ones(4)
 
     @task(pure=True)
@@ -28,7 +28,7 @@ def _report_on_rank() -> StepReport:
 
     @task
     def train(ctx: IterContext) -> None:
-        time.sleep(0.012)
+        time.sleep(0.004)
         dist.all_reduce(ctx.received)
 
     return report([read, exchange, train], range(8), rounds=2, device="cpu")

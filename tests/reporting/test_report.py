@@ -18,9 +18,10 @@ from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, repor
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler.other_load import OtherLoad
-from swpipe.reporting import StepReport, measuring
+from swpipe.reporting import StepReport
 from swpipe.reporting.account import account_of
-from tests.reporting.known_loops import CASES, plan_of, tasks_of
+from swpipe.tuning import autotuning
+from tests.reporting.known_loops import tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.virtual_clock import TimedHost
 
@@ -77,28 +78,12 @@ def test_on_a_busy_machine_a_report_ends_after_the_profile(
     assert "What to change" not in found.to_html()
 
 
-def test_threads_that_are_all_busy_are_all_named(host: TimedHost) -> None:
-    """To make one of them faster saves nothing."""
-    case = CASES["a plan with two busy threads"]
-    found = report(tasks_of(host, case.tasks), range(4), plan=plan_of(case), rounds=2)
-    assert found.next_step.endswith("Make tasks of all of these faster: io, default.")
-
-
-def test_a_loop_that_computes_has_nothing_to_overlap(host: TimedHost) -> None:
-    """The next step is then to make the longest task faster."""
-    found = report(image_loop(host, decode=0, train=20, log=0), range(8))
-    assert found.verdict.bound == "compute-bound"
-    assert not found.ceiling.is_worth_it
-    assert found.next_step == "Make train take half as long."
-    assert found.changes[0].tried is None
-    assert found.changes[0].kept is None
-
-
 def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) -> None:
-    """All have to do less; what overlaps already is not promised again."""
-    found = report(image_loop(host, decode=10, train=9, log=1), range(8), plan=AHEAD)
+    """All are named, and have to do less; what overlaps already is not promised again."""
+    found = report(image_loop(host, decode=10, train=9, log=1), range(8), plan=AHEAD, rounds=2)
     assert found.verdict.bound == "balanced"
     assert "all have to do less" in found.verdict.why
+    assert found.next_step.endswith("Make tasks of all of these faster: io, default.")
     assert found.profile.baseline_s == pytest.approx(10 * MS)
     assert not found.ceiling.is_worth_it
     assert [change for change in found.changes if change.advice.plan] == []
@@ -110,7 +95,7 @@ def test_ranks_that_share_the_cores_are_promised_no_second_thread(
     """Two ranks on two cores were promised 12 ms, and gained nothing."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = report(image_loop(host, decode=12, train=7, log=0), range(8))
+    found = report(image_loop(host, decode=12, train=7, log=0), range(8), rounds=2)
     assert [change for change in found.changes if change.advice.plan] == []
     assert not found.ceiling.is_worth_it
 
@@ -132,7 +117,7 @@ OTHERS = {
 def test_a_ready_made_plan_is_tried_where_none_is_advised(host: TimedHost) -> None:
     """Twice; not one for other tasks, nor one that gives other numbers."""
     tasks = image_loop(host, decode=1.5, train=17)
-    found = report(tasks, range(8), ready_made={"ahead": AHEAD, **OTHERS})
+    found = report(tasks, range(8), ready_made={"ahead": AHEAD, **OTHERS}, rounds=2)
     assert [*found.not_kept] == ["ahead"]
     first = found.changes[0]
     assert found.next_step == "Run it under the ready-made plan ahead."
@@ -150,8 +135,8 @@ def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
     def in_vain(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
         return dict.fromkeys(plans, 20 * MS)
 
-    monkeypatch.setattr(measuring, "try_plans", in_vain)
-    found = report(image_loop(host, decode=8, train=11), range(8))
+    monkeypatch.setattr(autotuning, "try_plans", in_vain)
+    found = report(image_loop(host, decode=8, train=11), range(8), rounds=2)
     assert not found.changes[0].advice.plan
     assert found.next_step.startswith("Make ")
     assert [one for one in found.changes if one.advice.plan] == []
@@ -168,7 +153,7 @@ def test_a_ready_made_plan_that_saves_nothing_in_a_second_trial_is_not_advised(
         saved = 2 * MS if next(turns) < rounds else 0.0
         return {name: 20 * MS - (saved if name == "ahead" else 0.0) for name in plans}
 
-    monkeypatch.setattr(measuring, "try_plans", lucky_at_first)
+    monkeypatch.setattr(autotuning, "try_plans", lucky_at_first)
     tasks = image_loop(host, decode=1.5, train=17)
     found = report(tasks, range(8), ready_made={"ahead": AHEAD}, rounds=rounds)
     assert found.not_kept["ahead"].value_s == pytest.approx(2 * MS)
@@ -192,20 +177,13 @@ def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
 def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
     """As much as a task that reads."""
     loader = Batches(host, ms=30)
-    found = report(image_loop(host, decode=1, train=8), range(8), loader=loader)
+    found = report(image_loop(host, decode=1, train=8), range(8), loader=loader, rounds=2)
     assert found.verdict.bound == "input-bound"
     assert found.verdict.shares["input"] == pytest.approx(31 / 40)
     assert found.parts[0].task == "loader"
     assert "loader on a thread of its own" in found.next_step
     # With its place and its mend: here, a loader that makes its batches between two steps.
     assert [one.place for one in found.findings if one.rule == "loader-in-process"] == ["loader"]
-
-
-def test_waiting_is_not_computing(host: TimedHost) -> None:
-    """A task that is off the CPU waits for the host."""
-    found = report(image_loop(host, decode=1, train=8, log=11), range(8))
-    assert found.verdict.bound == "host-bound"
-    assert found.verdict.shares["host"] == pytest.approx(11 / 20)
 
 
 def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:

@@ -23,7 +23,7 @@ def test_a_report_says_what_is_true(
     case = CASES[name]
     loader = None if case.loader is None else LOADERS[case.loader[0]](host, *case.loader[1:])
     found = report(
-        tasks_of(host, case.tasks), range(8), plan=plan_of(case), loader=loader, rounds=3
+        tasks_of(host, case.tasks), range(8), plan=plan_of(case), loader=loader, rounds=2
     )
     step = found.profile.step
     assert abs(1e3 * step.value_s - case.step) <= 1e3 * step.spread_s + 0.02 * case.step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.core.task import DeclaredIO, PipelineTask
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 
 BEFORE, WITHIN, AFTER = 2, 5, 3
 """Iterations before the shortcuts, with each of them, and afterwards."""

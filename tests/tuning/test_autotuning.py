@@ -40,8 +40,9 @@ def train(ctx: IterContext) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan with little effort: two tasks need no more."""
+    """Measure and plan with little effort: two tasks need no more."""
     monkeypatch.setattr(autotuning, "EFFORT", 0.1)
+    monkeypatch.setattr(autotuning, "_WINDOWS", 1)
 
 
 TASKS = (PipelineTask("read", read, pure=True), PipelineTask("train", train, pure=True))
@@ -341,6 +342,7 @@ def test_a_trial_has_as_many_rounds_as_there_is_time_for(
 def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one batch at least; in half of the time, those of a plan are not measured again."""
     clock = Clock(monkeypatch)
+    monkeypatch.setattr(autotuning, "_WINDOWS", 3)
     monkeypatch.setattr(autotuning, "measure_costs", clock.take(1.0))
     loop = replace(Loop(TASKS, BATCHES, "cpu"), budget=Budget(100))
     with loop.budget.spending(2):

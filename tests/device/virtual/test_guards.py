@@ -28,4 +28,4 @@ def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], 
 @pytest.mark.parametrize("cases", [early_end, two_readers, on_one_stream, far_ahead, drained])
 def test_the_cases_of_guards_that_random_plans_do_not_miss(cases: Callable[[int], Any]) -> None:
     """A lane that is through is still waited for; and what goes is waited for or held."""
-    assert found(run_any, cases, 24) == {}
+    assert found(run_any, cases, 50) == {}

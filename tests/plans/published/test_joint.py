@@ -13,7 +13,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
 from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
-from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, swaps
+from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, prune, swaps
 from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
 from swpipe.plans.published.task_roles import GIVEN, PRESETS, TaskRoles
 from tests.plans.published.papers import paper
@@ -177,6 +177,20 @@ def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
     initial = {(layout.threads, layout.priority) for layout in space.initial()}
     orders = (("b", "a", "train"), ("a", "b", "train"))
     assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
+
+
+def test_nothing_is_evaluated_twice_and_the_best_of_equal_places_is_kept() -> None:
+    """Presets that give the same threads are one layout."""
+    space, initial = spaced()
+    near = [layout for one in initial for layout in space.neighbours(one)]
+    evaluated = space.evaluate(near)
+    assert 0 < len(evaluated) < len(near)
+    assert space.evaluate([*space.initial(), *near]) == []
+    kept = {one.places: one.score for one in prune(evaluated)}
+    assert len(kept) == len(prune(evaluated)) < len(evaluated)
+    assert all(kept[one.places] <= one.score for one in evaluated)
+    better = evaluated[0]._replace(ii_us=0)
+    assert prune([evaluated[0], better]) == prune([better, evaluated[0]]) == [better]
 
 
 def test_frozen_and_caller_tasks_are_not_moved() -> None:

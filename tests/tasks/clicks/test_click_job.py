@@ -20,7 +20,7 @@ from torchmetrics.classification import BinaryAUROC
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe._values.walk import tensors_in
 from swpipe.plans.clicks import PLANS, TASKS
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 from swpipe.tasks.clicks import (
     ClickConfig,
     ClickDataError,

@@ -12,7 +12,7 @@ from torch import Tensor
 from swpipe import TaskProfiler
 from swpipe.plans.torchrec.sparse_dist import TASKS
 from swpipe.profiler import ProfileResult
-from swpipe.profiler.trial_state import trial_state
+from swpipe.profiler.trial import trial_state
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job, batches, everything, sharded
 from tests.tasks.torchrec.trial import EXACT, create, to_the_end

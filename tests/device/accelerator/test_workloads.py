@@ -1,0 +1,149 @@
+"""The click job and HSTU on an accelerator: the same bits under every plan, and after stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchrec")
+pytest.importorskip("polars")
+
+from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe.inference import record
+from swpipe.plans.clicks import PLANS
+from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.profiler import TaskProfiler
+from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
+from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
+from swpipe.tasks.torchrec.hstu import hstu_groups
+from tests import backend
+from tests.device.accelerator.training import on_host, same
+from tests.device.accelerator.work import DEVICE, SIMULATED, spin
+from tests.tasks.clicks.rows import write_log
+from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
+
+SMALL_CLICKS = ModelConfig(
+    buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,)
+)
+CLICK_STEPS, HSTU_STEPS = 12, 8
+DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+@dataclass
+class Workload:
+    """Tasks, batches for them, a plan by its name (None: serial), and what they train."""
+
+    tasks: list[PipelineTask]
+    batches: list[Any]
+    plan: Callable[[str | None], PipelinePlan]
+    state: Callable[[], list[Tensor]]
+
+
+def click_job(device: str, folder: Path) -> ClickJob:
+    """A small model on 50 rows, in batches of 8."""
+    log = write_log(folder / "small.tsv", 50)
+    return ClickJob(ClickConfig([log], batch_size=8, model=SMALL_CLICKS, device=device))
+
+
+def clicks(device: str, folder: Path) -> Workload:
+    """Parameters, and the metric."""
+    job = click_job(device, folder)
+    return Workload(
+        [*job.tasks()],
+        [*job.batches(CLICK_STEPS)],
+        lambda name: PLANS[name or "serial"](),
+        lambda: [*job.model.parameters(), job.auc.counts],
+    )
+
+
+def hstu(device: str, folder: Path) -> Workload:
+    """Under presets of threads."""
+    model = hstu_model.HSTURanking(SMALL).to(device)
+    step = TrainStep([torch.optim.Adagrad(model.parameters(), lr=0.05)], per_token=PerToken())
+    options = TaskOptions(forward="own", grouped=hstu_groups(True))
+    made = SparseDistTasks(model, step, options, device=device).tasks()
+    schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
+    histories = hstu_model.generate_ratings(4 * HSTU_STEPS, SMALL.items, SMALL.longest, seed=0)
+    batches = [hstu_model.SequenceBatch.of(histories[k::HSTU_STEPS]) for k in range(HSTU_STEPS)]
+    return Workload(
+        [*made],
+        batches if SIMULATED else [batch.pin_memory() for batch in batches],
+        lambda name: PipelinePlan.serial(made) if name is None else hstu_plan(schedule, name),
+        lambda: [*model.parameters()],
+    )
+
+
+def lagging(task: PipelineTask) -> PipelineTask:
+    """The task, with some device work before and after."""
+
+    def fn(ctx: object) -> None:
+        spin(0.3)
+        task.fn(ctx)  # type: ignore[arg-type]
+        spin(0.2)
+
+    return replace(task, fn=fn)
+
+
+def trained(
+    make: Callable[[str, Path], Workload], name: str | None, device: str, folder: Path
+) -> list[Tensor]:
+    """Losses, and the state after them, on the host."""
+    work = make(device, folder)
+    with SWPipeline(work.plan(name), [*map(lagging, work.tasks)], device=device) as pipe:
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(work.batches)]
+        pipe.device.synchronize()
+    state = [*losses, *work.state()]
+    assert {tensor.device for tensor in state} == {torch.device(device)}
+    return on_host(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "device"),
+    [
+        *((clicks, name, device) for device in DEVICES for name in PLANS if name != "serial"),
+        *((hstu, preset, DEVICES[0]) for preset in HSTU_THREAD_MAPS),
+    ],
+)
+def test_every_plan_trains_to_the_serial_plans_bits(
+    make: Any, name: str, device: str, tmp_path: Path
+) -> None:
+    """The caller's device is the first one, whichever the job is on."""
+    assert same(trained(make, name, device, tmp_path), trained(make, None, device, tmp_path))
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
+@pytest.mark.parametrize(
+    ("make", "name", "streams", "device"),
+    [
+        *((clicks, "pipelined", streams, device) for streams in (1, 2) for device in DEVICES),
+        *((hstu, preset, 2, DEVICES[0]) for preset in ("default", "by_stream")),
+    ],
+)
+def test_late_streams_change_nothing(
+    make: Any, name: str, streams: int, device: str, tmp_path: Path
+) -> None:
+    """Nor do few of them, nor freed memory that is overwritten at once."""
+    serial = trained(make, None, device, tmp_path)
+    with backend.misbehaving(late_streams=200.0, streams=streams, poison=True):
+        assert same(trained(make, name, device, tmp_path), serial)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_profiles_and_recordings_train_nothing(device: str, tmp_path: Path) -> None:
+    """After a recording and a profile the job trains as if there had been neither."""
+    plan, job = PLANS["pipelined"](), click_job(device, tmp_path)
+    recording = record(job.tasks(), next(job.batches()), device=device)
+    assert recording.compare(plan).missing == ()
+    with SWPipeline(plan, job.tasks(), device=device) as pipe:
+        TaskProfiler(pipe).profile(next(job.batches()), 1, 2, 2, pipelined=True)
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(CLICK_STEPS))]
+    expected = trained(clicks, None, device, tmp_path)
+    assert same(on_host(losses), expected[: len(losses)])
+    job.close()
