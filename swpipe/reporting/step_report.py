@@ -158,13 +158,13 @@ class StepReport(StepAccount):
         ceiling, step = self.ceiling, self.profile.step
         if self.busy:
             yield self.busy
-        measured = f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
+        if not self.cannot_tell:
+            yield f"{self.verdict.bound}. {self.verdict.why}"
+        yield f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
         if self.cannot_tell:
-            yield f"{measured}, beside them: what bounds it, and what to change, cannot be told"
+            yield "Beside other processes, what bounds it and what to change cannot be told."
             yield f"next step: {self.next_step}"
             return
-        yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield measured
         if ceiling.is_worth_it:
             yield (
                 f"ceiling: any overlap can save {short_ms(ceiling.saved_s)} ms at most "

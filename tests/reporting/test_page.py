@@ -150,8 +150,8 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
     assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
     assert "Too busy to tell" in busy.to_html()
     assert str(busy).splitlines()[2:] == [
-        "step: 20.0 ± 0.00 ms, beside them: what bounds it, and what to change, cannot be",
-        "  told",
+        "step: 20.0 ± 0.00 ms",
+        "Beside other processes, what bounds it and what to change cannot be told.",
         "next step: Stop what else runs, or wait for it, and measure again.",
     ]
     assert busy.to_dict()["bound"] is None
