@@ -183,12 +183,13 @@ class EvenData:
 
     def exchange_status(self, status: int) -> tuple[Tensor, dist.Work | None]:
         """Start to exchange the ranks' statuses for the next step."""
-        each = [0] * self.size
-        each[self.rank] = status
-        statuses = torch.tensor(each, dtype=torch.int32, device="cpu")
+        own = torch.full((self.size,), status, dtype=torch.int32, device="cpu")
         if self._group is None:
-            return statuses, None
-        return statuses, dist.all_reduce(statuses, group=self._group, async_op=True)
+            return own, None
+        # Each rank sends its own to each other: one message of latency. An all-reduce goes around.
+        statuses = torch.empty_like(own)
+        work = dist.all_to_all_single(statuses, own, group=self._group, async_op=True)
+        return statuses, work
 
 
 class _Pull(NamedTuple):

@@ -62,7 +62,7 @@ START = "start of a pass"
 MOST = 0.5
 """The part of a step that has to be spent on one thing for the verdict to name it."""
 
-WORTH = 0.02
+WORTH = 0.03
 """A ceiling below this part of a step is none: it is not known so well."""
 
 _WAITS = 0.25  # of a task's time: less is preemption

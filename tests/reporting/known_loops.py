@@ -57,7 +57,7 @@ CASES = {
         {"train": 30}, ("ahead", 20), 30, "compute-bound", "Make train take half"
     ),
     "one as fast as the step": Case(
-        {"train": 30}, ("ahead", 29), 30, "compute-bound", "Overlap can gain nothing more"
+        {"train": 30}, ("ahead", 28), 30, "compute-bound", "Overlap can gain nothing more"
     ),
     "one a little slower": Case({"train": 30}, ("ahead", 36), 36, "input-bound", "Make a batch", 6),
     "a slow one": Case({"train": 30}, ("ahead", 60), 60, "input-bound", "Make a batch", 30),
