@@ -146,18 +146,6 @@ class SplitForward(PrefetchForward):
     looks_up_ahead = True
     cuts = True
 
-    def get_embedding_result(self) -> Any:
-        """What ``look_up`` left for the present batch: one awaitable, or several.
-
-        Raises:
-            KeyError: It has not run, or the dense part has taken it.
-        """
-        return self._context.embeddings[self._name]
-
-    def set_embedding_result(self, result: Any) -> None:
-        """Let the dense part of the present batch take this instead."""
-        self._context.embeddings[self._name] = result
-
     def look_up(self) -> None:
         """Look the embeddings up and start their exchange."""
         context: SparseDistContext = self._context

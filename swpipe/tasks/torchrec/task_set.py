@@ -66,14 +66,10 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 """
 
 
-def _nothing(ctx: Any) -> None:
-    """A task that others wait for."""
-
-
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Calls several functions of the context, one after the other."""
-    if len(parts) < 2:
-        return parts[0] if parts else _nothing
+    if len(parts) == 1:
+        return parts[0]
 
     def call(ctx: Any) -> None:
         for part in parts:
