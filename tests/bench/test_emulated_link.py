@@ -135,5 +135,6 @@ def test_every_exchange_and_reduction_is_late(two_ranks: Ranks) -> None:
     pytest.importorskip("torchrec")
     for issued, late in two_ranks.run(_seen, "DLRM", 2):
         assert issued == late
-        assert {exchanged / 2 for exchanged, _ in issued.values()} == {5}
+        # Ours exchange whether all ranks have a batch, too.
+        assert {exchanged / 2 for exchanged, _ in issued.values()} == {5, 6}
         assert min(reduced for _, reduced in issued.values()) == 2
