@@ -10,6 +10,7 @@ import asyncio
 import random
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -284,6 +285,23 @@ class Replay:
 @refused("the loop has changed the length of the loader or of its dataset")
 def a_replay_buffer_that_grows(over: Over) -> Any:
     buffer = Replay()
+    return train(over, buffer, body=lambda ctx: buffer.rows.append(torch.ones(4)))
+
+
+class Busy(Replay):
+    """One whose length takes long once, as on a busy machine."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        time.sleep(0.005 * (self.asked == 1))
+        return super().__len__()
+
+
+@refused("the loop has changed the length of the loader or of its dataset")
+def a_replay_buffer_on_a_busy_machine(over: Over) -> Any:
+    buffer = Busy()
     return train(over, buffer, body=lambda ctx: buffer.rows.append(torch.ones(4)))
 
 
