@@ -45,7 +45,7 @@ MOST = 3
 LEAST = 0.02
 """Less than this part of an iteration is not promised, and not known so well."""
 
-WORTH = 0.1
+LEAST_SHARE = 0.1
 """To make a task shorter is not advised where less than this part of that comes off the step."""
 
 ERROR = 0.1
@@ -108,7 +108,7 @@ def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
     named = {one.task for one in found}
     for task in sorted(result.own_s, key=lambda task: -result.own_s[task]):
         half_s, spread_s = result.own_s[task] / 2, result.spread_s[task] / 2
-        least_s = max(LEAST * result.baseline_s, WORTH * result.host_s[task] / 2)
+        least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
         is_known = half_s > max(spread_s, least_s)
         if is_known and task not in planned.moved and task not in named:
             what, why_not = "the loader" if task == PULL else task, planned.why_not.get(task, "")

@@ -289,13 +289,10 @@ def a_replay_buffer_that_grows(over: Over) -> Any:
 
 
 class Busy(Replay):
-    """One whose length takes long once, as on a busy machine."""
-
-    asked = 0
+    """One whose length takes long, though it does little, as on a busy machine."""
 
     def __len__(self) -> int:
-        self.asked += 1
-        time.sleep(0.005 * (self.asked == 1))
+        time.sleep(0.001)
         return super().__len__()
 
 
@@ -492,6 +489,26 @@ def test_what_is_not_as_it_was_said_is_an_error(name: str) -> None:
         assert re.search(f"(?s){why}", str(error))  # noqa: PT017
     else:
         same(found, numbers(script, Plain))
+
+
+def test_a_length_that_costs_much_is_not_asked_for_with_each_batch() -> None:
+    """It would hold up the pulls."""
+    asked = 0
+
+    class Slow:
+        def __len__(self) -> int:
+            nonlocal asked
+            asked += 1
+            end_s = time.thread_time() + 0.003
+            while time.thread_time() < end_s:
+                pass
+            return 12
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(PARTS[:1] * 12)
+
+    assert sum(1 for _ in swpipe.ahead(Slow(), device="cpu")) == 12
+    assert asked < 6
 
 
 def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:

@@ -57,7 +57,7 @@ TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
 """The fourteen, in serial order."""
 
 IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
-"""In a period the tokens are counted while the sizes of the next batch's ids are exchanged."""
+"""The order of a period: tokens are counted while the next batch's sizes are exchanged."""
 
 STREAMS = ("memcpy", "data_dist", "prefetch")
 
