@@ -162,11 +162,10 @@ wheel: $(VENV)/.python ## build the wheel into dist/
 gpu-check: ## CUDA bench and tests, on PYTHON's own packages; elsewhere says that it skips
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	  several=$$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal"); \
 	  failed=0; \
 	  $(PYTHON) -m bench.gpu || failed=1; \
 	  $(PYTHON) -m pytest tests/device --accelerator -o addopts=--import-mode=importlib -p no:benchmark \
-	      -W ignore::pytest.PytestConfigWarning -q $$several $(ARGS) || failed=1; \
+	      -W ignore::pytest.PytestConfigWarning -q $(ARGS) || failed=1; \
 	  exit $$failed; \
 	else \
 	  echo "gpu-check: skipped: $(PYTHON) finds no torch with a CUDA device" \

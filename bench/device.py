@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +23,6 @@ from torch import Tensor
 import swpipe
 from bench import recsys14
 from bench.device_shapes import (
-    SKIPPED,
-    TIMED,
     Shape,
     copy_ms,
     launch_ms,
@@ -37,21 +39,30 @@ from swpipe.profiler import measure_costs
 from tests import backend
 from tests.support.device_work import device, spin
 
-Loop: TypeAlias = Callable[[Shape, Tensor], Iterable[Any]]
+Loop: TypeAlias = Callable[[Shape, Tensor], Generator[Any]]
 """Trains a step each time it is asked for the next; the tensor adds up the batches."""
+
+WATCHED = 20
+"""Steps of a loop before its first turn: the first 16 are watched."""
+
+LEAD_IN, TIMED = 12, 8
+"""Steps in each of its turns: until what was prepared while it had none is used up, and on the
+clock. Where nothing is prepared turns are shorter and more: ``EVEN``."""
+
+EVEN = 2, 3
 
 
 # ----------------------------------------------------------------------------- loops by hand
 
 
-def plain(shape: Shape, total: Tensor) -> Iterator[None]:
+def plain(shape: Shape, total: Tensor) -> Generator[None]:
     """As most loops are written."""
     for batch in shape.batches:
         shape.train(shape.exchange(batch.to(device(), non_blocking=True)), total)
         yield
 
 
-def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Iterator[None]:
+def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Generator[None]:
     """The next batch is copied, and exchanged, on a stream beside this one's step."""
     side, batches = torch.Stream(device=device()), iter(shape.batches)
 
@@ -92,7 +103,7 @@ def tasks_of(shape: Shape, total: Tensor) -> list[PipelineTask]:
     return [PipelineTask("exchange", exchange, pure=True, reads=["batch"]), train_task]
 
 
-def serial(shape: Shape, total: Tensor) -> Iterator[Any]:
+def serial(shape: Shape, total: Tensor) -> Generator[Any]:
     """The plain loop's order, by the engine."""
 
     def copy(ctx: IterContext) -> None:
@@ -102,20 +113,20 @@ def serial(shape: Shape, total: Tensor) -> Iterator[Any]:
     return _running(PipelinePlan.serial(tasks), tasks, shape)
 
 
-def overlapped(shape: Shape, total: Tensor) -> Iterator[Any]:
+def overlapped(shape: Shape, total: Tensor) -> Generator[Any]:
     """In one line."""
     with swpipe.overlap(shape.batches, tasks_of(shape, total), device=str(device())) as loop:
         yield from loop
 
 
-def prefetched(shape: Shape, total: Tensor) -> Iterator[Any]:
+def prefetched(shape: Shape, total: Tensor) -> Generator[Any]:
     """The ready-made plan, with ``device=``."""
     *feed, train = tasks_of(shape, total)
     plan = prefetch_plan(feed, [train], device=str(device()))
     return _running(plan, plan.tasks, shape)
 
 
-def planned(shape: Shape, total: Tensor) -> Iterator[Any]:
+def planned(shape: Shape, total: Tensor) -> Generator[Any]:
     """By ``auto_plan``, from costs that are measured first."""
     tasks = [copy_task(str(device())), *tasks_of(shape, total)]
     side = {"copy": "copy", "exchange": "ahead"}
@@ -130,7 +141,7 @@ def planned(shape: Shape, total: Tensor) -> Iterator[Any]:
     return _running(auto_plan(base, costs, streams=True).plan, tasks, shape)
 
 
-def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) -> Iterator[Any]:
+def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) -> Generator[Any]:
     with SWPipeline(plan, tasks, device=str(device()), check_effects=False) as pipe:
         for ctx in pipe.iterate(shape.batches):
             yield ctx
@@ -140,15 +151,42 @@ def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) ->
 # ------------------------------------------------------------------------------ measuring
 
 
-def ms_per_step(loop: Loop, shape: Shape, found: list[float]) -> float:
-    """Time per step in the steady state; adds what the batches add up to."""
-    total, seconds = torch.zeros(1, device=device()), 0.0
-    for number, _ in enumerate(loop(shape, total), start=1):
-        if number in (SKIPPED, SKIPPED + TIMED):
-            torch.accelerator.synchronize()
-            seconds = time.perf_counter() - seconds
-    found.append(total.item())
-    return seconds / TIMED * 1e3
+def steps_ms(loop: Iterator[object], lead_in: int, timed: int) -> float:
+    """Device time from the end of one step to that of another, per step, in the steady state."""
+    begin, end = (torch.Event(device=device(), enable_timing=True) for _ in range(2))
+    for steps, event in ((lead_in, begin), (timed, end)):
+        for _ in range(steps):
+            next(loop)
+        event.record()
+    end.synchronize()
+    torch.accelerator.synchronize()
+    return begin.elapsed_time(end) / timed
+
+
+def in_turn_ms(loops: Sequence[Loop], shape: Shape, rounds: int) -> list[list[float]]:
+    """Times per step of loops that take turns, of a few steps: a phase of the machine hits all."""
+    steps = (LEAD_IN, TIMED) if shape.gains else EVEN
+    rounds *= (LEAD_IN + TIMED) // sum(steps)
+    shape = replace(shape, batches=shape.batches[: WATCHED + rounds * sum(steps) + LEAD_IN])
+    totals = [torch.zeros(1, device=device()) for _ in loops]
+    started = [loop(shape, total) for loop, total in zip(loops, totals, strict=True)]
+    with ExitStack() as ends:
+        for each in started:
+            ends.callback(each.close)
+            for _ in range(WATCHED):
+                next(each)
+        times = interleaved(
+            rounds,
+            *(partial(steps_ms, each, *steps) for each in started),
+            partial(copy_ms, shape),
+            partial(launch_ms, shape),
+        )
+        for each in started:  # some have trained ahead
+            deque(each, maxlen=0)
+        torch.accelerator.synchronize()
+    if len(sums := {total.item() for total in totals}) > 1:
+        raise AssertionError(f"{shape.what}: the loops' sums differ: {sorted(sums)}")
+    return times
 
 
 def shape_rows(shape: Shape, rounds: int) -> list[Row]:
@@ -156,23 +194,15 @@ def shape_rows(shape: Shape, rounds: int) -> list[Row]:
     by_hand: list[Loop] = [plain, prefetcher]
     by_hand += [partial(prefetcher, pin=True)] if shape.pageable else []
     ours: list[Loop] = [serial, overlapped, prefetched, planned]
-    sums: list[float] = []
     with shape.on_device():
-        times = interleaved(
-            rounds,
-            *(partial(ms_per_step, loop, shape, sums) for loop in (*by_hand, *ours)),
-            partial(copy_ms, shape),
-            partial(launch_ms, shape),
-        )
-    if len(set(sums)) > 1:
-        raise AssertionError(f"{shape.what}: the loops' sums differ: {sorted(set(sums))}")
+        times = in_turn_ms([*by_hand, *ours], shape, rounds)
     hands, (series, one_line, ready, auto), (copies, launches) = (
         times[: len(by_hand)],
         times[len(by_hand) : -2],
         times[-2:],
     )
-    best_hand = [min(each) for each in zip(*hands, strict=True)]
-    best = [min(each) for each in zip(series, one_line, ready, auto, strict=True)]
+    best_hand = min(hands, key=median)
+    best = min((series, one_line, ready, auto), key=median)
     bounds = [shape.bound_ms(*each) for each in zip(copies, launches, strict=True)]
     limit = 1.00 if shape.gains else 1.01
     return [
@@ -254,9 +284,9 @@ def hstu_rows(rounds: int) -> list[Row]:
     ]
 
 
-def rows(rounds: int = 3) -> list[Row]:
+def rows(rounds: int = 5) -> list[Row]:
     """All shapes, and the published costs."""
     if device().type == "cpu":
         return [Row("loops on a device", f"skipped: {backend.why_not()}")]
     found = [row for shape in shapes() for row in shape_rows(shape, rounds)]
-    return [*found, *hstu_rows(rounds)]
+    return [*found, *hstu_rows(3)]

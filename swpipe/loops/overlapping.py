@@ -19,17 +19,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
+from swpipe._values.walk import tensors_held
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
+from swpipe.core.loaders import generators_in_pass, is_apart, unprepared, why_not_apart
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan, TaskSchedule
 from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, on_cpu, resolve
@@ -214,7 +216,9 @@ def overlap(
             draws, too. False: never.
         device: As for ``SWPipeline``; one that is given and no CPU gets the batches: a task "copy"
             before the others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from pinned
-            memory, and where the loader is ahead, ahead of the loop on a stream of its own.
+            memory, and where the loader is ahead, ahead of the loop on a stream of its own. If
+            batches come pinned (``DataLoader(pin_memory=True)``) and nothing else runs ahead, the
+            caller's thread pulls and launches the copies, one batch ahead.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
         start_iteration: The number of the first iteration, that of the loader's first batch.
         context: The class of the contexts; as for ``SWPipeline``.
@@ -315,7 +319,7 @@ def loop_over(
         behind = (HAND_OVER,)
     given = (*leading, *behind)
     if leading:
-        plan = prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
+        plan = _plan(leading, behind, loader, depth, workers)
     else:
         if workers != 1:
             why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
@@ -332,6 +336,34 @@ def loop_over(
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
+
+
+def _plan(
+    leading: Sequence[PipelineTask],
+    behind: Sequence[PipelineTask],
+    loader: Any,
+    depth: int | None,
+    workers: int,
+) -> PipelinePlan:
+    """What leads runs ahead: on threads of its own, or on the caller's if it has no host work."""
+    copy = leading[0]
+    if len(leading) > 1 or not (isinstance(copy.fn, BatchCopy) and _comes_pinned(loader)):
+        return prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
+    # Others make the batches, or they are there, and a copy is only launched. A thread for that
+    # would cost the loop more than it takes off it: the two want one interpreter lock.
+    schedule = {task: TaskSchedule((depth or 2) - 1) for task in behind}
+    deps = [(after, before) for before, after in pairwise([copy, *behind])]
+    return PipelinePlan({copy: TaskSchedule(0, copy.name), **schedule}, deps=deps)
+
+
+def _comes_pinned(loader: Any) -> bool:
+    """Whether it is apart, and its batches lie in pinned memory."""
+    if not is_apart(loader):
+        return False
+    if isinstance(inner := unprepared(loader), DataLoader):
+        return inner.pin_memory
+    first = tensors_held(inner[0]) if inner else []
+    return all(one.is_pinned() or not on_cpu(one) for one in first)
 
 
 def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[str]:

@@ -13,8 +13,6 @@ from tests.device.virtual.guards import Guard
 from tests.support.device_work import SIMULATED
 from tests.support.strategies import Case, keeping_case, random_case, worked_case
 
-pytestmark = pytest.mark.skipif(not SIMULATED, reason="no CUDA device poisons what was freed")
-
 SEEDS_TO_TRY = 200
 """Among how many random plans the loss of a guard must show; most show within ten."""
 
@@ -32,6 +30,7 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     assert {seed: wrong for seed in range(kind.plans) if (wrong := kind.run(cases(seed)))} == {}
 
 
+@pytest.mark.skipif(not SIMULATED, reason="no CUDA device poisons what was freed")
 def test_each_guard_is_missed(kind: Kind, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the virtual device finds what it was to prevent; on others something is wrong."""
     guard.remove(monkeypatch)

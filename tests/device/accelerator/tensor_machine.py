@@ -1,12 +1,13 @@
-"""Random cases on the test backend, on either device, with late streams and few streams.
+"""Random cases on CUDA, or on the test backend: either device, with late streams and few streams.
 
-Freed memory is poisoned: whoever reads it afterwards reads NaN.
+There freed memory is poisoned: whoever reads it afterwards reads NaN.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from swpipe import SWPipeline
 from tests import backend
-from tests.support import device_work
+from tests.support.device_work import SIMULATED, device, spin
 from tests.support.machines import outputs, tasks_of
 from tests.support.strategies import Case, TaskSpec, Workload, with_run_ahead
 
-device_work.device()  # loads the backend
+DEVICE = device()  # loads the backend
 
 SEED = 11
 BAD = (
@@ -62,7 +63,7 @@ def device_pauses(seed: int, longest_us: float = 150.0) -> Callable[[], None]:
 
     def pause() -> None:
         if rng.random() < 0.3:
-            backend.lag(rng.random() * longest_us)
+            spin(rng.random() * longest_us / 1e3)
 
     return pause
 
@@ -96,12 +97,14 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
 
 def differs(case: Case) -> bool:
     """Whether a plan gives other bits than the serial run of its tasks."""
-    seed = case.seed
-    case, device = with_run_ahead(case), f"sim:{seed % 2}"
-    torch.accelerator.set_device_index(seed // 2 % 2)
-    with backend.misbehaving(poison=True):
-        serial = results(case, device, serially=True)
-    with backend.misbehaving(poison=True, **BAD[seed % len(BAD)]):  # type: ignore[arg-type]
-        piped = results(case, device, serially=False)
-    torch.accelerator.set_device_index(0)
+    case, name, seed = with_run_ahead(case), str(DEVICE), case.seed
+    with ExitStack() as bad:
+        if SIMULATED:
+            name = f"sim:{seed % 2}"
+            bad.enter_context(torch.accelerator.device_index(seed // 2 % 2))
+            bad.enter_context(backend.misbehaving(poison=True))
+        serial = results(case, name, serially=True)
+        if SIMULATED:
+            bad.enter_context(backend.misbehaving(poison=True, **BAD[seed % len(BAD)]))  # type: ignore[arg-type]
+        piped = results(case, name, serially=False)
     return repr(piped) != repr(serial)  # NaN is not itself

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset
 
 import swpipe
 from bench import copy_ahead
@@ -385,6 +386,99 @@ def test_an_object_with_a_part_on_the_device_is_not_pinned() -> None:
 
 
 # ------------------------------------------------------------------------------------- the loop
+
+
+class Numbers(Dataset[Tensor]):
+    """Tells apart all rows."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+def fed(kind: str) -> Any:
+    """Batches that lie in pinned memory, or not."""
+    if kind == "workers":
+        return DataLoader(Numbers(), batch_size=2, num_workers=1, pin_memory=True)
+    rows = [filled(i) for i in range(4)]
+    return [one.pin_memory() for one in rows] if kind == "pinned" else rows
+
+
+def groups(loop: Any) -> set[str | None]:
+    """Of the loader and the tasks."""
+    plan = loop.overlap.plan
+    return {plan.pull_group, *plan.thread_groups}
+
+
+def test_what_only_launches_copies_takes_no_thread() -> None:
+    """Of batches that others pin, or that are pinned; filling pinned memory takes one."""
+
+    @swpipe.task(pure=True)
+    def decode(ctx: IterContext) -> None:
+        ctx.x = ctx.batch + 1
+
+    def of(loader: Any, *tasks: Any, **options: Any) -> set[str | None]:
+        with swpipe.overlap(loader, [*tasks, adding_up()], device=DEVICE, **options) as loop:
+            return groups(loop)
+
+    alone = {None, "default"}
+    assert of(fed("pinned")) == of(fed("workers")) == alone
+    assert groups(swpipe.ahead(fed("workers"), device=DEVICE)) == alone
+    others = {"default", "loader", "io"}
+    assert of(fed("pageable")) == of(fed("pinned"), decode) == others
+    assert of((x for x in fed("pinned")), pull_ahead=True) == others
+
+
+def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
+    """While the first step is held the next batch arrives."""
+    backend.clear_log()
+    gates: list[backend.Gate] = []
+
+    def hold(ctx: IterContext) -> None:
+        if not gates:
+            gates.append(backend.gate())
+
+    with swpipe.overlap(fed("pinned"), [hold, adding_up()], device=DEVICE) as loop:
+        for ctx in loop:
+            await_copies(2)
+            gates[0].open()
+            assert ctx.sum.item() == ROWS * ctx.iter_idx
+
+
+@pytest.mark.parametrize("batches", ["pinned", "workers"])
+def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) -> None:
+    """Each pass trains the plain loop's batches."""
+    plainly = [batch.sum().item() for batch in fed(batches)]
+    with swpipe.overlap(fed(batches), [adding_up()], device=DEVICE) as loop:
+        assert [ctx.sum.item() for ctx in loop] == plainly
+        for ctx in loop:
+            assert ctx.sum.item() == plainly[0]
+            break
+        assert [ctx.sum.item() for ctx in loop] == plainly
+        steps = iter(loop)
+        found = [next(steps).sum.item()]
+        saved = loop.state_dict()
+    with swpipe.overlap(fed(batches), [adding_up()], device=DEVICE) as loop:
+        loop.load_state_dict(saved)
+        assert [*found, *(ctx.sum.item() for ctx in loop)] == plainly
+
+
+def test_without_a_thread_an_error_comes_in_its_turn() -> None:
+    """That of the copy, when the steps before are done."""
+
+    class Unmovable:
+        def to(self, device: torch.device) -> None:
+            raise RuntimeError("no way")
+
+    batches = [filled(1).pin_memory(), filled(2).pin_memory(), Unmovable()]
+    done = []
+    with swpipe.overlap(batches, [adding_up()], device=DEVICE) as loop:
+        assert groups(loop) == {None, "default"}
+        with pytest.raises(RuntimeError, match="no way"):
+            done.extend(ctx.sum.item() for ctx in loop)
+    assert done == [ROWS, 2 * ROWS]
 
 
 def await_copies(count: int) -> None:
