@@ -284,9 +284,9 @@ def hstu_rows(rounds: int) -> list[Row]:
     ]
 
 
-def rows(rounds: int = 5) -> list[Row]:
+def rows(rounds: int = 3) -> list[Row]:
     """All shapes, and the published costs."""
     if device().type == "cpu":
         return [Row("loops on a device", f"skipped: {backend.why_not()}")]
     found = [row for shape in shapes() for row in shape_rows(shape, rounds)]
-    return [*found, *hstu_rows(3)]
+    return [*found, *hstu_rows(rounds)]

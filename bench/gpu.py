@@ -214,7 +214,7 @@ def main() -> int:
     from bench import device  # which loads the test backend where there is no CUDA
 
     print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    return report([*device.rows(), *rows(rounds=5)])
+    return report([*device.rows(), *rows(rounds=3)])
 
 
 if __name__ == "__main__":

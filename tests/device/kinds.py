@@ -18,6 +18,7 @@ from typing import Any
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.device import Device, resolve
 from tests.device.virtual import VirtualDevice
+from tests.support.device_work import SIMULATED
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _on_accelerator(case: Any) -> object:
 
 
 HERE = (Kind("cpu", None, _on_cpu), Kind("virtual", VirtualDevice, _on_virtual))
-APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=100),)
+APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=100 if SIMULATED else 40),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:
