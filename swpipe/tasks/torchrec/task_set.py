@@ -129,8 +129,7 @@ class SparseDistTasks:
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
         self.mode = ModuleModesOf(model)
-        index = [torch.accelerator.current_device_index()] if self.device.has_streams else []
-        self._target = torch.device(self.device.type, *index)
+        self._target = torch.device(self.device.name)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
         self._keeps_batch = not options.memory

@@ -107,7 +107,7 @@ def trained(
     ("make", "name", "device"),
     [
         *((clicks, name, device) for device in DEVICES for name in PLANS if name != "serial"),
-        *((hstu, preset, DEVICES[0]) for preset in HSTU_THREAD_MAPS),
+        *((hstu, preset, device) for device in DEVICES for preset in HSTU_THREAD_MAPS),
     ],
 )
 def test_every_plan_trains_to_the_serial_plans_bits(
