@@ -69,6 +69,8 @@ class Admission:
         self._has_streams = iterations.engine.device.has_streams
         self._sources: list[Event | None] = [None] * iterations.depth
         engine = iterations.engine
+        # For the plan's streams to wait for; the caller's has what the loader launches before it.
+        self._marks_sources = bool(engine.streams)
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         has_group = PULL in engine.program.instructions
         self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
@@ -126,7 +128,7 @@ class Admission:
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
         if iterations.engine.releases is not None:
             release.begin(iteration.ctx)
-        if self._has_streams:
+        if self._marks_sources:
             self._mark_source(i, iteration)
         self.pulled = i + 1
 
