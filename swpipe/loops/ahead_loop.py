@@ -135,7 +135,8 @@ def ahead(
             that are declared pure. What draws random numbers belongs into the loader, or has a
             generator of its own.
         device: Where the batches are copied after the functions, from pinned memory and on a
-            stream of its own. None, or a CPU: nowhere.
+            stream of its own. None, or a CPU: nowhere. Where batches come pinned and there are no
+            functions, the caller's thread pulls and launches the copies.
         prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
             or more with functions, a device or a prepared loader. One more for each further worker.
         workers: How many threads the functions have, each for batches of its own: for functions
