@@ -45,11 +45,9 @@ Loop: TypeAlias = Callable[[Shape, Tensor], Generator[Any]]
 WATCHED = 20
 """Steps of a loop before its first turn: the first 16 are watched."""
 
-LEAD_IN, TIMED = 12, 8
-"""Steps in each of its turns: until what was prepared while it had none is used up, and on the
-clock. Where nothing is prepared turns are shorter and more: ``EVEN``."""
-
-EVEN = 2, 3
+LONG, SHORT = (12, 8), (2, 3)
+"""Steps in each of its turns, before the clock starts and on it. Where batches are prepared ahead,
+the first use up what was prepared between the turns; where not, turns are shorter and more."""
 
 
 # ----------------------------------------------------------------------------- loops by hand
@@ -165,9 +163,10 @@ def steps_ms(loop: Iterator[object], lead_in: int, timed: int) -> float:
 
 def in_turn_ms(loops: Sequence[Loop], shape: Shape, rounds: int) -> list[list[float]]:
     """Times per step of loops that take turns, of a few steps: a phase of the machine hits all."""
-    steps = (LEAD_IN, TIMED) if shape.gains else EVEN
-    rounds *= (LEAD_IN + TIMED) // sum(steps)
-    shape = replace(shape, batches=shape.batches[: WATCHED + rounds * sum(steps) + LEAD_IN])
+    steps = LONG if shape.gains else SHORT
+    rounds *= sum(LONG) // sum(steps)
+    least = WATCHED + rounds * sum(steps)
+    shape = replace(shape, batches=[*shape.batches] * (least // len(shape.batches) + 3))
     totals = [torch.zeros(1, device=device()) for _ in loops]
     started = [loop(shape, total) for loop, total in zip(loops, totals, strict=True)]
     with ExitStack() as ends:

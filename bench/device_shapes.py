@@ -19,9 +19,6 @@ from bench.interval import block
 from tests import backend
 from tests.support.device_work import SIMULATED, device, spin
 
-BATCHES = 400
-"""More than any bench takes; there are four, again and again."""
-
 _SCALE = 2.0 if SIMULATED else 1.0
 """Its threads share two cores, and their times are less exact."""
 
@@ -49,7 +46,7 @@ class Shape:
     Attributes:
         what: In words.
         parts: (host ms, device ms), one after the other: the work that trains.
-        batches: On the host.
+        batches: On the host; four, which come again and again.
         launches: Small kernels to launch besides.
         exchange_ms: Device work on the batch that may run ahead, on a stream of its own.
         syncs: The step ends with ``.item()``.
@@ -116,7 +113,7 @@ class Shape:
 def _batches(elements: int, *, pin: bool) -> list[Tensor]:
     draws = torch.Generator().manual_seed(0)
     few = [torch.empty(elements).uniform_(generator=draws) for _ in range(4)]
-    return [one.pin_memory() if pin else one for one in few] * (BATCHES // 4)
+    return [one.pin_memory() if pin else one for one in few]
 
 
 def shapes() -> list[Shape]:
@@ -154,7 +151,7 @@ def ms_each(work: Callable[[], object], count: int = 8) -> float:
 
 
 def copy_ms(shape: Shape) -> float:
-    """Time of a copy alone, in ms: from pinned memory, or into it, whatever takes longer."""
+    """Time of a copy alone, in ms: from pinned memory, or into it, whichever takes longer."""
     batch = shape.batches[0].pin_memory() if shape.pageable else shape.batches[0]
     took = ms_each(lambda: batch.to(device(), non_blocking=True))
     return max(took, ms_each(lambda: batch.copy_(shape.batches[0])) if shape.pageable else 0.0)

@@ -6,10 +6,10 @@
     for ctx in swpipe.overlap(loader, [decode, forward, backward, step]):
         ...                                              # as after the tasks of a plain loop
 
-The tasks that come first and are declared pure, and the loader, run ahead, on threads of their own;
-the other tasks stay on the caller's thread, in order, and so does the body. So what they see, and
-where the body leaves the loop, is as in a plain loop, bit for bit. For plans that overlap more, see
-``swpipe.autotune``.
+The tasks that come first and are declared pure, and the loader, run ahead, on threads of their own
+if they have work on the host; the other tasks stay on the caller's thread, in order, and so does
+the body. So what they see, and where the body leaves the loop, is as in a plain loop, bit for bit.
+For plans that overlap more, see ``swpipe.autotune``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any, Self, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import generators_in_pass, is_apart, unprepared, why_not_apart
 from swpipe.core.messages import listed, shown
-from swpipe.core.plan import PULL, PipelinePlan, TaskSchedule
+from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, on_cpu, resolve
@@ -319,7 +319,7 @@ def loop_over(
         behind = (HAND_OVER,)
     given = (*leading, *behind)
     if leading:
-        plan = _plan(leading, behind, loader, depth, workers)
+        plan = _plan(leading, behind, loader, workers)
     else:
         if workers != 1:
             why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
@@ -339,31 +339,25 @@ def loop_over(
 
 
 def _plan(
-    leading: Sequence[PipelineTask],
-    behind: Sequence[PipelineTask],
-    loader: Any,
-    depth: int | None,
-    workers: int,
+    leading: Sequence[PipelineTask], behind: Sequence[PipelineTask], loader: Any, workers: int
 ) -> PipelinePlan:
-    """What leads runs ahead: on threads of its own, or on the caller's if it has no host work."""
-    copy = leading[0]
-    if len(leading) > 1 or not (isinstance(copy.fn, BatchCopy) and _comes_pinned(loader)):
-        return prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
-    # Others make the batches, or they are there, and a copy is only launched. A thread for that
-    # would cost the loop more than it takes off it: the two want one interpreter lock.
-    schedule = {task: TaskSchedule((depth or 2) - 1) for task in behind}
-    deps = [(after, before) for before, after in pairwise([copy, *behind])]
-    return PipelinePlan({copy: TaskSchedule(0, copy.name), **schedule}, deps=deps)
+    if len(leading) == workers == 1 and _is_only_launched(leading[0], loader):
+        # A thread would cost the loop more than it takes off it: the two want one interpreter lock.
+        return prefetch_plan(leading, behind, group=DEFAULT_GROUP, pull_group=None, depth=2)
+    return prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
 
 
-def _comes_pinned(loader: Any) -> bool:
-    """Whether it is apart, and its batches lie in pinned memory."""
-    if not is_apart(loader):
+def _is_only_launched(first: PipelineTask, loader: Any) -> bool:
+    """Whether a task has no work on the host: it copies batches that lie in pinned memory.
+
+    Of a loader that is apart: others make its batches, or they are there.
+    """
+    if not (isinstance(first.fn, BatchCopy) and is_apart(loader)):
         return False
     if isinstance(inner := unprepared(loader), DataLoader):
         return inner.pin_memory
-    first = tensors_held(inner[0]) if inner else []
-    return all(one.is_pinned() or not on_cpu(one) for one in first)
+    batch = tensors_held(inner[0]) if inner else []
+    return all(one.is_pinned() or not on_cpu(one) for one in batch)
 
 
 def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Random cases on CUDA, or on the test backend: either device, with late streams and few streams.
 
-There freed memory is poisoned: whoever reads it afterwards reads NaN.
+On the test backend freed memory is poisoned: whoever reads it afterwards reads NaN.
 """
 
 from __future__ import annotations

@@ -429,6 +429,9 @@ def test_what_only_launches_copies_takes_no_thread() -> None:
     others = {"default", "loader", "io"}
     assert of(fed("pageable")) == of(fed("pinned"), decode) == others
     assert of((x for x in fed("pinned")), pull_ahead=True) == others
+    assert of(fed("pinned"), workers=2) == others
+    with pytest.raises(ValueError, match="workers is 0"):
+        of(fed("pinned"), workers=0)
 
 
 def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
@@ -463,6 +466,7 @@ def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) ->
     with swpipe.overlap(fed(batches), [adding_up()], device=DEVICE) as loop:
         loop.load_state_dict(saved)
         assert [*found, *(ctx.sum.item() for ctx in loop)] == plainly
+    assert [x.sum().item() for x in swpipe.ahead(fed(batches), device=DEVICE)] == plainly
 
 
 def test_without_a_thread_an_error_comes_in_its_turn() -> None:
