@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -46,14 +45,14 @@ def validate(
     """
     tasks = plan.tasks or None if tasks is None else tasks
     problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
-    if not problems:  # what follows needs sound entries and known names
-        if problems := [*_work(plan)]:
-            raise refusal(plan, problems)
-        problems = list(_future_reads(plan))
+    # What follows needs sound entries, known names and a plan that is not too large.
+    problems = problems or [*_work(plan)]
+    if not problems:
+        problems = [*_future_reads(plan)]
         try:
             resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
         except CycleError as error:
-            problems.append(_cycle(plan, error))
+            problems.append(_cycle(error))
     if problems:
         raise refusal(plan, problems)
     return resolved
@@ -254,12 +253,10 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
             )
 
 
-def _cycle(plan: PipelinePlan, error: CycleError) -> Problem:
+def _cycle(error: CycleError) -> Problem:
     match error.source:
         case Cycle.ITERATION:
-            pairs = set(pairwise(error.cycle))
-            within = [dep for dep in dependences_of(plan) if dep.distance == 0]
-            named = listed([str(dep) for dep in within if dep[:2] in pairs])
+            named = listed([str(dep) for dep in error.dependences])
             mend = f"none of these tasks can be first: take out one of {named}"
         case Cycle.PERIOD:
             mend = "take one out, or move a task to another stage"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 from swpipe.core.messages import MOST_LISTED
@@ -60,11 +61,19 @@ class CycleError(Exception):
     Attributes:
         cycle: Their names; the first stands again at the end.
         source: What asks for it.
+        dependences: Those between two neighbours, where ``topological`` was given any.
     """
 
-    def __init__(self, cycle: Sequence[str], source: Cycle = Cycle.EDGES) -> None:
+    def __init__(
+        self,
+        cycle: Sequence[str],
+        source: Cycle = Cycle.EDGES,
+        dependences: Iterable[Dependence] = (),
+    ) -> None:
         self.cycle = tuple(cycle)
         self.source = source
+        neighbours = set(pairwise(self.cycle))
+        self.dependences = tuple(one for one in dependences if one[:2] in neighbours)
         super().__init__(cycle, source)
 
     def __str__(self) -> str:
@@ -78,11 +87,13 @@ def topological(
     rank: Mapping[str, tuple[int, ...]],
     edges: Iterable[tuple[str, str]],
     source: Cycle = Cycle.EDGES,
+    dependences: Iterable[Dependence] = (),
 ) -> list[str]:
     """Kahn's algorithm over (consumer, producer) edges; the least rank among the ready is next.
 
     Raises:
-        CycleError: There is no such order; the error has this source.
+        CycleError: There is no such order; the error has this source, and those of these
+            dependences that are in the cycle.
     """
     producers: dict[str, set[str]] = {name: set() for name in rank}
     consumers: dict[str, set[str]] = {name: set() for name in rank}
@@ -101,7 +112,7 @@ def topological(
             if missing[consumer] == 0:
                 heapq.heappush(ready, (rank[consumer], consumer))
     if len(order) < len(rank):
-        raise CycleError(_cycle(producers, set(rank) - set(order)), source)
+        raise CycleError(_cycle(producers, set(rank) - set(order)), source, dependences)
     return order
 
 

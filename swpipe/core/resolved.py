@@ -53,11 +53,12 @@ def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tup
         CycleError: The dependences of distance 0 form a cycle.
     """
     names = tuple(names)
-    edges = [(dep.consumer, dep.producer) for dep in dependences if dep.distance == 0]
+    within = [dep for dep in dependences if dep.distance == 0]
+    edges = [(dep.consumer, dep.producer) for dep in within]
     if _follows(names, edges):
         return names
     rank = {name: (place,) for place, name in enumerate(names)}
-    return tuple(topological(rank, edges, Cycle.ITERATION))
+    return tuple(topological(rank, edges, Cycle.ITERATION, within))
 
 
 def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
