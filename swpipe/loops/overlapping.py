@@ -23,13 +23,11 @@ from itertools import takewhile
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
-from swpipe._values.walk import tensors_held
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.loaders import generators_in_pass, is_apart, unprepared, why_not_apart
+from swpipe.core.loaders import generators_in_pass, gives_pinned, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.tables import wrapped
@@ -298,7 +296,8 @@ def loop_over(
         raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
     if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
-    ahead = is_apart(loader, draws_watched=True) if pull_ahead is None else pull_ahead
+    unknown = why_not_apart(loader, draws_watched=True) if pull_ahead is None else None
+    ahead = unknown is None if pull_ahead is None else pull_ahead
     if ahead and hasattr(type(loader), "__next__") and id(loader) in _pulled:
         raise ValueError(
             f"another loop pulls ahead from this iterator ({type(loader).__name__}), and has "
@@ -309,7 +308,7 @@ def loop_over(
     # body, or another task, may draw from them at the same time.
     leading = tuple(takewhile(lambda one: one.pure and not one.random, given)) if ahead else ()
     behind = given[len(leading) :]
-    why = (*_why_in_turn(loader, ahead, pull_ahead), *_why_behind(behind, ahead))
+    why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
     if ahead and is_prepared(loader):
@@ -341,30 +340,21 @@ def loop_over(
 def _plan(
     leading: Sequence[PipelineTask], behind: Sequence[PipelineTask], loader: Any, workers: int
 ) -> PipelinePlan:
-    if len(leading) == workers == 1 and _is_only_launched(leading[0], loader):
-        # A thread would cost the loop more than it takes off it: the two want one interpreter lock.
+    copies = len(leading) == 1 and isinstance(leading[0].fn, BatchCopy)
+    if copies and workers == 1 and gives_pinned(loader):
+        # A copy that is only launched: a thread would cost the loop more than it takes off it,
+        # since the two want one interpreter lock.
         return prefetch_plan(leading, behind, group=DEFAULT_GROUP, pull_group=None, depth=2)
     return prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
 
 
-def _is_only_launched(first: PipelineTask, loader: Any) -> bool:
-    """Whether a task has no work on the host: it copies batches that lie in pinned memory.
-
-    Of a loader that is apart: others make its batches, or they are there.
-    """
-    if not (isinstance(first.fn, BatchCopy) and is_apart(loader)):
-        return False
-    if isinstance(inner := unprepared(loader), DataLoader):
-        return inner.pin_memory
-    batch = tensors_held(inner[0]) if inner else []
-    return all(one.is_pinned() or not on_cpu(one) for one in batch)
-
-
-def _why_in_turn(loader: Any, ahead: bool, pull_ahead: bool | None) -> Iterator[str]:
+def _why_in_turn(
+    loader: Any, pull_ahead: bool | None, unknown: tuple[str, str] | None
+) -> Iterator[str]:
     if pull_ahead is False:
         yield "The loader is pulled in turn (pull_ahead=False)."
-    elif not ahead:
-        what, mend = why_not_apart(loader, draws_watched=True) or ("", "")
+    elif unknown is not None:
+        what, mend = unknown
         yield (
             f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
             "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for "
