@@ -5,9 +5,9 @@
     one       a single SIGINT while it is being drained
     storm     five SIGINTs, 50 us apart
 
-Prints one line per trial that went wrong, and "COUNT trials" at the end of each kind. One of the signals of a
-storm may be lost: Python ignores an exception that is raised in a weak reference's callback, and
-says so on standard error.
+Prints one line per trial that went wrong, and "COUNT trials" at the end of each kind. One of the
+signals of a storm may be lost: Python ignores an exception that is raised in a weak reference's
+callback, and says so on standard error.
 """
 
 from __future__ import annotations

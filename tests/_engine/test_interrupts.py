@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import swpipe._engine.run
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.waiting import Host, HostThread
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S, swpipe_threads
@@ -117,12 +116,16 @@ def use_again(pipe: SWPipeline) -> list[int]:
     raise AssertionError("still refused")
 
 
+def fill(pipe: SWPipeline, data: Iterator[int]) -> None:
+    """The prologue and one period."""
+    pipe.fill_pipeline(data)
+    pipe.progress(data)
+
+
 CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], object]]] = {
-    "fill_pipeline": (False, lambda pipe, data: pipe.fill_pipeline(data)),
-    "the first progress": (False, lambda pipe, data: pipe.progress(data)),
+    "fill_pipeline, progress": (False, fill),
     "progress to the end": (True, lambda pipe, data: [pipe.progress(data) for _ in range(3)]),
     "drain": (True, lambda pipe, _: pipe.drain()),
-    "close": (True, lambda pipe, _: pipe.close()),
     "__exit__": (True, lambda pipe, _: pipe.__exit__(None, None, None)),
 }
 """Whether the pipeline is full before, and what is interrupted."""
@@ -131,11 +134,15 @@ CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], object]]] = {
 def interrupted(
     plan: PipelinePlan, name: str, place: Place | None = None
 ) -> tuple[SWPipeline, Interrupter, list[tuple[str, int]]]:
-    """A pipeline of which one call was interrupted at a place; and which task ran on which batch."""
+    """A pipeline of which a call was interrupted at a place; and which task ran on which batch."""
     full, act = CALLS[name]
     ran: list[tuple[str, int]] = []
-    note = {name: partial(lambda name, ctx: ran.append((name, ctx.batch)), name) for name in NAMES}
-    pipe = SWPipeline(plan, tasks(**note), device="cpu", check_effects=False)
+
+    def note(name: str, ctx: IterContext) -> None:
+        ran.append((name, ctx.batch))
+
+    noting = tasks(**{name: partial(note, name) for name in NAMES})
+    pipe = SWPipeline(plan, noting, device="cpu", check_effects=False)
     data = iter(range(4))
     if full:
         pipe.fill_pipeline(data)
@@ -146,15 +153,12 @@ def interrupted(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    ("which", "name"),
-    [
-        *product(["two groups"], CALLS),
-        *product(["four groups"], ["the first progress", "progress to the end", "drain"]),
-    ],
+    ("plan", "step"), [(piped(), 1), (spread(), 5)], ids=["two groups", "four groups"]
 )
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
-    which: str, name: str, monkeypatch: pytest.MonkeyPatch
+    plan: PipelinePlan, step: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread is left; a new fill works, or after the mend it names; no task runs twice.
 
@@ -162,7 +166,6 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     """
     # Threads that can end are waited for as long as a busy machine takes.
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
-    plan, step = {"two groups": (piped(), 1), "four groups": (spread(), 5)}[which]
     pipe, all_places, _ = interrupted(plan, name)
     pipe.close()
     places = all_places.places()
