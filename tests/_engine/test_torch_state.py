@@ -188,24 +188,18 @@ def test_a_worker_casts_weights_again_under_autocast() -> None:
     assert seen == [16, 32, 48, 64]
 
 
-def test_applying_the_same_settings_again_does_nothing() -> None:
-    """An equal snapshot changes nothing on the thread."""
+def test_settings_that_are_equal_to_the_last_are_the_last() -> None:
+    """A worker then has nothing to compare, and changes nothing on its thread."""
     state = torch_state(("cpu",))
+    assert torch_state(("cpu",), state) is state
     thread = ThreadTorchState()
     thread.apply(state)
     with torch.no_grad():
+        assert torch_state(("cpu",), state) is not state
         thread.apply(state)
         thread.apply((*state,))
         assert not torch.is_grad_enabled()
     thread.reset()
-
-
-def test_settings_that_are_equal_to_the_last_are_the_last() -> None:
-    """A worker then has nothing to compare."""
-    state = torch_state(("cpu",))
-    assert torch_state(("cpu",), state) is state
-    with torch.no_grad():
-        assert torch_state(("cpu",), state) is not state
 
 
 # -------------------------------------------------------------------------------------- refused
