@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.device import resolve
 from swpipe.schedulable import Pipeline, Task
 
@@ -52,6 +52,9 @@ def test_a_list_fills_the_pipeline_and_progress_goes_on_with_it(pipe: SWPipeline
     assert [pipe.progress().y for _ in range(3)] == [4, 6, 8]
     with pytest.raises((StopIteration, TypeError)):
         pipe.progress()
+    pipe.progress(iter([4]))
+    with pytest.raises(StopIteration):
+        pipe.progress()
 
 
 def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline) -> None:
@@ -61,15 +64,6 @@ def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline)
     assert pipe.progress().y == 6
     pipe.push(1)
     with pytest.raises(TypeError, match="no iterator to go on with"):
-        pipe.progress()
-
-
-def test_the_end_is_found_by_a_call_without_an_iterator(pipe: SWPipeline) -> None:
-    """Where the data ends after the batch that was handed out last."""
-    endless = iter(range(2))
-    pipe.progress(endless)
-    pipe.progress()
-    with pytest.raises(StopIteration):
         pipe.progress()
 
 
@@ -85,12 +79,6 @@ def test_the_schedule_is_printed(pipe: SWPipeline, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == pipe.format_schedule(4) + "\n"
     pipe.print_stage_analysis()
     assert capsys.readouterr().out == pipe.format_stage_analysis() + "\n"
-
-
-def test_one_round_has_no_spread(pipe: SWPipeline) -> None:
-    """So a profile takes two or more."""
-    with pytest.raises(ValueError, match="num_rounds is 1: give a whole number, 2 or more"):
-        TaskProfiler(pipe).profile(1, num_rounds=1)
 
 
 def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

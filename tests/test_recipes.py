@@ -1,6 +1,7 @@
-"""The recipes of CONTRIBUTING.md for an observer, a device, a planner and a system.
+"""The recipes of CONTRIBUTING.md for a device, a planner and a system.
 
-``tests/core/test_new_field.py`` adds a schedule field, ``tests/cli/test_workloads.py`` a workload.
+``tests/core/test_new_field.py`` adds a schedule field, ``tests/test_pipeline.py`` an observer,
+``tests/cli/test_workloads.py`` a workload.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ from swpipe.core.effects import Effects, Location
 from swpipe.device import CpuDevice
 from swpipe.planning import lower_bounds, simulate
 from swpipe.tasks import workload
-from swpipe.trace import Observer
 
 
 def read(ctx: IterContext) -> None:
@@ -35,27 +34,6 @@ def train(ctx: IterContext) -> None:
 
 TASKS = (PipelineTask("read", read), PipelineTask("train", train))
 PLAN = replace(PipelinePlan.serial(TASKS), deps=(("train", "read"),), order=())
-
-
-class Counter(Observer):
-    """Counts the tasks that ran."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
-        if exists:
-            self.counts[ins.task] = self.counts.get(ins.task, 0) + 1
-
-
-def test_an_observer_is_a_class_that_is_attached() -> None:
-    """An observer overrides one method and is called for every task within the block."""
-    counter = Counter()
-    with SWPipeline(PLAN, device="cpu") as pipe:
-        with pipe.observe(counter):
-            pipe.run(range(3))
-        pipe.run(range(2))
-    assert counter.counts["read"] == counter.counts["train"] == 3
 
 
 class CountingDevice(CpuDevice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,11 @@ def decode(ctx: Any) -> None:
 def pipeline(**options: Any) -> SWPipeline[Any]:
     """A pipeline with nothing in flight, which has no threads to end."""
     return SWPipeline(piped(), tasks(), **{"device": "cpu", **options})
+
+
+def planned(**changes: Any) -> SWPipeline[Any]:
+    """A pipeline of a plan that was changed."""
+    return SWPipeline(replace(piped(), **changes), tasks(), device="cpu")
 
 
 def any_given(value: object) -> Any:
@@ -94,14 +100,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
             partial(pipeline, device=device),
             f"device.*{device!r}.*give a name such as 'cpu'",
         )
-        for device in ("gpu", "", "cuda:x")
+        for device in ("gpu", "")
     },
     **{
         f"time {time_s!r}": (
             partial(pipeline, stall_timeout_s=time_s),
             f"stall_timeout_s is {time_s!r}: give seconds",
         )
-        for time_s in (0, -1.5, "600", True, float("nan"))
+        for time_s in (0, "600", True, float("nan"))
     },
     **{
         f"tasks {given!r:.20}": (
@@ -135,6 +141,24 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "half a state": (
         lambda: ResumableLoop(pipeline(), [1]).load_state_dict({"at_start": 1}),
         "is not one that",
+    ),
+    **{
+        f"keep {keep!r}": (
+            partial(pipeline, keep=keep),
+            r'write a list of names of attributes, such as \["loss"\]',
+        )
+        for keep in ("loss", [3])
+    },
+    "reads": (
+        lambda: PipelineTask("a", decode, reads="batch"),
+        "task 'a': reads is .*: give names of attributes in a list",
+    ),
+    "within calls": (partial(planned, within_calls=1), "within_calls is 1: write True or False"),
+    "the caller's pull group": (partial(planned, pull_group="default"), "other than 'default'"),
+    "no pull group": (partial(planned, pull_group=""), "pull_group is ''"),
+    "a depth without the pull": (
+        partial(planned, pull_group="loader"),
+        "and pull_group 'loader' need 4 iterations in flight",
     ),
     "spread": (
         lambda: TaskProfiler(pipeline()).profile([1], target_spread_ms=0),

@@ -7,7 +7,7 @@ python -m tests._distributed.stall_job FOLDER SIZE:HOW:GROUP ...
     HOW      what the last rank does at iteration ``AT``; "first" has rank 0, which holds the store,
              do it instead:
              stopped, stopped-first     it is stopped by SIGSTOP
-             left, left-first           its process ends, without a word
+             left                       its process ends, without a word
              uneven, uneven-first       its data ends, and it waits for the others elsewhere
              stopped+catch, ...         the scripts of the others catch ``StallError``
     GROUP    the thread group of the collective; "default" is the caller's thread

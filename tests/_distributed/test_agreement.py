@@ -62,8 +62,4 @@ def test_of_many_values_the_first_are_told() -> None:
     """Each rank may have its own."""
     told = differences([{"a": str(rank)} for rank in range(100)])
     assert told == "a: 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3, and 96 other values"
-
-
-def test_many_ranks_are_told_by_the_first_few() -> None:
-    """A thousand numbers say less than eight."""
     assert name_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"

@@ -1,4 +1,4 @@
-"""python -m tests._engine.fork_trials HOW COUNT: forks of a process that drives a pipeline.
+"""python -m tests._engine.fork_trials: forks of a process that drives a pipeline, in each way.
 
     refused   calls in the child are refused, close() returns, a new pipeline works; os._exit
     exit      the child leaves the pipeline open, and ends by sys.exit
@@ -6,7 +6,7 @@
     process   the calls of ``refused`` in a multiprocessing.Process
     loader    a DataLoader starts its worker processes while another one's are at work
 
-In each round the parent goes on. Prints "COUNT rounds" at the end.
+After each the parent goes on. Prints "done" at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def exit_code(child: Callable[[], None]) -> int:
 
 
 def forks(how: str) -> None:
-    """One round with a child of ``os.fork`` or ``multiprocessing``."""
+    """A child of ``os.fork`` or ``multiprocessing``."""
     codes: list[int] = []
 
     def inside() -> None:
@@ -94,7 +94,7 @@ def forks(how: str) -> None:
 
 
 def loads() -> None:
-    """One round with two loaders, one after the other, each with two worker processes."""
+    """Two loaders, one after the other, each with two worker processes."""
     loader = DataLoader(ALL, batch_size=None, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
     with SWPipeline(piped(), tasks(), device="cpu") as pipe:
         for ctx in pipe.iterate(loader):
@@ -103,16 +103,13 @@ def loads() -> None:
 
 
 def main() -> None:
-    """All rounds."""
-    how, count = sys.argv[1], int(sys.argv[2])
+    """All ways."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks while there are threads
-    for _ in range(count):
-        if how == "loader":
-            loads()
-        else:
-            forks(how)
-    print(f"{count} rounds")
+    for how in ("refused", "exit", "inside", "process"):
+        forks(how)
+    loads()
+    print("done")
 
 
 if __name__ == "__main__":

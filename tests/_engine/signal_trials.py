@@ -1,13 +1,13 @@
-"""python -m tests._engine.signal_trials HOW CALL COUNT SEED: real signals at random moments.
+"""python -m tests._engine.signal_trials COUNT HOW ...: real signals at random moments.
 
     close     a SIGALRM handler closes the pipeline and raises SystemExit
-    closing   a SIGALRM handler closes the pipeline and returns
-    one       a single SIGINT
+    closing   a SIGALRM handler closes the pipeline, which is being drained, and returns
+    one       a single SIGINT while it is being drained
     storm     five SIGINTs, 50 us apart
 
-Prints one line per trial that went wrong, and "COUNT trials" at the end. One of the signals of a
-storm may be lost: Python ignores an exception that is raised in a weak reference's callback, and
-says so on standard error.
+Prints one line per trial that went wrong, and "COUNT trials" at the end of each kind. One of the
+signals of a storm may be lost: Python ignores an exception that is raised in a weak reference's
+callback, and says so on standard error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ GRACE_S = 10.0
 class Trial:
     """One pipeline, and a signal that comes while it is driven."""
 
-    def __init__(self, how: str, call: str, rng: random.Random) -> None:
-        self.how, self.call = how, call
+    def __init__(self, how: str, rng: random.Random) -> None:
+        self.how = how
         self.after_s = rng.uniform(200e-6, 4e-3)
         self.signals = 5 if how == "storm" else 1
         self.raised = ""
@@ -92,7 +92,7 @@ class Trial:
         """Call it until the signal comes."""
         while self.signals > 0 or self.how == "closing":
             data = iter(range(50))
-            if self.call == "drain":
+            if self.how in ("closing", "one"):
                 self.pipe.fill_pipeline(data)
                 self.pipe.drain()
             else:
@@ -130,13 +130,14 @@ def deadline(seconds: float) -> Iterator[None]:
 
 def main() -> None:
     """All trials."""
-    how, call, count, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    rng = random.Random(seed)
-    for number in range(count):
-        with deadline(60):
-            if wrong := Trial(how, call, rng).run():
-                print(f"trial {number}: {wrong}")
-    print(f"{count} trials")
+    count, kinds = int(sys.argv[1]), sys.argv[2:]
+    rng = random.Random(1)
+    for how in kinds:
+        for number in range(count):
+            with deadline(60):
+                if wrong := Trial(how, rng).run():
+                    print(f"trial {number} of {how}: {wrong}")
+        print(f"{count} trials")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dis
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,21 +25,28 @@ from tests.support.sequencer import PATIENCE_S, swpipe_threads
 SWPIPE = str(Path(swpipe.__file__).parent)
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt in this thread at the n-th place, from 0.
+class Place(NamedTuple):
+    """An instruction of swpipe's, or of ``threading``, before which CPython looks for signals.
 
-    A place is an instruction of swpipe's, or of ``threading``, before which CPython looks for
-    signals: the first of a function, and whatever follows a call or a jump backwards.
-
-    Args:
-        n: Where to raise.
+    That is the first of a function, and whatever follows a call or a jump backwards.
     """
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.seen = 0
+    code: CodeType
+    offset: int
+    times: int
+    """How often it was come to before."""
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt in this thread at a place; without one it notes all of them.
+
+    The code of the place alone is traced: what else runs on the way is as quick as ever.
+    """
+
+    def __init__(self, place: Place | None = None) -> None:
+        self.place = place
         self.where = ""
-        self.places: list[tuple[CodeType, int]] = []
+        self.seen: Counter[tuple[CodeType, int]] = Counter()
 
     def __enter__(self) -> Interrupter:
         sys.settrace(self._trace)
@@ -48,35 +56,36 @@ class Interrupter:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        own = frame.f_code.co_filename.startswith(SWPIPE)
-        if not own and frame.f_code.co_filename != threading.__file__:
+        code = frame.f_code
+        if not code.co_filename.startswith(SWPIPE) and code.co_filename != threading.__file__:
             return None
-        frame.f_trace_opcodes = True
-        looks = signal_checks(frame.f_code)
-        if not own:
-            frame.f_trace_lines = False
+        if self.place is not None and code != self.place.code:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        looks = signal_checks(code)
 
         def at_instruction(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode" and frame.f_lasti in looks:
-                self._place(frame)
+                self._come_to(frame)
             return at_instruction
 
-        self._place(frame)
+        self._come_to(frame)
         return at_instruction
 
-    def _place(self, frame: FrameType) -> None:
-        self.seen += 1
-        self.places.append((frame.f_code, frame.f_lasti))
-        if self.seen == self.n + 1:
+    def _come_to(self, frame: FrameType) -> None:
+        here = frame.f_code, frame.f_lasti
+        if self.place == (*here, self.seen[here]):
             sys.settrace(None)
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             raise KeyboardInterrupt
+        self.seen[here] += 1
 
-    def numbers(self) -> list[int]:
-        """Of each place the first or, of every other one, the last time it was come to."""
-        last = {place: n for n, place in enumerate(self.places)}
-        first = {place: n for n, place in reversed([*enumerate(self.places)])}
-        return [(last if k % 2 else first)[place] for k, place in enumerate(last)]
+    def places(self) -> list[Place]:
+        """Each the first or, every other one, the last time that it was come to."""
+        return [
+            Place(*here, times - 1 if k % 2 else 0)
+            for k, (here, times) in enumerate(self.seen.items())
+        ]
 
 
 _CHECKS: dict[Any, frozenset[int]] = {}
@@ -108,80 +117,39 @@ def use_again(pipe: SWPipeline) -> list[int]:
 
 
 def fill(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """The prologue."""
-    pipe.fill_pipeline(data)
-
-
-def first(pipe: SWPipeline, data: Iterator[int]) -> None:
     """The prologue and one period."""
+    pipe.fill_pipeline(data)
     pipe.progress(data)
 
 
-def second(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """A period with iterations in flight, and the end of the data."""
-    for _ in range(3):
-        pipe.progress(data)
-
-
-def drain(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """The epilogue."""
-    pipe.drain()
-
-
-def close(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """An end with iterations in flight."""
-    pipe.close()
-
-
-def leave(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """The same by the end of a with block."""
-    pipe.__exit__(None, None, None)
-
-
-CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], None]]] = {
-    "fill_pipeline": (False, fill),
-    "the first progress": (False, first),
-    "progress to the end": (True, second),
-    "drain": (True, drain),
-    "close": (True, close),
-    "__exit__": (True, leave),
+CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], object]]] = {
+    "fill_pipeline, progress": (False, fill),
+    "progress to the end": (True, lambda pipe, data: [pipe.progress(data) for _ in range(3)]),
+    "drain": (True, lambda pipe, _: pipe.drain()),
+    "__exit__": (True, lambda pipe, _: pipe.__exit__(None, None, None)),
 }
 """Whether the pipeline is full before, and what is interrupted."""
 
 
-class Ran:
-    """Which task ran on which batch."""
-
-    def __init__(self) -> None:
-        self.ran: list[tuple[str, int]] = []
-
-    def tasks(self) -> list[PipelineTask]:
-        """The five tasks."""
-        return tasks(**{name: partial(self._note, name) for name in NAMES})
-
-    def _note(self, name: str, ctx: IterContext) -> None:
-        self.ran.append((name, ctx.batch))
-
-
-def interrupted(plan: PipelinePlan, name: str, n: int) -> tuple[SWPipeline, Interrupter, Ran]:
-    """A pipeline of which one call was interrupted at its n-th place."""
+def interrupted(
+    plan: PipelinePlan, name: str, place: Place | None = None
+) -> tuple[SWPipeline, Interrupter, list[tuple[str, int]]]:
+    """A pipeline of which a call was interrupted at a place; and which task ran on which batch."""
     full, act = CALLS[name]
-    ran = Ran()
-    pipe = SWPipeline(plan, ran.tasks(), device="cpu", check_effects=False)
+    ran: list[tuple[str, int]] = []
+
+    def note(name: str, ctx: IterContext) -> None:
+        ran.append((name, ctx.batch))
+
+    noting = tasks(**{name: partial(note, name) for name in NAMES})
+    pipe = SWPipeline(plan, noting, device="cpu", check_effects=False)
     data = iter(range(4))
     if full:
         pipe.fill_pipeline(data)
-    interrupter = Interrupter(n)
+    interrupter = Interrupter(place)
     with suppress(KeyboardInterrupt, StopIteration), interrupter:
         act(pipe, data)
     return pipe, interrupter, ran
-
-
-def numbers_of_places(plan: PipelinePlan, name: str) -> list[int]:
-    """Those of a call."""
-    pipe, interrupter, _ = interrupted(plan, name, sys.maxsize)
-    pipe.close()
-    return interrupter.numbers()
 
 
 @pytest.mark.slow
@@ -198,17 +166,19 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     """
     # Threads that can end are waited for as long as a busy machine takes.
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
-    numbers = numbers_of_places(plan, name)[::step]
-    for k, n in enumerate(numbers):
-        pipe, interrupter, ran = interrupted(plan, name, n)
-        where = f"place {n}, {interrupter.where}"
+    pipe, all_places, _ = interrupted(plan, name)
+    pipe.close()
+    places = all_places.places()
+    assert len(places) > 150
+    for k, place in enumerate(places[::step]):
+        pipe, interrupter, ran = interrupted(plan, name, place)
+        where = f"place {k}, {interrupter.where}"
         if not pipe.closed and k // 2 % 2:
             assert use_again(pipe) == [100, 101, 102, 103], where
         pipe.close()
         assert swpipe_threads() == [], where
-        assert len(set(ran.ran)) == len(ran.ran), where
+        assert len(set(ran)) == len(ran), where
         assert pipe.in_flight == 0, where
-    assert len(numbers) * step > 150
 
 
 @pytest.mark.slow
@@ -218,17 +188,17 @@ def test_an_interrupt_at_any_place_leaves_nothing_that_watches() -> None:
     plan = PipelinePlan({task: TaskSchedule()}, pipeline_depth=2)
     watched = 0
 
-    def interrupted_at(n: int) -> Interrupter:
+    def interrupted_at(place: Place | None = None) -> Interrupter:
         with SWPipeline(plan, device="cpu", check_effects=0.5) as pipe:
-            interrupter = Interrupter(n)
+            interrupter = Interrupter(place)
             with suppress(KeyboardInterrupt), interrupter:
                 pipe.progress(iter(range(2)))
         return interrupter
 
-    for n in interrupted_at(sys.maxsize).numbers():
-        interrupter = interrupted_at(n)
-        assert torch._C._len_torch_dispatch_stack() == 0, f"place {n}, {interrupter.where}"
-        watched += interrupter.where.startswith(("checking", "purity", "operators"))
+    for place in interrupted_at().places():
+        where = interrupted_at(place).where
+        assert torch._C._len_torch_dispatch_stack() == 0, where
+        watched += where.startswith(("checking", "purity", "operators"))
     assert watched > 50
 
 

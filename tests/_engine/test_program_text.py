@@ -11,20 +11,8 @@ from swpipe._engine.program_text import format_program
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans import prefetch_plan
 from swpipe.plans.torchrec import sparse_dist
-from tests.support.plans_for_tests import piped, task, tasks
+from tests.support.plans_for_tests import piped, tasks
 
-SERIAL = """
-depth 1, ring 1
-order: <admit>, read, train, <retire>
-default: <admit>@0 -> read@0 -> train@0 -> <retire>@0
-"""
-TWO_GROUPS = """
-depth 2, ring 3
-order: <admit>, decode, forward, backward, step, <retire>
-default: <admit>@0 publish -> wait(io.decode, lag 1) -> forward@1 -> backward@1 -> step@1 -> \
-<retire>@1
-io: wait(default.<admit>) -> decode@0 publish
-"""
 PREFETCH = """
 depth 3, ring 3, launch limit 1
 order: read, copy, forward, step, <admit>, <retire>
@@ -58,20 +46,8 @@ EmbForward@2 -> DenseForward@2 -> EmbInputDistWait@1 [data_dist] record -> LossP
 DenseBackward@2 -> EmbBackward@2 -> FinalizeGrads@2 -> OptimStep@2 -> <retire>@2
 """
 
-README = PipelinePlan(
-    schedule={
-        "decode": TaskSchedule(stage=0, thread_group="io"),
-        "forward": TaskSchedule(stage=1),
-        "backward": TaskSchedule(stage=1),
-        "step": TaskSchedule(stage=1),
-    },
-    deps=[("forward", "decode"), ("backward", "forward"), ("step", "backward")],
-    cross_iter_deps=[("forward", "step")],
-)
 FEED, COMPUTE = ["read", "copy"], ["forward", "step"]
 GOLDEN = {
-    "serial": (PipelinePlan.serial([task("read"), task("train")]), False, SERIAL),
-    "README": (README, False, TWO_GROUPS),
     "prefetch": (
         prefetch_plan(FEED, COMPUTE, streams={"copy": "memcpy"}, pull_group=None),
         True,

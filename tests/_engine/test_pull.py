@@ -13,7 +13,6 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.run import Run
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.errors import PlanError
 from swpipe.planning.simulation.simulator import simulate
 from tests.support.sequencer import await_event
 
@@ -87,20 +86,7 @@ def test_every_batch_is_pulled_once_and_in_order(pipe: SWPipeline) -> None:
     assert pipe.next_iteration == 14
 
 
-def test_the_next_batch_is_pulled_while_the_tasks_run(pipe: SWPipeline) -> None:
-    """Task and pull wait for each other: they can only go on side by side."""
-    meet = threading.Barrier(2, timeout=30)
-
-    def add(ctx: IterContext) -> None:
-        if ctx.iter_idx < 4:
-            meet.wait()
-        ctx.z = ctx.y + 1
-
-    with SWPipeline(PLAN, [TASKS[0], PipelineTask("add", add)], device="cpu") as side_by_side:
-        assert [ctx.z for ctx in side_by_side.iterate(meeting(meet))] == [1, 3, 5, 7, 9, 11]
-
-
-@pytest.mark.parametrize("depth", [3, 4, 6])
+@pytest.mark.parametrize("depth", [3, 6])
 def test_the_loader_is_called_between_two_calls(depth: int) -> None:
     """For all iterations in flight, and no further."""
     loader = Loader(9)
@@ -223,7 +209,7 @@ def test_whoever_waits_for_its_turn_is_woken_when_the_loop_is_left() -> None:
     assert ends == ["swpipe-loader"]
 
 
-@pytest.mark.parametrize("depth", [None, 4, 6])
+@pytest.mark.parametrize("depth", [None, 6])
 def test_within_calls_the_loader_is_called_only_during_a_call(depth: int | None) -> None:
     """So what the caller does between two calls never runs beside it."""
     loader = Loader(9)
@@ -261,26 +247,6 @@ def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:
     assert [ctx.z for ctx in (*handed_out[2:], *rest) if ctx] == [1, 3, 5, 7, 9]
 
 
-def test_what_the_loader_draws_does_not_depend_on_who_pulls() -> None:
-    """Nor do tasks that are seeded for themselves."""
-
-    def batches() -> Iterator[torch.Tensor]:
-        for _ in range(6):
-            yield torch.rand(2)
-
-    def noise(ctx: IterContext) -> None:
-        ctx.y = ctx.batch + torch.rand(2)
-
-    found = []
-    for group in (None, "loader"):
-        torch.manual_seed(3)
-        plan = PipelinePlan({"noise": TaskSchedule()}, pull_group=group)
-        tasks = [PipelineTask("noise", noise, random=True)]
-        with SWPipeline(plan, tasks, device="cpu", seed=1) as pipe:
-            found.append(torch.stack([ctx.y for ctx in pipe.iterate(batches())]))
-    assert torch.equal(*found)
-
-
 def test_the_callers_settings_hold_for_the_loader(pipe: SWPipeline) -> None:
     """Such as no_grad, on the other thread."""
 
@@ -292,42 +258,12 @@ def test_the_callers_settings_hold_for_the_loader(pipe: SWPipeline) -> None:
         assert [ctx.batch for ctx in pipe.iterate(batches())] == [False] * 3
 
 
-def test_a_trace_has_a_row_for_the_pull(pipe: SWPipeline) -> None:
-    """So that one sees what the loader takes, and that it is hidden."""
-    with pipe.trace() as trace:
-        pipe.run(Loader(4))
-    pulls = [span for span in trace.spans if span.task == "<pull>"]
-    assert [span.iteration for span in pulls] == [0, 1, 2, 3]
-    assert {span.row.name for span in pulls} == {"loader"}
-
-
 def test_a_simulation_knows_what_the_pull_takes() -> None:
     """Hidden by the tasks, or on top of them."""
     costs = CostModel({"double": TaskCost(5), "add": TaskCost(5), "<pull>": TaskCost(10)})
     hidden = simulate(PLAN, costs, streams=False).ii_us
     assert hidden == pytest.approx(10, abs=1)
     assert simulate(replace(PLAN, pull_group=None), costs, streams=False).ii_us == pytest.approx(20)
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"pull_group": "default"}, "other than 'default'"),
-        ({"pull_group": ""}, "pull_group is ''"),
-        ({"pull_group": 3}, "pull_group is 3"),
-        ({"pipeline_depth": 2}, "and pull_group 'loader' need 3 iterations in flight"),
-    ],
-)
-def test_wrong_plans_are_refused(changes: dict[str, Any], rule: str) -> None:
-    """With the rule and the mend."""
-    with pytest.raises(PlanError, match=rule):
-        SWPipeline(replace(PLAN, **changes), TASKS, device="cpu")
-
-
-def test_a_plan_file_has_the_group() -> None:
-    """And ranks compare it."""
-    assert PipelinePlan.from_toml(PLAN.to_toml()).pull_group == "loader"
-    assert PLAN.digest() != replace(PLAN, pull_group=None, pipeline_depth=3).digest()
 
 
 def test_draining_loses_nothing_if_the_data_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,16 +172,6 @@ def test_a_pipeline_driven_by_a_random_task_draws_what_it_draws_alone(within: st
     assert [found[i] for i in range(2 * ITERATIONS)] == serial(2, 2 * ITERATIONS)
 
 
-def test_a_serial_iteration_within_a_random_task_draws_what_it_draws_alone() -> None:
-    """On the very thread that has access."""
-    found: list[list[float]] = []
-    with pipeline(2) as inner:
-        run_inner = lambda _: found.append(draws(inner.run_one_serial_iter(None)))  # noqa: E731
-        with pipeline(1, run_inner) as outer:
-            outer_draws = [draws(outer.run_one_serial_iter(None)) for _ in range(ITERATIONS)]
-    assert (outer_draws, found) == (serial(1), serial(2))
-
-
 def test_batches_of_an_inner_pipeline_are_drawn_from_the_outer_task() -> None:
     """As if the task called the iterator itself: no number comes twice, under any outer plan."""
 

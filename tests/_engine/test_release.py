@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import swpipe
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.analysis.happens_before import HappensBefore
-from swpipe.analysis.last_readers import uses_of
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.context import TypedContext
 from swpipe.core.drawing import format_stages
 from swpipe.core.effects import Effects, Location
@@ -23,7 +20,6 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice, copy_task
 from swpipe.errors import PlanError
 from swpipe.profiler import TaskProfiler
-from tests.support.plans_for_tests import going
 from tests.support.sequencer import await_event
 
 BATCHES = 8
@@ -108,15 +104,13 @@ def plan(*stages: int, groups: str = "dddd") -> PipelinePlan:
 
 PLANS = {
     "one thread": plan(0, 0, 0, 0),
-    "one thread, four stages": plan(0, 1, 2, 3),
     "a thread ahead": plan(0, 1, 1, 2, groups="addd"),
     "a thread each": plan(0, 1, 1, 2, groups="abcd"),
     "all on workers": plan(0, 0, 1, 3, groups="aabb"),
 }
-any_plan = pytest.mark.parametrize("name", PLANS)
 
 
-@any_plan
+@pytest.mark.parametrize("name", PLANS)
 def test_a_value_goes_after_its_last_user(name: str) -> None:
     """And what is kept stays, and nothing else."""
     job = Job()
@@ -129,24 +123,13 @@ def test_a_value_goes_after_its_last_user(name: str) -> None:
     assert first == {"x"}
 
 
-@any_plan
-def test_without_keep_all_stays(name: str) -> None:
-    """As the plan's own field says, and without it."""
+def test_without_keep_all_stays() -> None:
+    """And a context of such a run tells what it has."""
     job = Job()
-    with SWPipeline(PLANS[name], job.tasks(), device="cpu") as pipe:
+    with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu") as pipe:
         found = [set(vars(ctx)) for ctx in pipe.iterate(job.batches())]
     assert found == [{"batch", "iter_idx", "x", "y", "sum", "loss"}] * BATCHES
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
-
-
-def test_a_serial_run_lets_the_same_go() -> None:
-    """What is wrong with ``keep`` shows there as well."""
-    job = Job()
-    data = iter(job.batches())
-    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
-        found = [vars(pipe.run_one_serial_iter(next(data))) for _ in range(BATCHES)]
-    assert found == [{"iter_idx": i, "loss": LOSSES[i]} for i in range(BATCHES)]
-    assert {job.alive["end", i] for i in range(BATCHES)} == {"y"}
 
 
 class Holding(CpuDevice):
@@ -165,10 +148,8 @@ def test_what_goes_at_once_is_held_for_the_stream_that_reads_it(serially: bool) 
     job, device = Job(), Holding()
     with SWPipeline(PLANS["one thread"], job.tasks(), device=device, keep=["loss"]) as pipe:
         batch = next(iter(job.batches()))
-        if serially:
-            pipe.run_one_serial_iter(batch)
-        else:
-            pipe.run([batch])
+        ctx = pipe.run_one_serial_iter(batch) if serially else next(iter(pipe.iterate([batch])))
+    assert vars(ctx) == {"iter_idx": 0, "loss": LOSSES[0]}
     assert device.held == [0, 1, 2]  # the batch, x, y
 
 
@@ -179,15 +160,6 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
     with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
         assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
-
-
-def test_the_batch_goes_after_a_task_that_says_nothing() -> None:
-    """It may use the batch, whether or not others say that they do."""
-    job = Job()
-    tasks = job.tasks(read=None)
-    with SWPipeline(PLANS["one thread"], tasks, device="cpu", keep=["loss"]) as pipe:
-        assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
-    assert {job.alive["use", i] for i in range(BATCHES)} == {"x"}
 
 
 def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
@@ -215,21 +187,20 @@ def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
 
 def test_what_was_recorded_counts_as_said() -> None:
     """``effects`` tell which attributes tasks use, where the tasks do not."""
-
-    def touched(reads: str, writes: str) -> Effects:
-        sides = (
-            [Location(n, persistent=False) for n in names.split()] for names in (reads, writes)
-        )
-        return Effects(*map(frozenset, sides))
-
+    used = {
+        "read": ("batch", "x"),
+        "use": ("x", "y"),
+        "use again": ("x", "sum"),
+        "end": ("y sum", "loss"),
+    }
     effects = {
-        "read": touched("batch", "x"),
-        "use": touched("x", "y"),
-        "use again": touched("x", "sum"),
-        "end": touched("y sum", "loss"),
+        name: Effects(
+            *(frozenset(Location(n, persistent=False) for n in names.split()) for names in both)
+        )
+        for name, both in used.items()
     }
     job = Job()
-    tasks = job.tasks(**dict.fromkeys(effects))
+    tasks = job.tasks(**dict.fromkeys(used))
     with SWPipeline(
         PLANS["one thread"], tasks, device="cpu", keep=["loss"], effects=effects
     ) as pipe:
@@ -267,6 +238,10 @@ def test_a_use_that_is_not_said_is_refused() -> None:
     """Also where the value is still there, as by chance it may be."""
     job = Job()
     job.odd["use again"] = lambda ctx: ctx.batch
+    with SWPipeline(
+        PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss", "batch"]
+    ) as pipe:  # what is kept need not be said
+        assert [ctx.batch.number for ctx in pipe.iterate(job.batches())] == [*range(BATCHES)]
     plan = replace(PLANS["a thread each"], keep=["loss", "y"])
     tasks = job.tasks(end=["y", "sum", "batch"])  # so that the batch is there
     with SWPipeline(plan, tasks, device="cpu") as pipe:
@@ -276,15 +251,6 @@ def test_a_use_that_is_not_said_is_refused() -> None:
         "task 'use again' on iteration 0 used batch, which it is not known to use, so that keep "
         "may let it go before or meanwhile. Name it in reads of task 'use again', or in keep"
     ) in str(caught.value)
-
-
-def test_what_is_kept_need_not_be_said() -> None:
-    """It does not go."""
-    job = Job()
-    job.odd["use again"] = lambda ctx: ctx.batch
-    keep = ["loss", "batch"]
-    with SWPipeline(PLANS["a thread each"], job.tasks(), device="cpu", keep=keep) as pipe:
-        assert [ctx.batch.number for ctx in pipe.iterate(job.batches())] == [*range(BATCHES)]
 
 
 def test_a_name_that_no_iteration_has_is_told_once() -> None:
@@ -319,100 +285,29 @@ def test_what_the_class_has_a_value_for_stays() -> None:
     assert found == [(i + 2, 2 * loss) for i, loss in enumerate(LOSSES)]
 
 
-@pytest.mark.parametrize("keep", ["loss", 3, [3], [["loss"]]])
-def test_keep_is_a_list_of_names(keep: Any) -> None:
-    """A string would be a list of letters."""
-    with pytest.raises(PlanError, match=r'write a list of names of attributes, such as \["loss"\]'):
-        SWPipeline(PLANS["one thread"], Job().tasks(), keep=keep)
-
-
-@pytest.mark.parametrize("reads", ["batch", 3, [3]])
-def test_reads_is_a_list_of_names(reads: Any) -> None:
-    """As well."""
-    with pytest.raises(
-        TypeError, match="task 'a': reads is .*: give names of attributes in a list"
-    ):
-        PipelineTask("a", print, reads=reads)
-
-
 # ------------------------------------------------------------------ with the rest of swpipe
 
 
-class Training:
-    """A model whose forward and backward are two tasks; the graph goes with the loss."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.Adam(self.model.parameters())
-
-    def decode(self, ctx: Any) -> None:
-        ctx.x = ctx.batch * 2
-
-    def forward(self, ctx: Any) -> None:
-        ctx.scores = self.model(ctx.x)
-        ctx.loss = ctx.scores.square().mean()
-
-    def train(self, ctx: Any) -> None:
-        ctx.loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        ctx.log = ctx.loss.item()
-
-    def tasks(self) -> list[PipelineTask]:
-        """In order."""
-        return [
-            PipelineTask("decode", self.decode, pure=True, reads=["batch"]),
-            PipelineTask("forward", self.forward, reads=["x"]),
-            PipelineTask("train", self.train, reads=["loss"]),
-        ]
-
-    def plan(self, keep: list[str] | None) -> PipelinePlan:
-        """``decode`` runs ahead."""
-        decode, forward, train = self.tasks()
-        return PipelinePlan(
-            {
-                decode: TaskSchedule(0, thread_group="io"),
-                forward: TaskSchedule(1),
-                train: TaskSchedule(1),
-            },
-            deps=[("forward", "decode"), ("train", "forward")],
-            cross_iter_deps=[("forward", "train")],
-            keep=keep,
-        )
-
-
-def batches() -> list[Tensor]:
-    """Of four features."""
-    draws = torch.Generator().manual_seed(1)
-    return [torch.randn(16, 4, generator=draws) for _ in range(BATCHES)]
-
-
 def test_overlap_keeps_what_its_body_reads() -> None:
-    """Bit for bit as without; the body's mistake names ``keep``."""
-    plain, kept = Training(), Training()
-    with swpipe.overlap(batches(), plain.tasks(), device="cpu") as loop:
-        logs = [ctx.log for ctx in loop]
-    with swpipe.overlap(batches(), kept.tasks(), device="cpu", keep=["log"]) as loop:
-        assert [ctx.log for ctx in loop] == logs
-        assert loop.overlap.plan.keep == ("log",)
-        for ctx in loop:
-            assert [*vars(ctx)] == ["iter_idx", "log"]
-            with pytest.raises(RuntimeError, match="'scores' any more: .*Add it to keep"):
-                _ = ctx.scores
+    """The body's mistake names ``keep``."""
 
-
-def test_what_runs_ahead_as_a_whole_lets_go_ahead() -> None:
-    """Where no task is left for the caller's thread: the batch is not needed until its turn."""
+    def decode(ctx: Any) -> None:
+        ctx.x = ctx.batch + 1
 
     def use(ctx: Any) -> None:
-        ctx.value = float(ctx.batch.sum())
+        ctx.loss = 2 * ctx.x
 
-    tasks = [PipelineTask("use", use, pure=True, reads=["batch"])]
-    with swpipe.overlap(batches(), tasks, device="cpu", keep=["value"]) as loop:
-        before = HappensBefore.of(resolve_plan(loop.overlap.plan), streams=False)
-        assert going(before, uses_of(loop.pipe.tasks), ["value"]) == {"batch": "use"}
-        assert len([ctx.value for ctx in loop]) == BATCHES
+    tasks = [
+        PipelineTask("decode", decode, pure=True, reads=["batch"]),
+        PipelineTask("use", use, reads=["x"]),
+    ]
+    with swpipe.overlap([1, 2], tasks, device="cpu", keep=["loss"]) as loop:
+        assert loop.overlap.plan.keep == ("loss",)
+        assert [ctx.loss for ctx in loop] == [4, 6]
+        for ctx in loop:
+            assert [*vars(ctx)] == ["iter_idx", "loss"]
+            with pytest.raises(RuntimeError, match="'x' any more: .*Add it to keep"):
+                _ = ctx.x
 
 
 def test_a_copy_says_what_it_copies() -> None:
@@ -423,24 +318,16 @@ def test_a_copy_says_what_it_copies() -> None:
 
 def test_a_shortcut_finds_what_it_needs() -> None:
     """A profile of each task, and a run with one replaced, under a plan that keeps little."""
-    job = Training()
-    with SWPipeline(job.plan(["log"]), device="cpu") as pipe:
-        (found,) = TaskProfiler(pipe).profile_many(batches()[:1], num_rounds=2)
-        assert {*found.tasks} == {"decode", "forward", "train"}
-        pipe.enable_shortcut("decode")
-        losses = [ctx.log for ctx in pipe.iterate(batches())]
-    assert len(losses) == BATCHES
-
-
-def test_a_plan_with_keep_is_saved_and_loaded() -> None:
-    """Also one that keeps nothing, which is not the same as one that keeps all."""
-    for keep in (None, [], ["loss", "auc"]):
-        job = Training()
-        plan = job.plan(keep)
-        assert PipelinePlan.from_toml(plan.to_toml()) == plan
-        assert PipelinePlan.from_dict(plan.to_dict()).keep == (
-            None if keep is None else tuple(keep)
-        )
+    tasks = [
+        PipelineTask("scale", lambda ctx: setattr(ctx, "x", 2 * ctx.batch), reads=["batch"]),
+        PipelineTask("sum", lambda ctx: setattr(ctx, "loss", ctx.x.sum()), reads=["x"]),
+    ]
+    plan = replace(PipelinePlan.serial(tasks), keep=["loss"])
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        (found,) = TaskProfiler(pipe).profile_many([torch.ones(2)], num_rounds=2)
+        assert {*found.tasks} == {"scale", "sum"}
+        pipe.enable_shortcut("scale")
+        assert [float(ctx.loss) for ctx in pipe.iterate([torch.ones(2)] * 3)] == [4.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -451,10 +338,3 @@ def test_a_plan_tells_what_it_keeps(keep: list[str] | None, first: str) -> None:
     """In its table."""
     plan = replace(PLANS["one thread"], keep=keep)
     assert format_stages(resolve_plan(plan)).partition("\n")[0] == first
-
-
-def test_a_context_without_keep_has_no_trace_of_it() -> None:
-    """Its messages are as before."""
-    ctx = IterContext(1, 0)
-    with pytest.raises(AttributeError, match="has no attribute 'x' \\(it has: batch, iter_idx\\)"):
-        _ = ctx.x

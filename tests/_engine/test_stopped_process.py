@@ -1,9 +1,9 @@
 """A process that is stopped and continued (Ctrl-Z, a paused container) reports no stall for that.
 
-    this test      waits until it is stopped, lets time pass, continues it
-    script         task: one look of the watchdog, SIGSTOP to itself ... one more look, done
+    script         waits until its child is stopped, lets time pass, continues it
+    child          task: one look of the watchdog, SIGSTOP to itself ... one more look, done
 
-In the script each look of the watchdog counts one interval, and the stop as long as it lasts.
+In the child each look of the watchdog counts one interval, and the stop as long as it lasts.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import swpipe._engine.watchdog
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.errors import StallError
+from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import await_event
-
-ROOT = Path(__file__).parents[2]
 
 STALL_S = 0.1
 STOPPED_S = 3 * STALL_S
@@ -53,11 +49,14 @@ class Clock:
         begin_s = time.monotonic()
         os.kill(os.getpid(), signal.SIGSTOP)
         self.now_s += time.monotonic() - begin_s
-        await_event(self.looked_again, "a look after the stop")
+        for _ in range(600):  # in slices: an interrupt right before a wait is seen after it
+            if self.looked_again.wait(0.1):
+                return
+        raise TimeoutError("no look came after the stop")
 
 
-def main() -> None:
-    """Be stopped twice: with the guard, and without it."""
+def be_stopped() -> None:
+    """Twice: with the guard, and without it."""
     for counts_at_most in (swpipe._engine.watchdog.LOOK_COUNTS_AT_MOST, math.inf):
         clock = Clock()
         swpipe._engine.watchdog.time = clock  # type: ignore[attr-defined]
@@ -70,23 +69,25 @@ def main() -> None:
                 print(str(error).splitlines()[1].strip())
 
 
-def test_the_time_in_which_a_process_is_stopped_is_no_stall() -> None:
+def main() -> None:
+    """Fork the child, and continue it as often as it is stopped."""
+    child = os.fork()
+    if child == 0:
+        be_stopped()
+        return
+    for _ in range(2):
+        _, status = os.waitpid(child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(STOPPED_S)  # for the clock; orders nothing
+        os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_time_in_which_a_process_is_stopped_is_no_stall(scripts: Scripts) -> None:
     """Where a look counts whatever time has passed, it is one."""
-    script = subprocess.Popen(
-        [sys.executable, "-m", "tests._engine.test_stopped_process"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with script:
-        for _ in range(2):
-            _, status = os.waitpid(script.pid, os.WUNTRACED)
-            assert os.WIFSTOPPED(status)
-            time.sleep(STOPPED_S)  # for the clock; orders nothing
-            script.send_signal(signal.SIGCONT)
-        told, _ = script.communicate(timeout=60)
-    assert told.splitlines() == ["1", "thread group 'default': inside task 'stop' of iteration 0"]
+    done = scripts.run(Script(module="tests._engine.test_stopped_process"))
+    told = "thread group 'default': inside task 'stop' of iteration 0"
+    assert done[:2] == (0, f"1\n{told}\n"), done.stderr
 
 
 if __name__ == "__main__":

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe import IterContext, PipelinePlan, SWPipeline, TaskSchedule
 from swpipe._engine.program import ADMIT, BEGIN, RETIRE, compile_plan
 from swpipe._engine.program_text import format_program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
-from swpipe.errors import PlanError
 from swpipe.planning.simulation.simulator import simulate
 from tests.device.virtual import VirtualDevice
 from tests.support.plans_for_tests import piped, spread, tasks
 from tests.support.strategies import random_case
 
-PLANS = 25
+PLANS = 15
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -42,43 +41,6 @@ def test_every_period_ends_before_the_next_call_begins(streams: bool) -> None:
             assert order.host(first.task, then.task, 1 + first.stage - then.stage), seed
 
 
-def test_without_the_flag_a_worker_runs_between_two_calls() -> None:
-    """It does so as soon as its iteration is admitted: which the flag is there to change."""
-    ran = threading.Event()
-    plan = PipelinePlan(
-        {"a": TaskSchedule(0), "b": TaskSchedule(1, thread_group="io")}, pipeline_depth=3
-    )
-    outside = threading.Event()
-
-    def b(ctx: IterContext) -> None:
-        if ctx.iter_idx == 1:
-            assert outside.wait(60)
-            ran.set()
-
-    work = [PipelineTask("a", lambda ctx: None), PipelineTask("b", b)]
-    with SWPipeline(plan, work, device="cpu") as pipe:
-        batches = iter(range(5))
-        pipe.progress(batches)
-        outside.set()
-        assert ran.wait(60)
-
-
-class Calls:
-    """Notes the period in which each task runs, and whether the caller is in a call."""
-
-    def __init__(self) -> None:
-        self.in_call = False
-        self.outside = 0
-        self.running = 0
-
-    def __call__(self, ctx: IterContext) -> None:
-        self.outside += not self.in_call
-        self.running += 1
-
-    def batches(self, count: int) -> Iterator[int]:
-        return iter(range(count))
-
-
 @pytest.mark.parametrize("on_streams", [False, True])
 def test_all_tasks_of_a_period_have_run_when_the_call_returns(on_streams: bool) -> None:
     """After the n-th call each task of stage s has run on n + last stage - s iterations."""
@@ -86,31 +48,28 @@ def test_all_tasks_of_a_period_have_run_when_the_call_returns(on_streams: bool) 
         spread(("io", "dist", "default", "io", "late")) if not on_streams else piped(),
         within_calls=True,
     )
-    calls = Calls()
-    done: dict[str, int] = dict.fromkeys(plan.schedule, 0)
+    done: Counter[str] = Counter()
+    in_call = False
 
-    def count(name: str) -> None:
+    def count(name: str, ctx: IterContext) -> None:
+        assert in_call
         done[name] += 1
 
-    fns = {
-        name: (lambda ctx, name=name: (calls(ctx), count(name)))  # type: ignore[misc]
-        for name in plan.schedule
-    }
+    fns = {name: partial(count, name) for name in plan.schedule}
     device = VirtualDevice(0) if on_streams else "cpu"
     host = device.host if isinstance(device, VirtualDevice) else None
     with SWPipeline(
         plan, tasks(**fns), device=device, host=host, stall_timeout_s=None, check_effects=False
     ) as pipe:
-        batches = calls.batches(20)
+        batches = iter(range(20))
         for n in range(1, 10):
-            calls.in_call = True
+            in_call = True
             pipe.progress(batches)
-            calls.in_call = False
+            in_call = False
             expected = {
                 name: n + plan.max_stage - entry.stage for name, entry in plan.schedule.items()
             }
             assert done == expected
-    assert calls.outside == 0
 
 
 def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_is_not() -> None:
@@ -137,16 +96,6 @@ def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_
     recorded = compile_plan(resolved, streams=True, record_all=True).instructions
     assert recorded["train"].record
     assert not recorded[BEGIN].record
-
-
-def test_the_flag_is_part_of_the_plan_as_data() -> None:
-    """It is saved, compared across ranks, and must be True or False."""
-    plan = replace(piped(), within_calls=True)
-    assert PipelinePlan.from_toml(plan.to_toml()) == plan != piped()
-    assert plan.digest() != piped().digest()
-    assert "within_calls" not in piped().to_dict()
-    with pytest.raises(PlanError, match="within_calls is 1: write True or False"):
-        SWPipeline(replace(plan, within_calls=1), tasks(), device="cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("streams", [False, True])

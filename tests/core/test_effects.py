@@ -51,7 +51,7 @@ def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({}, "declares nothing"),
+        ({}, "give a state, capture and restore, or reset"),
         ({"capture": dict}, "both capture and restore"),
         ({"state": ""}, "give a name"),
         ({"state": "x", "mode": "a"}, "'r', 'w' or 'rw'"),
