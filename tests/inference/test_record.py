@@ -24,7 +24,7 @@ from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record
-from tests.inference.helpers import WORD, orders, reads, recorded, writes
+from tests.inference.helpers import WORD, orders, process_group, reads, recorded, writes
 
 
 def nothing(ctx: Any) -> None:
@@ -173,20 +173,15 @@ def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
     assert plan.depth == 1
 
 
-def test_a_task_that_communicates_is_globally_ordered(tmp_path: Any) -> None:
+def test_a_task_that_communicates_is_globally_ordered(tmp_path: Path) -> None:
     """The schedule and the notes say so."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
 
-        def reduce(ctx: Any) -> None:
-            torch.distributed.all_reduce(ctx.batch)
+    def reduce(ctx: Any) -> None:
+        torch.distributed.all_reduce(ctx.batch)
 
-        tasks = [PipelineTask("reduce", reduce, pure=True), PipelineTask("rest", nothing)]
+    tasks = [PipelineTask("reduce", reduce, pure=True), PipelineTask("rest", nothing)]
+    with process_group(tmp_path):
         found = record(tasks, torch.ones(2), device="cpu")
-    finally:
-        torch.distributed.destroy_process_group()
     assert [e.globally_ordered for e in found.plan().schedule.values()] == [True, False]
     assert writes(found, "reduce") == {"ctx.batch"}
     assert any("'reduce' communicates" in note for note in found.notes)
