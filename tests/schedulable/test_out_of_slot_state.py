@@ -24,14 +24,6 @@ from swpipe.schedulable import (
 )
 from tests.schedulable.work import one_stage, pool
 
-THREAD_MAPS: dict[str, Any] = {
-    "none": None,
-    "sequential": SequentialExecutor(),
-    "by_stream": "threaded",
-    "per_task": ThreadedExecutor("per_task"),
-    "dict": ThreadedExecutor({"forward": "ahead", "step": "late"}),
-    "function": ThreadedExecutor(lambda task: "ahead" if task.lookahead else "compute"),
-}
 BATCHES = [torch.full((3, 4), 0.1 * n) for n in range(12)]
 
 
@@ -105,35 +97,41 @@ def by_hand() -> tuple[list[Tensor], list[Tensor]]:
     return losses, [p.detach() for p in model.net.parameters()]
 
 
-def random_delays(seed: int) -> Callable[[], None]:
+def random_delays() -> Callable[[], None]:
     """Of up to 2 ms, most of them none."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     return lambda: time.sleep(rng.choice((0, 0, 0, 5e-4, 2e-3)))
 
 
-SYNC: dict[str, Any] = {
-    "same_progress_sync": ["step"],
-    "cross_iter_depends_on": [("step", -1)],
-}
+PERIOD: dict[str, Any] = {"same_progress_sync": ["step"]}
+BATCH: dict[str, Any] = {"cross_iter_depends_on": [("step", -1)]}
 
 
-@pytest.mark.parametrize("threads", THREAD_MAPS)
-@pytest.mark.parametrize("sync", SYNC)
-def test_forward_ahead_gives_the_numbers_of_the_loop_by_hand(sync: str, threads: str) -> None:
+@pytest.mark.parametrize(
+    ("sync", "executor"),
+    [
+        (PERIOD, None),
+        (PERIOD, "threaded"),
+        (PERIOD, ThreadedExecutor(lambda task: "ahead" if task.lookahead else "compute")),
+        (BATCH, SequentialExecutor()),
+        (BATCH, ThreadedExecutor("per_task")),
+        (BATCH, ThreadedExecutor({"forward": "ahead", "step": "late"})),
+    ],
+)
+def test_forward_ahead_gives_the_numbers_of_the_loop_by_hand(
+    sync: dict[str, Any], executor: Any
+) -> None:
     """The seed's section 3.7 (b) and (d): bit for bit, and N + 1 forwards after N calls."""
     losses, parameters = by_hand()
-    for seed in range(2):
-        model = Model(random_delays(seed))
-        with SchedulablePipeline(
-            model.schedule(**{sync: SYNC[sync]}), pool("ahead"), executor=THREAD_MAPS[threads]
-        ) as pipe:
-            batches = iter(BATCHES)
-            for n, loss in enumerate(losses, start=1):
-                assert torch.equal(pipe.progress(batches), loss)
-                assert model.forwards == min(n + 1, len(BATCHES))
-            with pytest.raises(StopIteration):
-                pipe.progress(batches)
-        assert all(map(torch.equal, parameters, model.net.parameters()))
+    model = Model(random_delays())
+    with SchedulablePipeline(model.schedule(**sync), pool("ahead"), executor=executor) as pipe:
+        batches = iter(BATCHES)
+        for n, loss in enumerate(losses, start=1):
+            assert torch.equal(pipe.progress(batches), loss)
+            assert model.forwards == min(n + 1, len(BATCHES))
+        with pytest.raises(StopIteration):
+            pipe.progress(batches)
+    assert all(map(torch.equal, parameters, model.net.parameters()))
 
 
 def test_it_is_the_barrier_that_orders_what_lies_outside_slots() -> None:
