@@ -35,22 +35,17 @@ def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[i
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    ("count", "dtype"),
+    [(1, torch.float32), (5_000, torch.bfloat16), (5_000, torch.bool), (100_000, torch.int64)],
 )
-@pytest.mark.parametrize("count", [1, 5_000, 100_000])
 def test_a_change_through_data_shows(count: int, dtype: torch.dtype) -> None:
-    """On the iteration after it, and on no other."""
+    """On the iteration after it, and on no other; other memory with the same values is none."""
     tensor = torch.ones(count, dtype=dtype)
     assert told(tensor) == []
-    assert told(tensor, change=lambda: tensor.data.zero_()) == [3]
-    assert tensor._version == 0
-
-
-def test_other_memory_with_the_same_values_is_no_change() -> None:
-    """As of what is moved away and back."""
-    tensor = torch.rand(8)
     assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data.clone())) == []
-    assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data * 2)) == [3]
+    assert told(tensor, change=lambda: tensor.data.zero_()) == [3]
+    assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data + 1)) == [3]
+    assert tensor._version == 0
 
 
 def test_what_has_no_content_to_compare() -> None:
@@ -120,9 +115,9 @@ def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
     """A task has new batches in each of them."""
     monkeypatch.setattr(sampled_contents, "_MOST_KEPT", 50)
     contents, kept = SampledContents(CpuDevice()), torch.ones(8)
-    for iteration in range(500):
+    for iteration in range(200):
         contents.compare(iteration, used(kept, torch.ones(3)))
     assert len(contents._known) < 60
     kept.data.zero_()
-    contents.compare(500, used(kept, torch.ones(3)))
-    assert [one.iteration for one in contents.changed()] == [500]
+    contents.compare(200, used(kept, torch.ones(3)))
+    assert [one.iteration for one in contents.changed()] == [200]

@@ -284,4 +284,8 @@ def test_what_is_seen_while_it_runs_is_told_in_words_of_schedules(
             with pytest.raises(ScheduleValidationError) as caught:
                 call(pipe)
         assert told in str(caught.value)
+        with SchedulablePipeline(
+            schedule, pool("side"), executor="threaded", check_effects=False
+        ) as pipe:  # it is meant
+            call(pipe)
         assert not re.search(r"\bdeps=|_deps=|to stage|stage \d", caught.value.in_one_line)

@@ -17,8 +17,8 @@ from swpipe.shortcut.leaf_gradients import LeafGradients, OwnLeaf
 def test_zeros_are_like_the_gradient_of_the_cached_run() -> None:
     """Of the parameter's shape and type; later iterations pay no hook.
 
-    A leaf that got no gradient gets none, as the weights of a table with a fused optimizer. Nor does
-    one whose memory was released: a gathered parameter is not read before the next gathering.
+    A leaf that got no gradient gets none, as the weights of a table with a fused optimizer; nor
+    does one whose memory was released: a gathered parameter is not read before the next gathering.
     """
     parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.double))
     leaf = OwnLeaf(parameter)

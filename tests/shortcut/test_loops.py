@@ -17,6 +17,7 @@ from swpipe.core.task import DeclaredIO
 from swpipe.errors import ShortcutError
 from tests.shortcut.loops import NAMES, Loop, differing, outcome, run, same
 
+
 class Scaled(Loop):
     """With a gradient scaler, which needs a gradient for every parameter of the optimizer."""
 

@@ -190,7 +190,8 @@ def test_parts_that_were_shared_are_shared_again() -> None:
     An object without attributes stays itself: code compares it by identity.
     """
     rows, x, inner = np.zeros(3), torch.zeros(3), Thing(n=1)
-    replayed = Replayed(lambda: [Thing(rows=rows, x=x, a=inner), Thing(a=inner, b=NOTHING), rows, x])
+    made = [Thing(rows=rows, x=x, a=inner), Thing(a=inner, b=NOTHING), rows, x]
+    replayed = Replayed(lambda: made)
     for _ in range(3):
         first, second, array_, tensor = replayed()
         assert second.b is NOTHING

@@ -124,11 +124,11 @@ def test_a_value_that_requires_grad_is_connected_by_its_giver() -> None:
 
 def test_values_of_any_kind_are_copied_for_each_iteration() -> None:
     """Ids, arrays, and what lies in containers; without gradients there is no graph."""
-    given = {"ids": [torch.tensor([1, 2])], "rows": np.zeros(2), "name": "a"}
+    given = {"ids": [torch.tensor([1, 2])], "rows": np.zeros(2)}
     seen = []
 
     def use(ctx: Any) -> None:
-        seen.append((ctx.ids[0].tolist(), ctx.rows.tolist(), ctx.name))
+        seen.append((ctx.ids[0].tolist(), ctx.rows.tolist()))
         ctx.ids[0] += 1
         ctx.rows += 1
 
@@ -138,7 +138,7 @@ def test_values_of_any_kind_are_copied_for_each_iteration() -> None:
         pipe.shortcut("make", with_=given),
     ):
         pipe.run(range(2))
-    assert seen == [([1, 2], [0.0, 0.0], "a")] * 2
+    assert seen == [([1, 2], [0.0, 0.0])] * 2
     assert given["ids"][0].tolist() == [1, 2]
 
 
