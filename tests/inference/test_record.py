@@ -308,7 +308,8 @@ def test_an_honest_pure_task_has_no_note() -> None:
 
 def test_what_a_loader_may_touch() -> None:
     """Nothing, if it is apart from the loop; whatever is undeclared otherwise."""
-    for loader, effects in (([], Effects()), (iter([]), UNKNOWN)):
+    cases: list[tuple[Any, Effects]] = [([], Effects()), (iter([]), UNKNOWN)]
+    for loader, effects in cases:
         found = record([PipelineTask("a", nothing)], None, device="cpu", loader=loader)
         assert next(iter(found.effects)) == PULL
         assert found.effects[PULL] == effects

@@ -466,7 +466,8 @@ class Outside:
 
 def test_declared_state_is_captured_and_restored() -> None:
     """What the task did outside of its context, in the order of its io."""
-    outside, order = Outside(), []
+    outside = Outside()
+    order: list[int] = []
 
     def fill(ctx: Any) -> None:
         outside.buffer["emb"] = x(5)
