@@ -1,4 +1,4 @@
-"""Optimizers that step in a trial are put back, given or not."""
+"""Optimizers that step in a trial are put back, given or not; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from swpipe import PipelineTask
 from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owner, Owners
 from swpipe.device import CpuDevice
 from swpipe.errors import UnsavedStateError
+from swpipe.inference import record
 
 
 class Trainer:
@@ -214,3 +216,20 @@ def test_an_optimizer_in_a_restored_object_is_restored() -> None:
     torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
     with LoopState([], [WithStateDict(trainer)], CpuDevice()).trial():
         trainer.train()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_torchscript_is_refused_whatever_it_is_a_part_of() -> None:
+    """It keeps its state to itself; each module that has it is named, and no other."""
+    plain = nn.Linear(1, 1)
+    mixed = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(1, 1))), nn.Linear(1, 1))
+
+    with pytest.raises(UnsavedStateError, match=r"mixed \(Sequential\)") as caught:
+        LoopState([], {"plain": plain, "mixed": mixed}, CpuDevice())
+    assert "plain" not in str(caught.value)
+
+    def train(ctx: Any) -> None:
+        ctx.y = mixed(plain(ctx.batch))
+
+    with pytest.raises(UnsavedStateError, match=r"TorchScript.*Sequential"):
+        record([PipelineTask("train", train)], torch.ones(1, 1), device="cpu")

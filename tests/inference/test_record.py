@@ -102,6 +102,40 @@ def test_under_inference_mode_and_autocast() -> None:
     assert writes(found, "double") == {"ctx.y"}
 
 
+def test_a_lazy_module_gets_the_parameters_that_its_first_batch_would_make() -> None:
+    """They stay after a recording, which finds the order; watched runs have the serial numbers."""
+    batches = [torch.rand(3, 4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    plan = PipelinePlan(
+        {"decode": TaskSchedule(thread_group="io"), "forward": TaskSchedule(1)},
+        deps=[("forward", "decode")],
+    )
+
+    def made(*, pure: bool = True) -> list[PipelineTask]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+        def decode(ctx: Any) -> None:
+            ctx.x = torch.cat([ctx.batch, ctx.batch.flip(0) + torch.arange(4.0)], 1)
+
+        def forward(ctx: Any) -> None:
+            ctx.y = model(ctx.x).sum()
+            ctx.y.backward()
+
+        return [PipelineTask("decode", decode, pure=pure), PipelineTask("forward", forward)]
+
+    def losses(plan: PipelinePlan, tasks: list[PipelineTask], check: bool | None) -> list[float]:
+        with SWPipeline(plan, tasks, device="cpu", check_effects=check) as pipe:
+            return [ctx.y.item() for ctx in pipe.iterate(batches)]
+
+    tasks = made()
+    serial = losses(PipelinePlan.serial(tasks), tasks, False)
+    assert losses(plan, made(), None) == serial
+    assert losses(plan, made(pure=False), True) == serial
+    tasks = made()
+    assert ("forward", "decode") in record(tasks, batches[0], device="cpu").plan().deps
+    assert losses(plan, tasks, None) == serial
+
+
 def test_sparse_gradients_are_recorded() -> None:
     """Those of an embedding, as indices and values."""
     table = nn.EmbeddingBag(5, 2, sparse=True, mode="sum")
