@@ -225,6 +225,10 @@ async def later(ctx: Any) -> None:
         (lambda: StreamPool({"default": 3}), TypeError, "give a torch.Stream, or None"),  # type: ignore[dict-item]
         (lambda: StreamPool(["default"]), TypeError, "give a dict"),  # type: ignore[arg-type]
         (lambda: pool().get("x"), KeyError, "the pool has no stream 'x'"),
+        (lambda: DataSlot(""), ValueError, "a slot needs a name"),
+        (lambda: StreamPool({3: None}), TypeError, "a stream is named 3"),  # type: ignore[dict-item]
+        (lambda: ThreadedExecutor(3), TypeError, "thread_map is 3"),  # type: ignore[arg-type]
+        (lambda: ThreadedExecutor(max_workers="1"), TypeError, "max_workers is '1'"),  # type: ignore[arg-type]
         (lambda: ThreadedExecutor("x"), ValueError, "thread_map is 'x'"),  # type: ignore[arg-type]
         (lambda: ThreadedExecutor(max_workers=0), ValueError, "max_workers is 0"),
         (lambda: SchedulablePipeline([], pool()), TypeError, "give a Schedule"),  # type: ignore[arg-type]
