@@ -5,6 +5,7 @@ Of each way: lag, slot offset, verdict and an observed run (the seed's appendix 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -178,3 +179,20 @@ def test_what_one_stream_gets_is_submitted_in_order_from_whatever_thread() -> No
         assert pipe.plan.within_calls
     with SchedulablePipeline(schedule, pool("side"), executor="threaded") as pipe:
         assert pipe.plan.same_period_deps == ()
+
+
+def test_it_is_the_barrier_that_orders_what_lies_outside_slots() -> None:
+    """Without it nothing keeps ``zero_grad`` behind the step on the batch before."""
+    log = Log()
+    tasks = (
+        log.task("forward", lookahead=1, stream="side", reads=["batch_cpu"], writes=["loss"]),
+        log.task("zero_grad"),
+        log.task("backward", reads=["loss"], depends_on=["zero_grad"]),
+        log.task("step", depends_on=["backward"]),
+    )
+    schedule = one_stage(*tasks, streams=("default", "side"))
+    with SchedulablePipeline(schedule, pool("side"), executor=ThreadedExecutor("per_task")) as pipe:
+        plan = pipe.plan
+    for barrier in (True, False):
+        order = HappensBefore.of(resolve_plan(replace(plan, within_calls=barrier)), streams=False)
+        assert order.host("step", "zero_grad", 1) == barrier
