@@ -391,6 +391,7 @@ def test_a_change_in_a_plain_object_within_a_module_is_told(kind: str) -> None:
     ):
         snapshot.restore()
     if kind == "object":  # not only one that is modified in place
+        module = Lookup(kind)
         snapshot = snapshot_of(module)
         module.store.rows = torch.ones(2)
         with pytest.warns(RuntimeWarning, match=r"Lookup\.store\.rows changed"):
