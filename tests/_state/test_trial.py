@@ -1,4 +1,4 @@
-"""Optimizers that step in a trial are put back, given or not."""
+"""Optimizers that step in a trial are put back, given or not; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from swpipe import PipelineTask
 from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owner, Owners
 from swpipe.device import CpuDevice
 from swpipe.errors import UnsavedStateError
+from swpipe.inference import record
 
 
 class Trainer:
@@ -139,23 +141,11 @@ def test_an_optimizer_with_a_scheduler_of_which_nothing_is_known_does_not_step()
 def test_another_thread_trains_what_it_likes() -> None:
     """Its optimizers are nobody's business."""
     trainer, other = Trainer(), Trainer()
-    failed: list[BaseException] = []
-
-    def elsewhere() -> None:
-        try:
-            other.train()
-        except BaseException as error:  # noqa: BLE001 - the assertion shows it
-            failed.append(error)
-
-    def train(ctx: Any) -> None:
+    with LoopState([], [trainer.model, trainer.optimizer], CpuDevice()).trial():
         trainer.train()
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=other.train)
         thread.start()
         thread.join()
-
-    with LoopState([], [trainer.model, trainer.optimizer], CpuDevice()).trial():
-        train(None)
-    assert failed == []
     assert other.optimizer.state
 
 
@@ -209,8 +199,11 @@ class WithStateDict:
         self._optimizer.load_state_dict(state["o"])
 
 
-def test_an_optimizer_in_a_restored_one_is_restored() -> None:
-    """With the state that its first step makes."""
+def test_an_optimizer_in_a_restored_object_is_restored() -> None:
+    """In an optimizer, with the state that its first step makes.
+
+    Another object is trusted, also with a scheduler; its state_dict may hold other tensors.
+    """
     trainer = Trainer()
     wrapper = Wrapper(trainer.optimizer)
 
@@ -220,11 +213,23 @@ def test_an_optimizer_in_a_restored_one_is_restored() -> None:
 
     assert tried(train, [trainer.model, wrapper]) == 3
     assert not trainer.optimizer.state
-
-
-def test_an_object_that_restores_its_optimizer_is_trusted() -> None:
-    """Also where it has a scheduler; its state_dict need not hold the same tensors."""
-    trainer = Trainer()
     torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
     with LoopState([], [WithStateDict(trainer)], CpuDevice()).trial():
         trainer.train()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_torchscript_is_refused_whatever_it_is_a_part_of() -> None:
+    """It keeps its state to itself; each module that has it is named, and no other."""
+    plain = nn.Linear(1, 1)
+    mixed = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(1, 1))), nn.Linear(1, 1))
+
+    with pytest.raises(UnsavedStateError, match=r"mixed \(Sequential\)") as caught:
+        LoopState([], {"plain": plain, "mixed": mixed}, CpuDevice())
+    assert "plain" not in str(caught.value)
+
+    def train(ctx: Any) -> None:
+        ctx.y = mixed(plain(ctx.batch))
+
+    with pytest.raises(UnsavedStateError, match=r"TorchScript.*Sequential"):
+        record([PipelineTask("train", train)], torch.ones(1, 1), device="cpu")

@@ -96,6 +96,13 @@ class Streamable:
         raise AssertionError("its tensors can be seen")
 
 
+@dataclass
+class Failure(Exception):
+    """Built on a class in C: where object.__new__ is not allowed, the class's own is used."""
+
+    x: Tensor
+
+
 class Opaque:
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -152,6 +159,7 @@ NESTINGS: dict[str, Any] = {
     "dataclass": lambda t: Plain(t),
     "frozen dataclass with slots": lambda t: Frozen(t),
     "frozen dataclass": FrozenDict,
+    "dataclass built on a class in C": Failure,
     "dictionary and dataclass in one": output,
     "attrs class": AttrsStyle,
     "namespace": lambda t: types.SimpleNamespace(x=t),
@@ -164,21 +172,12 @@ NESTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=NESTINGS)
-def nest(request: pytest.FixtureRequest) -> Any:
-    return NESTINGS[request.param]
-
-
-def test_a_tensor_is_found_in_any_nesting(nest: Any) -> None:
-    """Each kind of container is opened, and a tensor in it is given once."""
-    t = x()
-    assert list(map(id, tensors_in(nest(t)))) == [id(t)]
-
-
-def test_a_value_is_built_anew_in_its_own_type(nest: Any) -> None:
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_a_tensor_is_found_and_replaced_in_any_nesting(nest: Any) -> None:
     """Mapping gives the same type with the new tensor in place of the old, which is untouched."""
     t, other = x(1), x(2)
     value = nest(t)
+    assert list(map(id, tensors_in(value))) == [id(t)]
     new = map_tensors(value, lambda _: other)
     assert type(new) is type(value)
     assert new is not value
@@ -220,23 +219,17 @@ def test_what_is_shared_stays_shared() -> None:
     assert len(list(tensors_in({"a": t, "b": inner}))) == 1
 
 
-def test_containers_are_new_and_leaves_are_not() -> None:
-    """Whoever appends to the new list leaves the old one as it was; objects are not copied."""
-    thing = Opaque(x())
-    value = {"list": [1], "thing": thing, "fixed": (1, "a")}
-    new = map_tensors(value, Tensor.clone)
-    new["list"].append(2)
-    assert value["list"] == [1]
-    assert new["thing"] is thing
-    assert new["fixed"] is value["fixed"]
-
-
-def test_other_objects_are_leaves() -> None:
-    """Modules, plain objects, arrays, iterators and classes are not looked into."""
+def test_containers_are_new_and_other_objects_are_leaves() -> None:
+    """Modules, plain objects, arrays, iterators and classes are not looked into, nor copied."""
     module = torch.nn.Linear(2, 2)
     for leaf in (module, Opaque(x()), x().numpy(), iter([x()]), Plain, Streamable, lambda: x()):
         assert list(tensors_in([leaf])) == []
         assert map_tensors([leaf], Tensor.clone)[0] is leaf
+    value: dict[str, Any] = {"list": [1], "fixed": (1, "a")}
+    new = map_tensors(value, Tensor.clone)
+    new["list"].append(2)
+    assert value["list"] == [1]
+    assert new["fixed"] is value["fixed"]
 
 
 class Movable:
@@ -309,13 +302,8 @@ def test_cycles_are_safe() -> None:
     assert new[1] is new
     assert new[2][0] is new
     assert new is not loop
-
-
-def test_a_cycle_that_begins_at_a_tuple_closes_on_itself() -> None:
-    """The tuple that is built on the way round is the one that is given back."""
-    items: list[Any] = [x()]
-    start = (items,)
-    items.append(start)
+    start: Any = ([x()],)
+    start[0].append(start)
     new = map_tensors(start, Tensor.clone)
     assert new[0][1] is new
 
@@ -340,16 +328,6 @@ def test_a_class_registered_late_is_opened_from_then_on() -> None:
     pytree.register_pytree_node(Late, lambda v: ([v.x], None), lambda c, _: Late(*c))
     assert len(list(tensors_in(value))) == 1
     assert Late in KINDS
-
-
-def test_a_dataclass_built_on_a_class_in_c_is_rebuilt() -> None:
-    """Where object.__new__ is not allowed, the class's own is used."""
-
-    @dataclass
-    class Failure(Exception):
-        x: Tensor
-
-    assert map_tensors(Failure(x(1)), lambda t: t + 1).x[0] == 2
 
 
 def test_nodes_have_names_and_children() -> None:
@@ -395,24 +373,22 @@ def test_every_tensor_on_the_device_is_recorded_once_per_stream() -> None:
     assert t.recorded == ["s1", "s2"]
 
 
-def test_the_gradient_of_a_leaf_is_recorded_with_it() -> None:
-    """A gradient is read through its tensor, so its memory is kept as the tensor's is."""
-    leaf = x().requires_grad_()
-    gradient = OnDevice.of(x())
-    leaf.grad = gradient
-    record_stream([leaf], "s")
-    assert gradient.recorded == ["s"]
+def test_the_gradient_of_a_leaf_is_recorded_with_it_and_that_of_a_parameter_is_not() -> None:
+    """It is read through its tensor; another iteration may be training a parameter.
 
-
-def test_the_gradient_of_a_parameter_is_not_looked_at() -> None:
-    """Another iteration may be training it, and torch may crash where two threads use ``grad``."""
+    torch may crash where two threads use ``grad``.
+    """
 
     class Watched(torch.nn.Parameter):
         @property
         def grad(self) -> None:  # type: ignore[override]
             raise AssertionError
 
-    record_stream([Watched(x())], "s")
+    leaf = x().requires_grad_()
+    gradient = OnDevice.of(x())
+    leaf.grad = gradient
+    record_stream([leaf, Watched(x())], "s")
+    assert gradient.recorded == ["s"]
 
 
 class Hiding:
@@ -428,19 +404,15 @@ class Hiding:
 
 
 def test_an_object_that_hides_its_tensors_records_for_itself() -> None:
-    """Its own method is called where no tensor can be seen in it, and only there."""
-    hiding, showing = Hiding(None), Hiding([x()])
-    record_stream([hiding, showing], "s1", "s2")
-    assert hiding.recorded == ["s1", "s2"]
-    assert showing.recorded == []
+    """Its own method is called where no tensor can be seen in it, and only there.
 
-
-def test_what_an_object_holds_twice_is_not_taken_for_a_tensor() -> None:
-    """An empty list met again says nothing of tensors: the object still records for itself."""
+    An empty list met again says nothing of tensors.
+    """
     empty: list[int] = []
-    hiding = Hiding([empty, empty])
-    record_stream(hiding, "s")
-    assert hiding.recorded == ["s"]
+    hiding, twice, showing = Hiding(None), Hiding([empty, empty]), Hiding([x()])
+    record_stream([hiding, twice, showing], "s1", "s2")
+    assert hiding.recorded == twice.recorded == ["s1", "s2"]
+    assert showing.recorded == []
 
 
 def _sparse_tensors() -> Iterator[Tensor]:
@@ -469,27 +441,18 @@ def test_tensors_made_of_others_are_recorded_part_by_part(monkeypatch: pytest.Mo
 # ------------------------------------------------------------------------ torchrec
 
 
-@pytest.fixture(scope="module")
-def torchrec() -> Any:
-    return pytest.importorskip("torchrec")
-
-
-@pytest.fixture
-def kjt(torchrec: Any) -> Any:
-    made = torchrec.KeyedJaggedTensor(
+def test_a_keyed_jagged_tensor_keeps_its_cached_fields() -> None:
+    """All tensors are mapped, and what it worked out on the host need not be worked out again."""
+    torchrec = pytest.importorskip("torchrec")
+    kjt = torchrec.KeyedJaggedTensor(
         keys=["f", "g"],
         values=torch.arange(5),
         lengths=torch.tensor([1, 2, 0, 2]),
         weights=torch.ones(5),
         inverse_indices=(["f", "g"], torch.zeros(2, 2, dtype=torch.long)),
     )
-    made.offset_per_key()
-    made.offsets()
-    return made
-
-
-def test_a_keyed_jagged_tensor_keeps_its_cached_fields(kjt: Any) -> None:
-    """All tensors are mapped, and what it worked out on the host need not be worked out again."""
+    kjt.offset_per_key()
+    kjt.offsets()
     new = map_tensors(kjt, Tensor.clone)
     assert type(new) is type(kjt)
     assert new.keys() == ["f", "g"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from swpipe import DeclaredIO, PipelineTask
 from swpipe._values.stateful import has_state
@@ -24,6 +28,16 @@ def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: An
     job = next((fn.__self__ for fn in functions if hasattr(fn, "__self__")), None)
     state = {name: one for name, one in vars(job).items() if has_state(one)} if job else {}
     return record(tasks, batch, device="cpu", **{"state": state or None, **options})
+
+
+@contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """A process group of one rank in this process; its store is in the folder."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def reads(recording: Recording, task: str) -> set[str]:

@@ -107,11 +107,17 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def norm(self) -> Any:
+        """Of the gradients that are there."""
+        return sum(p.grad.sum() for p in self.model.parameters() if p.grad is not None)
+
     @property
     def tasks(self) -> list[PipelineTask]:
         """In serial order."""
         return [PipelineTask(f.__name__, f) for f in (self.forward, self.backward, self.step)]
 
+
+GRADIENT = "the gradient of a parameter (float32 ["
 
 RIGHT = {
     "deps": [("backward", "forward"), ("step", "backward")],
@@ -161,13 +167,14 @@ def test_two_touch_one_place_at_the_same_time() -> None:
 def test_gradients_that_another_task_clears() -> None:
     """Clearing them is no operator, and the next gradients are in other memory."""
     training = Training(every=1)
-    cleared = [threading.Event() for _ in range(BATCHES)]
+    cleared: list[threading.Event] = []
 
     def train(ctx: IterContext) -> None:
+        cleared.append(threading.Event())
         assert not ctx.iter_idx or cleared[ctx.iter_idx - 1].wait(30)
         training.forward(ctx)
         training.backward(ctx)
-        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+        ctx.norm = training.norm()
 
     def clear(ctx: IterContext) -> None:
         training.optimizer.zero_grad()
@@ -175,10 +182,10 @@ def test_gradients_that_another_task_clears() -> None:
 
     plan = on_threads("clear", "train", stages=(1, 0), deps=[("clear", "train")])
     _, error = stopped(checked(plan, [train, clear]))
-    assert "the gradient of a parameter (float32 [" in str(error)
+    assert GRADIENT in str(error)
     assert '("train", "clear", 1)' in str(error)
     plan = replace(plan, cross_iter_deps=[("train", "clear")])
-    cleared = [threading.Event() for _ in range(BATCHES)]
+    cleared.clear()
     assert finished(checked(plan, [train, clear])) == BATCHES
 
 
@@ -194,7 +201,7 @@ def test_gradients_that_another_task_reads() -> None:
         training.backward(ctx)
 
     def look(ctx: IterContext) -> None:
-        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+        ctx.norm = training.norm()
         looked[ctx.iter_idx].set()
 
     def last(ctx: IterContext) -> None:
@@ -202,7 +209,7 @@ def test_gradients_that_another_task_reads() -> None:
 
     plan = on_threads("look", "train", "last", stages=(1, 0, 1), deps=[("look", "train")])
     _, error = stopped(checked(plan, [train, look, last]))
-    assert "the gradient of a parameter (float32 [" in str(error)
+    assert GRADIENT in str(error)
     assert '("train", "look", 1)' in str(error)
 
 
@@ -221,7 +228,7 @@ def test_gradients_that_another_task_clears_by_hand() -> None:
     schedule = {"train": TaskSchedule(), "clear": TaskSchedule(1)}
     plan = PipelinePlan(schedule, deps=[("clear", "train")], order=["train", "clear"])
     _, error = stopped(checked(plan, [train, clear]))
-    assert "the gradient of a parameter (float32 [" in str(error)
+    assert GRADIENT in str(error)
     assert '("train", "clear", 1)' in str(error)
 
 
@@ -273,7 +280,7 @@ def test_generators_of_the_users_own() -> None:
         draws = own or torch.Generator().manual_seed(-1 - ctx.iter_idx)
         ctx.dropped = torch.rand(3, generator=draws)
 
-    assert finished(checked(on_threads("noise", "drop"), [noise, drop]), 200) == 200
+    assert finished(checked(on_threads("noise", "drop"), [noise, drop]), 100) == 100
     both = [PipelineTask(one.__name__, partial(one, own=shared)) for one in (noise, drop)]
     _, error = stopped(checked(on_threads("noise", "drop"), both))
     assert "touched state '<torch._C.Generator" in str(error)
@@ -324,7 +331,7 @@ def test_staleness_that_the_plan_allows(declared: bool) -> None:
     assert finished(checked(replace(plan, stale=stale), tasks)) == BATCHES
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touch(
     seed: int,
 ) -> None:
@@ -417,27 +424,25 @@ def test_what_is_declared_proves_the_plan_of_an_overlapped_loop() -> None:
 # ------------------------------------------------------------------------ a share of iterations
 
 
-@pytest.mark.parametrize("share", [0.1, True])
-def test_windows_of_iterations_are_watched_and_the_first_ones(share: float) -> None:
+def test_windows_of_iterations_are_watched_and_the_first_ones() -> None:
     """So many of them, each as long as two tasks may be apart; the rest runs as without."""
     seen: list[bool] = []
     mode = PipelineTask("mode", lambda ctx: seen.append(bool(_get_current_dispatch_mode_stack())))
     plan = PipelinePlan({"mode": TaskSchedule()}, pipeline_depth=3)
-    with checked(plan, [mode], share) as pipe:
+    with checked(plan, [mode], 0.1) as pipe:
         pipe.run(range(2_000))
     assert all(seen[:16])
-    assert share * 0.8 < sum(seen[16:]) / len(seen[16:]) <= min(1, share * 1.2)
+    assert 0.08 < sum(seen[16:]) / len(seen[16:]) <= 0.12
     lengths = [len(run) for run in "".join(".x"[one] for one in seen[16:-4]).split(".")]
     assert all(length >= 4 for length in lengths[1:] if length)
 
 
-@pytest.mark.parametrize("every", [20, 64])
-def test_what_a_task_does_now_and_then_is_met_in_the_end(every: int) -> None:
+def test_what_a_task_does_now_and_then_is_met_in_the_end() -> None:
     """At the same iteration each time."""
     total = torch.zeros(4)
 
     def add(ctx: IterContext) -> None:
-        if (ctx.iter_idx + 1) % every == 0:
+        if (ctx.iter_idx + 1) % 20 == 0:
             total.add_(1)
 
     def use(ctx: IterContext) -> None:
@@ -449,12 +454,13 @@ def test_what_a_task_does_now_and_then_is_met_in_the_end(every: int) -> None:
     assert 16 <= count < 1_000
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.5, "all"])
-def test_a_share_that_is_none_is_refused(share: Any) -> None:
+def test_a_share_that_is_none_is_refused() -> None:
     """With the rule."""
     task = PipelineTask("a", lambda ctx: None)
-    with pytest.raises(ValueError, match="give True, False, or the share of the iterations"):
-        checked(PipelinePlan.serial([task]), [task], share)
+    share: Any
+    for share in (0, 1.5, "all"):
+        with pytest.raises(ValueError, match="give True, False, or the share of the iterations"):
+            checked(PipelinePlan.serial([task]), [task], share)
 
 
 # -------------------------------------------------------------------------------- what is left
@@ -549,9 +555,9 @@ def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
     with pipe:
-        contexts = pipe.iterate(batches(1) * 160)
+        contexts = pipe.iterate(batches(1) * 90)
         for number, _ in enumerate(contexts):
-            if number == 150:
+            if number == 80:
                 check = pipe._driver.run.iterations.check
                 assert len(check._places._places) < 150
                 assert max(len(place.runs) for place in check._places._places.values()) < 50
@@ -571,17 +577,13 @@ def test_the_memory_of_a_gradient_has_its_name() -> None:
                 parameter.grad.mul_(0.5)
 
     def look(ctx: IterContext) -> None:
-        ctx.norm = sum(p.grad.sum() for p in training.model.parameters() if p.grad is not None)
+        ctx.norm = training.norm()
 
-    plan = on_threads(
-        "scale",
-        "look",
-        "train",
-        deps=[("scale", "train"), ("look", "train")],
-        cross_iter_deps=[("train", "scale"), ("train", "look")],
-    )
+    deps = [("scale", "train"), ("look", "train")]
+    back = [("train", "scale"), ("train", "look")]
+    plan = on_threads("scale", "look", "train", deps=deps, cross_iter_deps=back)
     _, error = stopped(checked(plan, [train, scale, look]))
-    assert "the gradient of a parameter (float32 [" in str(error)
+    assert GRADIENT in str(error)
     assert re.search(r"which '(look|scale)' on iteration 0 touches", str(error))
 
 

@@ -110,16 +110,6 @@ def test_staleness_that_the_plan_allows_is_accepted() -> None:
     assert edges(luck.missing) == [("forward", "step", 1)]
 
 
-def test_a_plan_for_other_tasks_is_refused() -> None:
-    """Before anything is compared."""
-
-    def load(ctx: Any) -> None:
-        ctx.a = 1
-
-    with pytest.raises(PlanError, match="not among the tasks"):
-        recorded(load).compare(plan())
-
-
 def test_orders_follow_paths_of_any_distance() -> None:
     """Distances add up, negative ones too; a task comes after itself."""
     orders = Orders("abc", [Edge("b", "a", 1), Edge("c", "b", -1)])
@@ -140,19 +130,14 @@ def test_the_report_has_all_parts() -> None:
         ctx.b = ctx.a
 
     found = recorded(load, use)
+    with pytest.raises(PlanError, match="not among the tasks"):
+        found.compare(plan())
     alone = str(found.report())
     assert "reads" in alone
     assert '("use", "load") in deps, for ctx.a' in alone
     assert "Never recorded" in alone
     serial = PipelinePlan.serial(found.tasks)
     assert "no dependence is missing" in str(found.report(serial))
-
-
-def test_many_tasks_are_reduced_quickly() -> None:
-    """Two hundred tasks that all touch one state: a chain, and its way round."""
-    names = [f"t{n}" for n in range(200)]
-    effects = {name: Effects(frozenset(), frozenset({place("M")})) for name in names}
-    assert len(needed(effects)) == 200
 
 
 def recording(effects: EffectTable, **changes: Any) -> Recording:
@@ -194,15 +179,13 @@ def test_recordings_of_other_tasks_are_not_taken_together() -> None:
         one.together([recording(table(step="a>", load=">a"))])
 
 
-@pytest.mark.parametrize("order", [("load", "forward"), ("forward", "load")])
-def test_global_order_counts_as_it_does_for_verification(order: tuple[str, str]) -> None:
+def test_global_order_counts_as_it_does_for_verification() -> None:
     """Two globally ordered tasks in two groups take their turns in the plan's order."""
     effects = table(load=">a", forward="a>b")
-    schedule = {
-        name: TaskSchedule(thread_group=name, globally_ordered=True) for name in ("load", "forward")
-    }
-    ordered = PipelinePlan(schedule, order=order)
-    assert missing_as_verified(ordered, effects) == (order[0] == "forward")
+    entries = {name: TaskSchedule(thread_group=name, globally_ordered=True) for name in effects}
+    for order in (("load", "forward"), ("forward", "load")):
+        ordered = PipelinePlan(entries, order=order)
+        assert missing_as_verified(ordered, effects) == (order[0] == "forward")
 
 
 def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
@@ -220,7 +203,7 @@ def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
 def test_comparing_and_verifying_agree_on_random_plans() -> None:
     """On plans that are right, and on those that lost a dependence."""
     found = {True: 0, False: 0}
-    for seed in range(150):
+    for seed in range(80):
         given, workload = random_pair(seed)
         found[missing_as_verified(given, effects_of(workload))] += 1
-    assert min(found.values()) > 20
+    assert min(found.values()) > 10

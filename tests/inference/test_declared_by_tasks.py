@@ -1,4 +1,4 @@
-"""The eleven tasks declare every state that a recording sees them use.
+"""The eleven tasks of sparse-dist declare every state that a recording sees them use.
 
 ``EmbForward`` read the optimizers' learning rate and did not say so: the verifier accepted a
 look-up before the rate was known.
@@ -9,20 +9,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 pytest.importorskip("torchrec")
 
+from swpipe.analysis import verify
+from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
+from tests.inference.helpers import process_group
 from tests.tasks.torchrec.models import CPU, Job, batches, combined, plain_model, sharded
 
 UNITED = {
@@ -44,23 +46,17 @@ class Use(NamedTuple):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one rank in this process."""
-    store = Path(tmp_path_factory.mktemp("ranks"), "store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group(tmp_path_factory.mktemp("ranks")):
+        yield
 
 
 def _tasks(kind: Kind) -> SparseDistTasks:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what TorchRec says of itself
-        return _made(kind)
-
-
-def _made(kind: Kind) -> SparseDistTasks:
     model = plain_model(Job())
     model.bottom = nn.Sequential(nn.BatchNorm1d(5), *model.bottom)
-    model = sharded(Job(), model)
-    optimizer = combined(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TorchRec says of itself
+        model = sharded(Job(), model)
+        optimizer = combined(model)
     step = TrainStep([optimizer], clip=1.0, schedules=[LambdaLR(optimizer, lambda step: 0.7**step)])
     return SparseDistTasks(model, step, TaskOptions(forward=kind), device=CPU)
 
@@ -85,24 +81,6 @@ def state_of(member: str) -> str:
     return "buffers" if "running_" in member or "num_batches" in member else "dense"
 
 
-def _seen(kind: Kind) -> tuple[list[Use], dict[str, dict[str, str]]]:
-    tasks = _tasks(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        undeclared = [replace(task, io=()) for task in tasks.tasks()]
-        state = {"model": tasks.model, "optimizer": tasks.step.optimizers[0]}
-        found: Any = record(undeclared, next(iter(batches(1))), device=CPU, state=state)
-    uses = [
-        Use(task, state_of(member), mode, member)
-        for task, effects in found.effects.items()
-        for mode, places in (("r", effects.reads), ("w", effects.writes))
-        for place in places
-        for member in found.states.get(place.name, ())
-        if not member.startswith("unnamed memory")
-    ]
-    return uses, _declared(tasks)
-
-
 def _declared(tasks: SparseDistTasks) -> dict[str, dict[str, str]]:
     return {
         task.name: {io.state: io.mode for io in task.io if io.state is not None}
@@ -111,12 +89,29 @@ def _declared(tasks: SparseDistTasks) -> dict[str, dict[str, str]]:
 
 
 def test_every_state_that_is_used_is_declared(one_process: None) -> None:
-    """With a schedule, clipping, a fused optimizer and batch normalisation.
+    """With a schedule, clipping, a fused optimizer and batch normalisation; all is put back.
 
     The rate within the kernel is no state of its own: a look-up sets it and takes it. Nor is the
     kernel's scratch memory: all tasks that use it are ordered, since they use the tables.
     """
-    uses, declared = _seen("split")
+    tasks = _tasks("split")
+    before = [parameter.detach().clone() for parameter in tasks.model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        undeclared = [replace(task, io=()) for task in tasks.tasks()]
+        state = {"model": tasks.model, "optimizer": tasks.step.optimizers[0]}
+        found: Any = record(undeclared, next(iter(batches(1))), device=CPU, state=state)
+    assert all(map(torch.equal, before, tasks.model.parameters()))
+    assert {plans.START, plans.DENSE_BACK} <= found.collectives <= plans.ORDERED
+    uses = [
+        Use(task, state_of(member), mode, member)
+        for task, effects in found.effects.items()
+        for mode, places in (("r", effects.reads), ("w", effects.writes))
+        for place in places
+        for member in found.states.get(place.name, ())
+        if not member.startswith("unnamed memory")
+    ]
+    declared = _declared(tasks)
     assert {use.state for use in uses} >= {"tables", "dense", "buffers", "gradients", "optimizer"}
     missing = [
         use
@@ -140,3 +135,23 @@ def test_a_task_that_does_the_work_of_two_declares_the_states_of_both(
         for task in both:
             for state, mode in split[task].items():
                 assert set(mode) <= set(declared[one].get(state, "")), (one, state)
+
+
+def test_tasks_that_set_the_current_batch_are_ordered(one_process: None) -> None:
+    """The replaced forwards are one for all batches: two threads would set them at one time.
+
+    Only a stale plan lets the next look-up run beside this batch's dense half, and only one that
+    does not have the two take turns since they communicate.
+    """
+    tasks = _tasks("split").tasks()
+    stale = plans.semi_sync()
+    plan = replace(stale, same_period_deps=[(plans.EMBED_BACK, plans.EMBED)])
+    apart = {
+        name: replace(plan.schedule[name], thread_group="look-ups", globally_ordered=False)
+        for name in (plans.PREFETCH, plans.EMBED)
+    }
+    with pytest.raises(PlanError, match="'current batch'"):
+        verify(replace(plan, schedule={**plan.schedule, **apart}), tasks, pull_ahead=True)
+    verify(plan, tasks, pull_ahead=True)
+    with pytest.raises(PlanError, match="'tables'"):
+        verify(replace(stale, stale={}), tasks, pull_ahead=True)

@@ -24,66 +24,48 @@ from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record
-from tests.inference.helpers import WORD, orders, reads, recorded, writes
+from tests.inference.helpers import WORD, orders, process_group, reads, recorded, writes
 
 
 def nothing(ctx: Any) -> None:
     """Does nothing."""
 
 
-def test_tasks_are_required_and_have_unique_names() -> None:
-    """Both raise PlanError."""
+def test_arguments_that_cannot_be_used() -> None:
+    """No tasks, two of one name, a number of iterations that is none, an object without state."""
+    task = PipelineTask("a", nothing)
     with pytest.raises(PlanError, match="the plan is empty"):
         record([], None)
     with pytest.raises(PlanError, match="'a' is given 2 times"):
-        record([PipelineTask("a", nothing), PipelineTask("a", nothing)], None)
-
-
-def test_arguments_that_cannot_be_used() -> None:
-    """A number of iterations that is none, and an object without state."""
-    for iterations in (0, 1.5, True):
+        record([task, task], None)
+    for iterations in (0, True):
         with pytest.raises(ValueError, match="integer of 1 or more"):
-            record([PipelineTask("a", nothing)], None, iterations=iterations)  # type: ignore[arg-type]
+            record([task], None, iterations=iterations)
     with pytest.raises(TypeError, match="cannot be restored"):
-        record([PipelineTask("a", nothing)], None, state=[object()])
-
-
-class Failing:
-    """Trains, then fails in the second iteration.
-
-    Args:
-        error: What to raise.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self.model = nn.Linear(2, 1)
-        self.error = error
-        self.count = 0
-
-    def train(self, ctx: Any) -> None:
-        """Changes the model, and a plain number."""
-        self.count += 1
-        with torch.no_grad():
-            self.model.weight.add_(1)
-
-    def fail(self, ctx: Any) -> None:
-        """In the second iteration."""
-        if ctx.iter_idx == 1:
-            raise self.error
+        record([task], None, state=[object()])
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 def test_a_task_failure_is_raised_as_itself(error: BaseException) -> None:
     """It gets a note of where; the model is restored, and recording has ended."""
-    job = Failing(error)
-    before = copy.deepcopy(job.model.state_dict())
+    model = nn.Linear(2, 1)
+
+    def train(ctx: Any) -> None:
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    def fail(ctx: Any) -> None:
+        if ctx.iter_idx == 1:
+            raise error
+
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(type(error)) as caught:
-        recorded(job.train, job.fail)
+        recorded(train, fail)
     assert caught.value is error
     assert "raised by task 'fail', iteration 1, while its effects were being recorded" in str(
         error.__notes__
     )
-    assert all(torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert _get_current_dispatch_mode() is None
 
 
@@ -118,6 +100,40 @@ def test_under_inference_mode_and_autocast() -> None:
     found = recorded(evaluate, double, batch=torch.ones(1, 2))
     assert "Linear parameters" in reads(found, "evaluate")
     assert writes(found, "double") == {"ctx.y"}
+
+
+def test_a_lazy_module_gets_the_parameters_that_its_first_batch_would_make() -> None:
+    """They stay after a recording, which finds the order; watched runs have the serial numbers."""
+    batches = [torch.rand(3, 4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    plan = PipelinePlan(
+        {"decode": TaskSchedule(thread_group="io"), "forward": TaskSchedule(1)},
+        deps=[("forward", "decode")],
+    )
+
+    def made(*, pure: bool = True) -> list[PipelineTask]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+        def decode(ctx: Any) -> None:
+            ctx.x = torch.cat([ctx.batch, ctx.batch.flip(0) + torch.arange(4.0)], 1)
+
+        def forward(ctx: Any) -> None:
+            ctx.y = model(ctx.x).sum()
+            ctx.y.backward()
+
+        return [PipelineTask("decode", decode, pure=pure), PipelineTask("forward", forward)]
+
+    def losses(plan: PipelinePlan, tasks: list[PipelineTask], check: bool | None) -> list[float]:
+        with SWPipeline(plan, tasks, device="cpu", check_effects=check) as pipe:
+            return [ctx.y.item() for ctx in pipe.iterate(batches)]
+
+    tasks = made()
+    serial = losses(PipelinePlan.serial(tasks), tasks, False)
+    assert losses(plan, made(), None) == serial
+    assert losses(plan, made(pure=False), True) == serial
+    tasks = made()
+    assert ("forward", "decode") in record(tasks, batches[0], device="cpu").plan().deps
+    assert losses(plan, tasks, None) == serial
 
 
 def test_sparse_gradients_are_recorded() -> None:
@@ -156,38 +172,22 @@ def test_a_module_as_task_and_lists_of_modules() -> None:
     }
 
 
-def test_infer_makes_a_plan_that_keeps_the_tasks() -> None:
-    """Stage 0, the caller's thread, the given order, and the inferred dependences."""
+def test_a_task_that_communicates_is_globally_ordered(tmp_path: Path) -> None:
+    """The schedule and the notes say so; the plan keeps the tasks, and has the inferred order."""
 
-    def make(ctx: Any) -> None:
-        ctx.a = 1
+    def reduce(ctx: Any) -> None:
+        torch.distributed.all_reduce(ctx.batch)
 
     def use(ctx: Any) -> None:
-        ctx.b = ctx.a
+        ctx.total = ctx.batch.sum()
 
-    tasks = [PipelineTask("make", make, pure=True), PipelineTask("use", use, pure=True)]
-    plan = record(tasks, None, device="cpu").plan()
-    assert plan.tasks == tuple(tasks)
-    assert plan.deps == (("use", "make"),)
-    assert plan.cross_iter_deps == ()
-    assert plan.depth == 1
-
-
-def test_a_task_that_communicates_is_globally_ordered(tmp_path: Any) -> None:
-    """The schedule and the notes say so."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-
-        def reduce(ctx: Any) -> None:
-            torch.distributed.all_reduce(ctx.batch)
-
-        tasks = [PipelineTask("reduce", reduce, pure=True), PipelineTask("rest", nothing)]
+    tasks = [PipelineTask("reduce", reduce, pure=True), PipelineTask("use", use, pure=True)]
+    with process_group(tmp_path):
         found = record(tasks, torch.ones(2), device="cpu")
-    finally:
-        torch.distributed.destroy_process_group()
-    assert [e.globally_ordered for e in found.plan().schedule.values()] == [True, False]
+    plan = found.plan()
+    assert [e.globally_ordered for e in plan.schedule.values()] == [True, False]
+    assert plan.tasks == tuple(tasks)
+    assert (plan.deps, plan.cross_iter_deps, plan.depth) == ((("use", "reduce"),), (), 1)
     assert writes(found, "reduce") == {"ctx.batch"}
     assert any("'reduce' communicates" in note for note in found.notes)
 
@@ -329,19 +329,24 @@ def test_what_a_pure_task_does_against_its_word(lie: Any, text: str) -> None:
     ]
     assert "\n" not in note
     assert any(place.persistent for place in found.effects["decode"].reads)
-    model.requires_grad_(False).eval()
+
+
+def test_an_honest_pure_task_has_no_note() -> None:
+    """One that evaluates a frozen model."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False).eval()
     honest = record(
         [PipelineTask("decode", lambda ctx: model(ctx.batch), pure=True)], torch.ones(3, 2)
     )
     assert not [one for one in honest.notes if "says pure" in one]
 
 
-@pytest.mark.parametrize(("loader", "apart"), [([], True), (iter([]), False)])
-def test_what_a_loader_may_touch(loader: Any, apart: bool) -> None:
+def test_what_a_loader_may_touch() -> None:
     """Nothing, if it is apart from the loop; whatever is undeclared otherwise."""
-    found = record([PipelineTask("a", nothing)], None, device="cpu", loader=loader)
-    assert next(iter(found.effects)) == PULL
-    assert found.effects[PULL] == (Effects() if apart else UNKNOWN)
+    cases: list[tuple[Any, Effects]] = [([], Effects()), (iter([]), UNKNOWN)]
+    for loader, effects in cases:
+        found = record([PipelineTask("a", nothing)], None, device="cpu", loader=loader)
+        assert next(iter(found.effects)) == PULL
+        assert found.effects[PULL] == effects
 
 
 def test_a_seeded_task_keeps_its_order_beside_one_that_draws_without() -> None:

@@ -35,9 +35,9 @@ def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[i
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    ("count", "dtype"),
+    [(1, torch.float32), (5_000, torch.bfloat16), (5_000, torch.bool), (100_000, torch.int64)],
 )
-@pytest.mark.parametrize("count", [1, 5_000, 100_000])
 def test_a_change_through_data_shows(count: int, dtype: torch.dtype) -> None:
     """On the iteration after it, and on no other."""
     tensor = torch.ones(count, dtype=dtype)
@@ -120,9 +120,9 @@ def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
     """A task has new batches in each of them."""
     monkeypatch.setattr(sampled_contents, "_MOST_KEPT", 50)
     contents, kept = SampledContents(CpuDevice()), torch.ones(8)
-    for iteration in range(500):
+    for iteration in range(200):
         contents.compare(iteration, used(kept, torch.ones(3)))
     assert len(contents._known) < 60
     kept.data.zero_()
-    contents.compare(500, used(kept, torch.ones(3)))
-    assert [one.iteration for one in contents.changed()] == [500]
+    contents.compare(200, used(kept, torch.ones(3)))
+    assert [one.iteration for one in contents.changed()] == [200]

@@ -49,7 +49,6 @@ BATCH = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused adam": lambda p: torch.optim.Adam(p, fused=True),
 }
 
@@ -157,21 +156,17 @@ def test_separately_used_parts_of_a_model_are_separate_states() -> None:
 
 
 def test_a_tensor_that_each_iteration_makes_anew_is_one_state() -> None:
-    """Such as an object's attribute; the trial cannot put it back, and says so."""
+    """Such as an item of a list; the trial cannot put it back, and says so."""
+    mean = [torch.zeros(1)]
 
-    class Mean:
-        def __init__(self) -> None:
-            self.total = torch.zeros(1)
+    def add(ctx: Any) -> None:
+        mean[0] = mean[0] + ctx.batch.sum() + 1
 
-        def add(self, ctx: Any) -> None:
-            self.total = self.total + ctx.batch.sum() + 1
+    def show(ctx: Any) -> None:
+        ctx.shown = mean[0] * 1
 
-        def show(self, ctx: Any) -> None:
-            ctx.shown = self.total * 1
-
-    mean = Mean()
     with pytest.warns(RuntimeWarning, match=r"make in one iteration for the next: float32 \[1\]"):
-        found = recorded(mean.add, mean.show, batch=BATCH)
+        found = recorded(add, show, batch=BATCH)
     (state,) = writes(found, "add")
     assert reads(found, "show") == {state} == {"unnamed memory (float32 [1], first seen in 'add')"}
     assert orders(found) == {("show", "add", 0), ("add", "show", 1)}
@@ -193,16 +188,6 @@ def test_memory_gets_a_description() -> None:
     assert orders(found) == {("use", "copy_in", 0), ("copy_in", "use", 1)}
 
 
-def draw_torch(ctx: Any) -> None:
-    """From torch's generator."""
-    ctx.x = torch.rand(2)
-
-
-def draw_python(ctx: Any) -> None:
-    """From Python's."""
-    ctx.y = random.random()
-
-
 def test_draws_keep_their_order() -> None:
     """Each generator is a state, but for random tasks; the notes say how to avoid the order."""
     own = torch.Generator()
@@ -212,6 +197,12 @@ def test_draws_keep_their_order() -> None:
 
     def two(ctx: Any) -> None:
         ctx.two = torch.rand(2, generator=own)
+
+    def draw_torch(ctx: Any) -> None:
+        ctx.x = torch.rand(2)
+
+    def draw_python(ctx: Any) -> None:
+        ctx.y = random.random()
 
     found = recorded(one, draw_torch, two, draw_python)
     assert orders(found) == {("two", "one", 0), ("one", "two", 1)}
@@ -435,19 +426,16 @@ def test_freezing_a_parameter_is_a_write() -> None:
 
 def test_keeping_an_output_does_not_make_readers_of_the_state() -> None:
     """A task that reads the loss from the context does not read the kept one."""
+    kept: list[torch.Tensor] = []
 
-    class Kept:
-        last: Any = None
+    def keep(ctx: Any) -> None:
+        ctx.loss = ctx.batch.sum()
+        kept[:] = [ctx.loss]
 
-        def keep(self, ctx: Any) -> None:
-            ctx.loss = ctx.batch.sum()
-            self.last = ctx.loss
+    def show(ctx: Any) -> None:
+        ctx.shown = ctx.loss + 1
 
-        def show(self, ctx: Any) -> None:
-            ctx.shown = ctx.loss + 1
-
-    kept = Kept()
-    found = recorded(kept.keep, kept.show, batch=BATCH)
+    found = recorded(keep, show, batch=BATCH)
     assert reads(found, "show") == {"ctx.loss"}
     assert orders(found) == {("show", "keep", 0)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from swpipe._values.storages import Storages
 from swpipe.device import resolve
 from swpipe.inference.purity import UseRecorder
 from swpipe.inference.watched_gradients import WatchedGradients
-from tests.support.ranks import Ranks
+from tests.inference.helpers import process_group
 
 
 def backward(model: nn.Module) -> UseRecorder:
@@ -34,41 +36,28 @@ def missed(model: nn.Module, recorder: UseRecorder) -> list[str]:
     ]
 
 
-def _with_buckets() -> list[str]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    parallel = DistributedDataParallel(model)
-    wrong = []
-    for clear in (True, False, True):
-        wrong += missed(model, backward(parallel))
-        if clear:
-            model.zero_grad()
-    return wrong
-
-
-def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(one_rank: Ranks) -> None:
+def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(tmp_path: Path) -> None:
     """DDP's hooks run operators where the gradient is accumulated; also on whole buckets."""
-    assert one_rank.run(_with_buckets) == [[]]
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    with process_group(tmp_path):
+        parallel = DistributedDataParallel(model)
+        for clear in (True, False, True):
+            assert missed(model, backward(parallel)) == []
+            if clear:
+                model.zero_grad()
 
 
-def test_the_last_of_several_gradients_counts() -> None:
-    """Of those that one task accumulates, and clears in between."""
-    model = nn.Linear(4, 1)
+def test_the_last_of_several_gradients_counts_and_a_sparse_one_is_told_from_its_parts() -> None:
+    """Of those that one task accumulates and clears; autograd looks at a sparse one's indices."""
+    model, table = nn.Linear(4, 1), nn.EmbeddingBag(5, 3, sparse=True)
     recorder = UseRecorder(resolve("cpu"))
     with recorder:
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(3, 4)).sum().backward()
+        table(torch.tensor([[1, 2]])).sum().backward()
     assert missed(model, recorder) == []
-
-
-def test_a_sparse_gradient_is_told_from_its_parts() -> None:
-    """Autograd looks at its indices and values before it keeps it."""
-    model = nn.EmbeddingBag(5, 3, sparse=True)
-    recorder = UseRecorder(resolve("cpu"))
-    with recorder:
-        model(torch.tensor([[1, 2]])).sum().backward()
-    assert missed(model, recorder) == []
+    assert missed(table, recorder) == []
 
 
 @pytest.mark.parametrize("kept", [False, True])

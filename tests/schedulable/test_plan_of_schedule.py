@@ -8,9 +8,8 @@ import torch
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
-from swpipe.errors import PlanError
 from swpipe.schedulable import SchedulablePipeline, Task, TaskContext, ThreadedExecutor
-from tests.schedulable.work import Log, one_stage, pool, results
+from tests.schedulable.work import Log, one_stage, pool
 
 GROUPS = {"copy": "io", "exchange": "io"}
 
@@ -94,22 +93,6 @@ def test_slots_are_attributes_of_the_context_whatever_they_are_called() -> None:
             seen.clear()
             assert pipe.step("b").item() == len("step_result")
         assert seen[: len(names)] == [*map(len, names)]
-
-
-def test_effects_of_tasks_are_watched_as_in_any_plan_by_hand() -> None:
-    """A read of what an older batch has yet to change is refused, unless it is meant."""
-    weight = torch.zeros(4)
-    tasks = (
-        Task.from_fn(
-            "stale", lambda ctx: ctx.slots.set("y", weight + 1), lookahead=1, writes=["y"]
-        ),
-        Task.from_fn("update", lambda ctx: weight.add_(ctx.slots["y"]), reads=["y"]),
-    )
-    with SchedulablePipeline(one_stage(*tasks), pool()) as pipe:
-        with pytest.raises(PlanError, match="'stale'"):
-            list(results(pipe, range(9)))
-    with SchedulablePipeline(one_stage(*tasks), pool(), check_effects=False) as pipe:
-        assert len(list(results(pipe, range(9)))) == 9
 
 
 def test_a_context_says_what_it_has() -> None:

@@ -1,7 +1,11 @@
-"""Each way to wait: lag, slot offset, verdict and an observed run (the seed's appendix A.5)."""
+"""When a task runs: the formula of the seed's section 3.4, and each way to wait.
+
+Of each way: lag, slot offset, verdict and an observed run (the seed's appendix A.5).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +21,7 @@ from swpipe.schedulable import (
 )
 from swpipe.schedulable.schedule import edges_of
 from tests.schedulable.work import Log, one_stage, pool, results
+from tests.support.pairs import pairwise_cases
 
 EXECUTORS = (None, "threaded", ThreadedExecutor("per_task"), ThreadedExecutor({"c": "other"}))
 
@@ -57,9 +62,26 @@ ACCEPTED = (
 )
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("stream", ["default", "side"])
-@pytest.mark.parametrize("row", ACCEPTED)
+@pytest.mark.parametrize("executor", EXECUTORS[:3])
+@pytest.mark.parametrize(("batches", "most"), [(0, 2), (1, 3), (3, 0), (3, 3), (5, 2)])
+def test_a_task_fires_by_the_formula(batches: int, most: int, executor: object) -> None:
+    """At lookahead k in period i iff L - k <= i < M + L - k; M batches give M results."""
+    log = Log()
+    tasks = [log.task(f"k{k}", lookahead=k, writes=[f"s{k}"]) for k in range(most, -1, -1)]
+    tasks.append(log.task("last", reads=["s0"], writes=["step_result"]))
+    with SchedulablePipeline(one_stage(*tasks), pool(), executor=executor) as pipe:
+        assert list(results(pipe, range(batches))) == list(range(batches))
+        for k in range(most + 1):
+            fired = [i for i in range(20) if most - k <= i < batches + most - k]
+            assert log.periods(f"k{k}") == [(i, i - (most - k)) for i in fired]
+        log.runs.clear()
+        assert list(results(pipe, range(2))) == [0, 1]  # periods count from 0 again
+        assert log.periods(f"k{most}") == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "stream", "executor"), pairwise_cases(ACCEPTED, ("default", "side"), EXECUTORS)
+)
 def test_the_consumer_waits_as_many_periods_as_the_lag_says(
     row: Row, stream: str, executor: object
 ) -> None:
@@ -157,3 +179,20 @@ def test_what_one_stream_gets_is_submitted_in_order_from_whatever_thread() -> No
         assert pipe.plan.within_calls
     with SchedulablePipeline(schedule, pool("side"), executor="threaded") as pipe:
         assert pipe.plan.same_period_deps == ()
+
+
+def test_it_is_the_barrier_that_orders_what_lies_outside_slots() -> None:
+    """Without it nothing keeps ``zero_grad`` behind the step on the batch before."""
+    log = Log()
+    tasks = (
+        log.task("forward", lookahead=1, stream="side", reads=["batch_cpu"], writes=["loss"]),
+        log.task("zero_grad"),
+        log.task("backward", reads=["loss"], depends_on=["zero_grad"]),
+        log.task("step", depends_on=["backward"]),
+    )
+    schedule = one_stage(*tasks, streams=("default", "side"))
+    with SchedulablePipeline(schedule, pool("side"), executor=ThreadedExecutor("per_task")) as pipe:
+        plan = pipe.plan
+    for barrier in (True, False):
+        order = HappensBefore.of(resolve_plan(replace(plan, within_calls=barrier)), streams=False)
+        assert order.host("step", "zero_grad", 1) == barrier

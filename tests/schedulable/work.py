@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool, Task, TaskContext
 
-ONE_STREAM = StreamPool({"default": None})
-
 
 class Ran(NamedTuple):
     """One run of a task."""

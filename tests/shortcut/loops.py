@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import combinations, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from swpipe import PipelinePlan, SWPipeline
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.profiler.trial import trial_state
 
-BEFORE, WITHIN, AFTER = 2, 5, 3
+BEFORE, WITHIN, AFTER = 2, 4, 2
 """Iterations before the shortcuts, with each of them, and afterwards."""
 
 BATCH = torch.tensor([1, 3, 3, 5])
+
+NAMES = ("embed", "forward", "backward", "step")
 
 
 class Loop:
@@ -32,7 +34,6 @@ class Loop:
         self.table, self.head = self.table_and_head()
         self.parameters = [*self.table.parameters(), *self.head.parameters()]
         self.optimizer = self.make_optimizer()
-        self.losses: list[Tensor] = []
 
     def table_and_head(self) -> tuple[nn.Module, nn.Module]:
         return nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -46,13 +47,7 @@ class Loop:
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        named = {
-            "embed": self.embed,
-            "forward": self.forward,
-            "backward": self.backward,
-            "step": self.step,
-        }
-        return [PipelineTask(name, fn, io=self.io(name)) for name, fn in named.items()]
+        return [PipelineTask(name, getattr(self, name), io=self.io(name)) for name in NAMES]
 
     def io(self, name: str) -> Sequence[DeclaredIO]:
         return ()
@@ -69,28 +64,26 @@ class Loop:
     def step(self, ctx: Any) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        ctx.value = ctx.loss.detach().clone()
 
 
 @cache
-def trained(make: Callable[[], Loop]) -> dict[str, Any]:
+def trained(make: Callable[[], Loop]) -> list[Tensor]:
     """What a loop trains in ``BEFORE + AFTER`` iterations."""
     loop = make()
     with SWPipeline(PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
-        run(pipe, BEFORE)
-        run(pipe, AFTER)
+        run(pipe, BEFORE + AFTER)
     return outcome(loop)
 
 
 def differing(
-    make: Callable[[], Loop], shortcuts: Iterable[tuple[str, ...]], plan: PipelinePlan | None = None
+    make: Callable[[], Loop], shortcuts: Iterable[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
     """Those shortcuts after which it trains to something else, where state was restored.
 
     Each stands for ``WITHIN`` iterations; after the ``AFTER`` that follow, state is restored again.
     """
     loop, found = make(), []
-    with SWPipeline(plan or PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
+    with SWPipeline(PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
         run(pipe, BEFORE)
         saved = trial_state(pipe, BATCH, None)
         for names in shortcuts:
@@ -112,17 +105,15 @@ def run(pipe: SWPipeline, count: int) -> None:
         pass
 
 
-def outcome(loop: Loop) -> dict[str, Any]:
+def outcome(loop: Loop) -> list[Tensor]:
     """Parameters, the optimizer's state, and what else is trained."""
-    parameters = [local(parameter.detach()) for parameter in loop.parameters]
     state = [
-        local(value)
+        value
         for parameter in loop.parameters
         for value in loop.optimizer.state[parameter].values()
         if isinstance(value, Tensor)
     ]
-    also = [tensor.detach().clone() for tensor in loop.also_trained()]
-    return {"parameters": parameters, "state": state, "also": also}
+    return [local(one.detach()) for one in (*loop.parameters, *state, *loop.also_trained())]
 
 
 def local(tensor: Any) -> Tensor:
@@ -131,13 +122,6 @@ def local(tensor: Any) -> Tensor:
     return part.clone()
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two outcomes are equal bit for bit."""
-    return a.keys() == b.keys() and all(
-        len(a[key]) == len(b[key]) and all(map(torch.equal, a[key], b[key])) for key in a
-    )
-
-
-def alone_and_in_pairs(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each name, then each pair of names."""
-    return [*((name,) for name in names), *combinations(names, 2)]
+    return len(a) == len(b) and all(map(torch.equal, a, b))

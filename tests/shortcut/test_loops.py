@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from swpipe import PipelinePlan, SWPipeline
 from swpipe._state.loop import LoopState
 from swpipe.core.task import DeclaredIO
 from swpipe.errors import ShortcutError
-from tests.shortcut.loops import Loop, alone_and_in_pairs, differing, outcome, run, same
-
-NAMES = ("embed", "forward", "backward", "step")
+from tests.shortcut.loops import NAMES, Loop, differing, outcome, run, same
 
 
 class Scaled(Loop):
@@ -80,25 +78,6 @@ class ClonedGradientsAsIo(GradientsAsIo):
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
 
-class InPlaceActivation(Loop):
-    """What embed produces is modified in place by forward."""
-
-    def forward(self, ctx: Any) -> None:
-        super().forward(ctx_with(ctx, nn.functional.relu(ctx.rows, inplace=True)))
-
-
-def ctx_with(ctx: Any, rows: Tensor) -> Any:
-    ctx.rows = rows
-    return ctx
-
-
-class Adam(Loop):
-    """With moments."""
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters)
-
-
 class Checkpointed(Loop):
     """The head is computed again in backward."""
 
@@ -126,32 +105,6 @@ class Compiled(Loop):
         ctx.loss = self.compiled(ctx.rows).square().mean()
 
 
-class Normalized(Loop):
-    """Running statistics are buffers, which forward updates."""
-
-    def table_and_head(self) -> tuple[nn.Module, nn.Module]:
-        head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        return nn.Embedding(8, 4), head
-
-    def also_trained(self) -> list[Tensor]:
-        return list(self.head.buffers())
-
-
-class Averaged(Loop):
-    """A moving average of the weights, which has no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = AveragedModel(self.head, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def step(self, ctx: Any) -> None:
-        super().step(ctx)
-        self.average.update_parameters(self.head)
-
-    def also_trained(self) -> list[Tensor]:
-        return [*self.average.parameters(), *self.average.buffers()]
-
-
 class AveragedByHand(Loop):
     """A list of tensors that follow the weights."""
 
@@ -173,16 +126,12 @@ LOOPS = (
     Checkpointed,
     CheckpointedReentrantly,
     Compiled,
-    Normalized,
-    Averaged,
     AveragedByHand,
     Loop,
-    Adam,
     Scaled,
     SparseGradients,
     GradientsAsIo,
     ClonedGradientsAsIo,
-    InPlaceActivation,
 )
 
 
@@ -190,8 +139,8 @@ LOOPS = (
 @pytest.mark.parametrize("make", LOOPS)
 def test_training_goes_on_as_without_shortcuts(make: type[Loop]) -> None:
     """No task fails while others are shortcut, and what is trained afterwards is equal in bits."""
-    shortcuts = alone_and_in_pairs(NAMES)[: None if make in (Loop, GradientsAsIo) else len(NAMES)]
-    assert differing(make, shortcuts) == []
+    pairs = combinations(NAMES, 2) if make in (Loop, GradientsAsIo) else ()
+    assert differing(make, [*((name,) for name in NAMES), *pairs]) == []
 
 
 class DoubleBackward(Loop):
@@ -207,14 +156,10 @@ class DoubleBackward(Loop):
 
 
 def test_a_second_derivative_is_refused_by_name() -> None:
-    """A replay has none; the error names the task and says what to do."""
+    """A replay has none; the error names the task and says what to do. Others are replayed."""
     with pytest.raises(ShortcutError, match=r"'forward'.*second derivative.*in one task") as caught:
         differing(DoubleBackward, [("forward",)])
     assert caught.value.task == "forward"
-
-
-def test_other_tasks_of_a_loop_with_second_derivatives_are_replayed() -> None:
-    """Only the task whose output is differentiated twice is refused."""
     assert differing(DoubleBackward, [("backward",), ("step",)]) == []
 
 
@@ -246,7 +191,7 @@ def test_replayed_gradients_drift_unless_state_is_restored() -> None:
         with pytest.raises(DivergedError):
             run(pipe, 300)
         saved.restore()
-        for _ in range(75):
+        for _ in range(10):
             run(pipe, 4)
             saved.restore()
         assert same(before, outcome(loop))

@@ -93,9 +93,6 @@ class Held:
     more: list[Any] = field(default_factory=list)
 
 
-MISSING = object()
-
-
 class Nothing:
     """Has no attributes, and is compared by identity."""
 
@@ -151,21 +148,16 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "array of dates": (lambda: np.zeros(3, "datetime64[s]"), set_first),
     "array of objects": (lambda: np.array([[1], [2, 3]], dtype=object), lambda y: y[0].append(4)),
     "view of an array": (lambda: np.zeros(6)[::2], set_first),
-    "array in a list": (lambda: [np.zeros(3)], lambda y: set_first(y[0])),
     "array in a dataclass": (lambda: Held(np.zeros(3)), lambda y: set_first(y.value)),
     "array in a tuple in a dict": (lambda: {"a": (np.zeros(3),)}, lambda y: set_first(y["a"][0])),
     "bytearray": (lambda: bytearray(b"abc"), set_first),
     "own class of bytes": (lambda: OwnBytes(b"abc"), set_first),
     "array.array": (lambda: array.array("i", [1, 2]), set_first),
     "plain object": (lambda: Thing(count=0), lambda y: setattr(y, "count", y.count + 1)),
-    "new attribute": (lambda: Thing(count=0), lambda y: setattr(y, "more", 1)),
     "deleted attribute": (lambda: Thing(count=0), lambda y: delattr(y, "count")),
     "object in a slot": (lambda: Slotted([0]), lambda y: append(y.value)),
-    "list in an object": (lambda: Thing(items=[]), lambda y: append(y.items)),
-    "array in an object": (lambda: Thing(items=np.zeros(3)), lambda y: set_first(y.items)),
     "tensor in an object": (lambda: Thing(x=torch.zeros(3)), lambda y: y.x.add_(1)),
     "objects in a list": (lambda: [Thing(n=1), Thing(n=2)], lambda y: setattr(y[1], "n", 9)),
-    "object in an object": (lambda: Thing(a=Thing(n=1)), lambda y: setattr(y.a, "n", 9)),
 }
 
 
@@ -173,37 +165,36 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def test_each_replay_gives_an_equal_copy(
     make: Callable[[], Any], change: Callable[[Any], object]
 ) -> None:
-    """Whatever later tasks change in place, every iteration finds the value of the cached run."""
+    """Whatever later tasks change in place, every iteration finds the value of the cached run.
+
+    What an upstream task made and the task itself changes in place comes back changed.
+    """
     replayed = Replayed(make)
     for _ in range(5):
         value = replayed()
         assert told(value) == told(make())
         change(value)
         assert told(value) != told(make())
-
-
-@pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS)
-def test_a_change_by_the_task_itself_is_replayed(
-    make: Callable[[], Any], change: Callable[[Any], object]
-) -> None:
-    """What an upstream task made and the task changes in place comes back changed."""
     shortcuts = Shortcuts()
     shortcuts.enable(["t"])
     task = PipelineTask("t", lambda ctx: change(ctx.y))
-    expected = make()
-    change(expected)
     for _ in range(3):
         ctx = SimpleNamespace(y=make())
         shortcuts.run(task, ctx)
-        assert told(ctx.y) == told(expected)
+        assert told(ctx.y) == told(value)
 
 
 def test_parts_that_were_shared_are_shared_again() -> None:
-    """Among objects, and between an object and a tensor or array beside it."""
+    """Among objects, and between an object and a tensor or array beside it.
+
+    An object without attributes stays itself: code compares it by identity.
+    """
     rows, x, inner = np.zeros(3), torch.zeros(3), Thing(n=1)
-    replayed = Replayed(lambda: [Thing(rows=rows, x=x, a=inner), Thing(a=inner), rows, x])
+    made = [Thing(rows=rows, x=x, a=inner), Thing(a=inner, b=NOTHING), rows, x]
+    replayed = Replayed(lambda: made)
     for _ in range(3):
         first, second, array_, tensor = replayed()
+        assert second.b is NOTHING
         assert first.a is second.a
         assert first.rows is array_
         assert first.x is tensor
@@ -216,8 +207,6 @@ def generator() -> Iterator[int]:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "generator": (generator, "'generator', an iterator, which the first iteration uses up"),
-    "list iterator": (lambda: iter([1, 2]), "an iterator"),
-    "map": (lambda: map(str, [1]), "an iterator"),
     "own iterator": (Counter, "'Counter', an iterator"),
     "generator in a list": (lambda: [1, {"a": generator()}], "an iterator"),
     "generator in an object": (lambda: Thing(g=generator()), "'Thing' with one of class 'gene"),
@@ -225,7 +214,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "future": (Future, "cannot be copied, and whose changes cannot be detected"),
     "queue": (queue.SimpleQueue, "cannot be copied"),
     "queue of an own class": (OwnQueue, "cannot be copied"),
-    "queue in an object": (lambda: Thing(q=queue.SimpleQueue()), "cannot be copied"),
     "graph in an object": (
         lambda: Thing(loss=torch.ones(1, requires_grad=True) * 2),
         "a tensor that autograd computed",
@@ -276,7 +264,6 @@ def test_what_cannot_be_copied_is_shared_until_it_changes(
 @pytest.mark.parametrize(
     "value",
     [
-        MISSING,
         NOTHING,
         MODEL,
         MODEL.weight,
@@ -311,10 +298,3 @@ def test_what_iterations_share_may_change(make: type[Thing]) -> None:
     for _ in range(4):
         replayed().n += 1
     assert shared.n == 4
-
-
-def test_an_object_without_attributes_stays_itself_within_others() -> None:
-    """Code compares it by identity."""
-    replayed = Replayed(lambda: Thing(state=NOTHING, rows=[1]))
-    for _ in range(3):
-        assert replayed().state is NOTHING
