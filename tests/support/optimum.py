@@ -1,27 +1,25 @@
-"""Optima of small jobs, by a constraint solver (CP-SAT): what planners are measured by.
+"""Whether a small loop has a plan, by a constraint solver (CP-SAT): what planners are measured by.
 
-Times and memory are integers.
+Times are integers.
 """
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from ortools.sat.python import cp_model
 
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
-from swpipe.plans.pipeline_parallel.v_order import NEEDS, Objective, VOrders, first_starts
 
 
-def _solved(model: Any) -> Any:
+def _is_possible(model: Any) -> bool:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = 60
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # it would leave SIGINT without a handler
     status = solver.solve(model)
     assert status != cp_model.UNKNOWN, "the time is over"
-    return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
 def has_plan(graph: ScheduleGraph, period: int, threads: int, depth: int, unit_us: int) -> bool:
@@ -75,46 +73,4 @@ def has_plan(graph: ScheduleGraph, period: int, threads: int, depth: int, unit_u
         for k in range(threads) if c != p else ():
             late = model.add(y[c] + lag >= y[p] + host[p] + over)
             late.only_enforce_if([on[c][k], on[p][k].negated()])
-    return _solved(model) is not None
-
-
-def least_value(orders: VOrders, objective: Objective, most: int) -> float:
-    """The least makespan of a V, or the least largest bubble; ``most`` is a value that one has.
-
-    Each pass of each rank has a start; memory is a level that changes at the starts.
-    """
-    model: Any = cp_model.CpModel()
-    heads, m = first_starts(orders)[0], orders.n_micro
-    frees = [0] * orders.n_ranks
-    if objective == "bubble":
-        frees = [int(head + work) for head, work in zip(heads, orders.work, strict=True)]
-    value, latest = model.new_int_var(0, most, ""), most + max(frees)
-    start = [
-        [[model.new_int_var(0, latest, "") for _ in range(m)] for _ in range(6)] for _ in frees
-    ]
-    for rank, (own, cost, free) in enumerate(zip(start, orders.cost, frees, strict=True)):
-        memory = orders.memory[rank]
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(one, cost[kind], "")
-            for kind in range(6)
-            for one in own[kind]
-        )
-        model.add_reservoir_constraint(
-            list(chain(*own)),
-            [change for change in memory for _ in range(m)],
-            2 * m * sum(min(0, change) for change in memory),
-            int(orders.max_mem),
-        )
-        for kind, need in enumerate(NEEDS):
-            model.add(value >= own[kind][-1] + cost[kind] - free)
-            source = rank + 1 if kind % 2 else rank - 1
-            for micro, one in enumerate(own[kind]):
-                if micro:
-                    model.add(one >= own[kind][micro - 1] + cost[kind])
-                if need is not None:
-                    model.add(one >= own[need][micro] + cost[need])
-                if kind < 4 and 0 <= source < orders.n_ranks:
-                    arrives = orders.cost[source][kind] + orders.hop
-                    model.add(one >= start[source][kind][micro] + arrives)
-    model.minimize(value)
-    return float(_solved(model).objective_value)
+    return _is_possible(model)

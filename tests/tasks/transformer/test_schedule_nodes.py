@@ -125,11 +125,9 @@ def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.M
     node.forward(given)
     node.backward(grad)
     first, second = (one for one in device.told if isinstance(one, tuple))
-    assert (first[0] is given, second[0] is grad, first[1], second[1]) == (
-        True,
-        True,
-        *["here"] * 2,
-    )
+    assert first[0] is given
+    assert second[0] is grad
+    assert first[1] == second[1] == "here"
     assert [one for one in device.told if isinstance(one, str)] == [
         "on", "wait", "work", "record", "on", "wait", "record",
     ]  # fmt: skip
@@ -229,32 +227,21 @@ def test_nothing_outlives_release_state() -> None:
     finally:
         gc.enable()
     assert (plan.num_layers(), plan.state) == (0, None)
-
-
-def test_who_holds_nodes_or_a_plan_holds_nothing_after_a_release() -> None:
-    """Neither inputs, nor what was detached, nor delayed gradients; ``run`` releases as well."""
-    plan = plan_of(model("moe", **MODEL), 0)
+    plan = plan_of(of, 0)
     nodes = [node for layer in plan.layers for node in layer.nodes]
     run(plan, None)
     held = [weakref.ref(pair[1]) for node in nodes for pair in getattr(node, "_detached", ())]
     assert len(held) > 4
-    plan.release_state()
-    gc.collect()
+    run(None, plan, GRAD)  # which releases as well
     assert [ref() for ref in held if ref() is not None] == []
-    plan = plan_of(model("moe", **MODEL), 0)
-    run(plan, None)
-    state = weakref.ref(plan.state)
-    run(None, plan, GRAD)
-    gc.collect()
-    assert state() is None
-    assert plan.num_layers() == 0
+    assert (plan.num_layers(), plan.state) == (0, None)
 
 
 def test_tensors_do_not_pile_up() -> None:
-    """After 40 pairs, and 40 steps of training, there are as many as after a few."""
+    """After twelve pairs, and twelve steps of training, there are as many as after a few."""
     of, counted = model("moe", delay_wgrad_compute=True), []
     with training_pipeline(of, check_effects=False) as pipeline:
-        for steps in (3, 40):
+        for steps in (3, 12):
             run_pairs(of, range(steps))
             for _ in pipeline.iterate(map(microbatch, range(steps))):
                 pass
