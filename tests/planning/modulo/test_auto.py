@@ -117,22 +117,24 @@ def test_a_thread_says_what_it_earned() -> None:
 
 def test_what_is_undeclared_stays_with_the_body() -> None:
     """The others may leave it; a loader of which nothing is declared is pulled in turn."""
-    first, last = loop().schedule
-    effects = {PULL: Effects(), first: Effects(), last: UNKNOWN}
-    assert auto_plan(loop(), COSTS, streams=False, effects=effects).ii_us == 600
-    effects = {PULL: Effects(), first: UNKNOWN, last: Effects()}
-    choice = auto_plan(loop(), COSTS, streams=False, effects=effects)
-    entry = choice.plan.schedule[first]
+
+    def choice_of(costs: CostModel, effects: tuple[Effects, ...], *, body: bool = True) -> Choice:
+        table = dict(zip((PULL, "read", "work"), effects, strict=True))
+        given = {"streams": False, "effort": 0.01}
+        return auto_plan(loop(), costs, effects=table, body=body, **given)  # type: ignore[arg-type]
+
+    none = Effects()
+    assert choice_of(COSTS, (none, none, UNKNOWN)).ii_us == 600
+    choice = choice_of(COSTS, (none, UNKNOWN, none))
+    entry = choice.plan.schedule["read"]
     assert (entry.stage, entry.thread_group) == (choice.plan.max_stage, "default")
-    assert choice.why[-1].startswith(f"{first} stays with the loop's body, since nothing is")
+    assert choice.why[-1].startswith("read stays with the loop's body, since nothing is")
     pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
-    free = {PULL: Effects(), first: Effects(), last: Effects()}
-    assert auto_plan(loop(), pulled, streams=False, effects=free).in_flight > 1
-    free = {PULL: UNKNOWN, first: Effects(), last: Effects()}
+    assert choice_of(pulled, (none, none, none)).in_flight > 1
     # There is nobody whom it could be ahead of.
-    assert auto_plan(loop(), pulled, streams=False, effects=free, body=False).in_flight > 1
-    for effects, body in ((free, True), ({**free, last: UNKNOWN}, False)):
-        choice = auto_plan(loop(), pulled, streams=False, effects=effects, body=body)
+    assert choice_of(pulled, (UNKNOWN, none, none), body=False).in_flight > 1
+    for last, body in ((none, True), (UNKNOWN, False)):
+        choice = choice_of(pulled, (UNKNOWN, none, last), body=body)
         assert (choice.plan.pull_group, choice.in_flight) == (None, 1)
         assert choice.why[-1].startswith("Batches are not pulled ahead")
 
