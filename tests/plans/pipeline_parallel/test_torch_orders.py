@@ -15,8 +15,8 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.plans.pipeline_parallel.torch_orders import TorchOrder
-from tests.support.scripts import Script, Scripts
 from tests.plans.pipeline_parallel.zbv_figures import PUBLISHED
+from tests.support.scripts import Script, Scripts
 
 
 def test_bubbles_of_torch_zbv_are_the_known_ones() -> None:

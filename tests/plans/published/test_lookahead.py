@@ -124,7 +124,7 @@ def test_a_dependence_within_a_period_keeps_its_distance() -> None:
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
     """They verify, have the reported interval, keep limits, and change only stages and order."""
     raised = 0
-    for seed in range(30):
+    for seed in range(60):
         given = paper(seed)
         found = assign_lookaheads(given.plan, given.costs, limits=given.limits, streams=streams)
         verify_tasks(found.plan, effects=given.effects, streams=streams)

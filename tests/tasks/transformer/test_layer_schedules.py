@@ -236,39 +236,40 @@ def test_hidden_states_have_the_layout_of_the_models_layers() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_padding_mask_goes_to_the_router() -> None:
-    """As in the model's own forward: experts add nothing to tokens that are none."""
-    padding = torch.arange(8).expand(2, -1) >= 6
+def _scaled(hidden_states: Tensor, model: Any, context: float, **told: Any) -> Tensor:
+    assert {"labels", "loss_mask", "further", "packed_seq_params"} <= told.keys()
+    out: Tensor = model.output(hidden_states, told["labels"], told["loss_mask"]) * context
+    return out
+
+
+PADDING = torch.arange(8).expand(2, -1) >= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "to_model", "scale"),
+    [
+        # Experts add nothing to tokens that are none.
+        ({"padding_mask": PADDING}, {"padding_mask": PADDING}, 1.0),
+        # It is told the hidden states, the context and what else a loss may need.
+        ({"output_processor": _scaled, "output_processor_context": 3.0}, {}, 3.0),
+    ],
+    ids=["padding mask", "output processor"],
+)
+def test_a_plan_takes_what_the_models_forward_does(
+    given: dict[str, Any], to_model: dict[str, Any], scale: float
+) -> None:
+    """And gives its numbers; a loss outside the schedule gives ``b_grad``."""
     ours, plain = (model("moe", "dense", **MOE) for _ in "op")
-    plan = plan_of(ours, 0, padding_mask=padding)
+    plan = plan_of(ours, 0, **given)
     output = run(plan, None)
-    run(None, plan, GRAD)
+    output.square().mean().backward()
+    run(None, plan, output.grad)
     batch = microbatch(0)
-    expected = plain(batch.pop("input_ids"), **batch, padding_mask=padding)
-    expected.backward(GRAD)
+    expected = plain(batch.pop("input_ids"), **batch, **to_model) * scale
+    expected.square().mean().backward()
     assert same(output, expected.detach())
     assert differing(ours, plain) == []
     assert not same(output, run(plan_of(ours, 0), None))
-
-
-def test_an_output_processor_takes_the_place_of_the_output() -> None:
-    """It is told the hidden states, the context and what else a loss may need."""
-
-    def scaled(hidden_states: Tensor, model: Any, context: float, **told: Any) -> Tensor:
-        assert {"labels", "loss_mask", "further", "packed_seq_params"} <= told.keys()
-        out: Tensor = model.output(hidden_states, told["labels"], told["loss_mask"]) * context
-        return out
-
-    ours, plain = model("moe"), model("moe")
-    processed = {"output_processor": scaled, "output_processor_context": 3.0}
-    plan = plan_of(ours, 0, **processed)
-    output = run(plan, None)
-    run(None, plan, GRAD)
-    batch = microbatch(0)
-    expected = plain(batch.pop("input_ids"), **batch) * 3.0
-    expected.backward(GRAD)
-    assert same(output, expected.detach())
-    assert differing(ours, plain) == []
 
 
 def test_layers_are_taken_out_from_the_last_one() -> None:
@@ -326,18 +327,6 @@ def test_without_gradients_a_forward_holds_nothing() -> None:
     assert not output.requires_grad
     ids = microbatch(0)["input_ids"]
     assert same(run(of.build_schedule_plan(ids), None), of(ids))
-
-
-def test_the_output_requires_a_gradient_which_is_that_of_the_backward() -> None:
-    """A loss outside the schedule gives ``b_grad``."""
-    ours, plain = model("moe"), model("moe")
-    plan = plan_of(ours, 0)
-    output = run(plan, None)
-    output.square().mean().backward()
-    run(None, plan, output.grad)
-    batch = microbatch(0)
-    plain(batch.pop("input_ids"), **batch).square().mean().backward()
-    assert differing(ours, plain) == []
 
 
 # ----------------------------------------------------------------------------------- bad input
