@@ -30,7 +30,8 @@ def planned(given: Instance) -> Choice:
 def loop(**changes: object) -> PipelinePlan:
     """Read, then work: two tasks that depend on each other."""
     schedule = {"read": TaskSchedule(), "work": TaskSchedule()}
-    return PipelinePlan(schedule, **{"deps": [("work", "read")], **changes})  # type: ignore[arg-type]
+    given = {"schedule": schedule, "deps": [("work", "read")], **changes}
+    return PipelinePlan(**given)  # type: ignore[arg-type]
 
 
 COSTS = CostModel({"read": TaskCost(host_us=400), "work": TaskCost(host_us=600)})
@@ -68,17 +69,6 @@ def test_no_plan_of_a_small_loop_is_shorter() -> None:
     assert {n: planned(instance(n, size=6)).ii_us for n in best_us} == best_us
 
 
-def test_a_thread_that_earns_nothing_is_not_used() -> None:
-    """Work that only the device does takes one thread, however many are allowed."""
-    costs = CostModel({"read": TaskCost(device_us=400), "work": TaskCost(device_us=600)})
-    plan = PipelinePlan(
-        {"read": TaskSchedule(stream="copies"), "work": TaskSchedule()}, deps=[("work", "read")]
-    )
-    choice = auto_plan(plan, costs, limits=Limits(threads=4))
-    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 1, 1)
-    assert "The caller's thread is enough for the tasks." in choice.why
-
-
 def test_the_host_runs_further_ahead_where_that_pays() -> None:
     """With one iteration in flight three streams overlap if two more are launched."""
     names = ["copy", "dist", "work"]
@@ -97,13 +87,20 @@ def test_the_host_runs_further_ahead_where_that_pays() -> None:
     assert (deeper.ii_us, deeper.in_flight, deeper.plan.run_ahead) == (600, 2, None)
 
 
-def test_a_thread_says_what_it_earned() -> None:
-    """Two tasks that block take two threads; the second saves what the first need not do."""
+def test_a_thread_and_an_iteration_in_flight_are_used_where_they_earn_something() -> None:
+    """Two tasks that block take two threads, and say so; device work takes one, as does a limit."""
     choice = auto_plan(loop(), COSTS, streams=False)
     assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 2)
     earned = "Thread 2 earns 0.400 ms: without it no plan of this depth is below 1.000 ms."
     assert earned in choice.why
     assert choice.format().startswith("0.600 ms per iteration, 2 iterations in flight, 2 threads")
+    schedule = {"read": TaskSchedule(stream="copies"), "work": TaskSchedule()}
+    costs = CostModel({"read": TaskCost(device_us=400), "work": TaskCost(device_us=600)})
+    choice = auto_plan(loop(schedule=schedule), costs, limits=Limits(threads=4))
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 1, 1)
+    assert "The caller's thread is enough for the tasks." in choice.why
+    choice = auto_plan(loop(), COSTS, limits=Limits(threads=1), streams=False)
+    assert (choice.ii_us, choice.in_flight, choice.threads) == (1_000, 1, 1)
 
 
 def test_what_is_undeclared_stays_with_the_body() -> None:
@@ -130,19 +127,10 @@ def test_what_is_undeclared_stays_with_the_body() -> None:
         assert choice.why[-1].startswith("Batches are not pulled ahead")
 
 
-def test_depth_comes_before_threads() -> None:
-    """Of two plans with one interval the one with less in flight is taken."""
-    for limits in (Limits(threads=1), Limits(in_flight=1, threads=1)):
-        choice = auto_plan(loop(), COSTS, limits=limits, streams=False)
-        assert (choice.ii_us, choice.in_flight, choice.threads) == (1_000, 1, 1)
-
-
 def test_limits_that_admit_no_plan_say_which_binds() -> None:
     """A pair that reaches two iterations ahead takes three in flight."""
-    reaching = PipelinePlan(
-        {"read": TaskSchedule(), "work": TaskSchedule(stage=2)},
-        same_period_deps=[("work", "read")],
-    )
+    schedule = {"read": TaskSchedule(), "work": TaskSchedule(stage=2)}
+    reaching = loop(schedule=schedule, deps=(), same_period_deps=[("work", "read")])
     with pytest.raises(PlanError, match="limit of 2 iterations in flight.*set in_flight to 3"):
         auto_plan(reaching, COSTS, limits=Limits(in_flight=2), streams=False)
     choice = auto_plan(reaching, COSTS, limits=Limits(in_flight=3), streams=False)

@@ -48,7 +48,7 @@ def uncontended(number: int) -> Instance:
 def test_without_contention_no_estimate_is_too_low() -> None:
     """The simulator's interval is never longer, and for most schedules as long.
 
-    Waits for other threads, hand-overs, admission, back-pressure and tasks that block included.
+    Waits for other threads, back-pressure and tasks that block included.
     """
     exact = 0
     for number in range(12):
@@ -69,6 +69,28 @@ def test_without_contention_no_estimate_is_too_low() -> None:
             assert simulated_us <= estimator.ii_us * (1 + 1e-9)
             exact += simulated_us == pytest.approx(estimator.ii_us)
     assert exact >= 112
+
+
+def test_a_wait_for_another_thread_costs_a_handover() -> None:
+    """The task on a worker waits for its admission, its consumer for it, and <retire> for that."""
+    estimator = Estimator(host_work(300, 500, handover_us=20), threads=2, depth=1)
+    estimator.cost((0, 1), (1, 0), (0, 0))
+    assert estimator.ii_us == 20 + 300 + 20 + 500
+
+
+def test_admission_is_waited_for_in_later_stages_too() -> None:
+    """A worker's task begins a period later: it takes at least so long to hear of it."""
+    graph = host_work(100, 100, 100, chain=False, handover_us=1_000)
+    estimator = Estimator(graph, threads=2, depth=3)
+    estimator.cost((0, 1, 2), (0, 1, 0), (0, 1, 2))
+    assert estimator.ii_us == 1_000
+
+
+def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
+    """It hears of its task and ends it at 1,100; a period after the caller's 100 that is known."""
+    estimator = Estimator(host_work(100, 100, chain=False, handover_us=1_000), threads=2, depth=2)
+    estimator.cost((0, 1), (1, 0), (0, 1))
+    assert estimator.ii_us == 1_000 + 100 + 1_000 - 100
 
 
 @pytest.mark.parametrize(

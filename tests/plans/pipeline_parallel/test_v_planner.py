@@ -37,7 +37,7 @@ def figure(report: object, objective: Objective) -> float:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("row", [PUBLISHED[2], PUBLISHED[3]], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("row", [PUBLISHED[1], PUBLISHED[2]], ids=["2 ranks", "4 ranks"])
 def test_plan_is_no_worse_than_published_and_torch(row: Published, objective: Objective) -> None:
     """And its makespan is strictly less, where the published one is not a lower bound."""
     plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.02)
@@ -205,7 +205,7 @@ def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], se
 
 def test_plans_of_one_seed_are_equal() -> None:
     """However long it takes: the search counts its moves."""
-    plans = [plan_v_schedule(4, 4, PUBLISHED[3].costs, effort=0.02, seed=1) for _ in range(2)]
+    plans = [plan_v_schedule(4, 4, PUBLISHED[2].costs, effort=0.02, seed=1) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -215,7 +215,7 @@ def test_steps_back_to_back_are_best_in_their_period() -> None:
     Never longer than ZBV, or than what is best in makespan or bubble from the same starts.
     """
     draw, shorter = Random(0), 0
-    for _ in range(3):
+    for _ in range(4):
         n = draw.choice((2, 4))
         forward = [10 * draw.choice((1, 1, 1, 2, 3)) for _ in range(2 * n)]
         costs = PipelineCosts(
@@ -225,9 +225,9 @@ def test_steps_back_to_back_are_best_in_their_period() -> None:
         for objective in ALL:
             plan = plan_v_schedule(n, 2 * n, costs, objective=objective, effort=0.02)
             periods[objective] = check_schedule(plan.schedule, costs).period
+            assert plan.is_optimal or objective == "bubble"  # the last one's by moves alone
             if objective == "period":
                 assert math.isclose(plan.value, periods[objective], rel_tol=1e-9)
-                assert plan.lower_bound <= plan.value * (1 + 1e-9)
         zbv = check_schedule(torch_schedule("zbv", n, 2 * n), costs).period
         assert periods["period"] <= zbv * (1 + 1e-9)
         shorter += periods["period"] < periods["bubble"]
