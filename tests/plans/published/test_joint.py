@@ -13,8 +13,9 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
 from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
-from swpipe.plans.published.joint import Evaluated, SearchSpace, swaps
-from swpipe.plans.published.queue_rules import caller_tasks, communicator_queues
+from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, swaps
+from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
+from swpipe.plans.published.task_roles import GIVEN, TaskRoles
 from tests.plans.published.papers import paper
 from tests.support.safety import verify_tasks
 
@@ -101,6 +102,47 @@ def test_only_unordered_neighbours_are_swapped() -> None:
     assert list(swaps(plan, order, (("c", "d"),))) == [tuple("acbd")]
 
 
+FIRST = {
+    # The caller's own, by the way that is left; then h2d, whose way is the longest.
+    "critical chain first": ["zero_grad", "nccl_safety_barrier", "forward"],
+    # The longest of the preparation, whatever comes after it.
+    "longest elsewhere first": ["start_input_dist", "start_shuffle", "finish_shuffle"],
+    # The communicator's queue.
+    "collectives early": ["start_shuffle", "finish_shuffle", "start_input_dist"],
+    # The io role, and what else holds the copy engine.
+    "copies early": ["h2d", "start_shuffle", "finish_shuffle", "prefetch_embeddings"],
+    # The chain without slack: the preparation first, since all of training waits for it.
+    "least slack first": ["h2d", "start_shuffle", "finish_shuffle", "start_input_dist"],
+}
+
+
+def test_what_policies_rank_first() -> None:
+    """On the published step; the closest order keeps edges and the communicator's queue."""
+    plan, costs = recsys14.plan(), recsys14.costs()
+    resolved = resolve_plan(plan)
+    queues = communicator_queues(resolved, costs)
+    roles = TaskRoles.of(resolved, recsys14.FROZEN)
+    for policy, rank in policies(resolved, costs, roles).items():
+        ranked = sorted(resolved.period_order, key=rank)
+        assert ranked[: len(FIRST[policy])] == FIRST[policy]
+        order = closest_order(plan, ranked, queues)
+        assert all(order.index(before) < order.index(after) for after, before in plan.deps)
+        assert [n for n in order if n in queues[0]] == list(queues[0])
+
+
+def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
+    """Each with the plan's own threads, and with the default preset."""
+    free = PipelinePlan(
+        {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
+        deps=[("train", "a"), ("train", "b")],
+        order=["b", "a"],
+    )
+    space, _ = spaced(free, blocking(a=1, b=1, train=1))
+    initial = {(layout.threads, layout.priority) for layout in space.initial()}
+    orders = (("b", "a", "train"), ("a", "b", "train"))
+    assert initial == {(threads, order) for threads in (GIVEN, "default") for order in orders}
+
+
 def test_frozen_and_caller_tasks_are_not_moved() -> None:
     """Lookahead 0, the caller's thread, their stream: in whatever is found."""
     limits = Limits(frozen=["cache"])
@@ -123,7 +165,7 @@ def test_the_history_has_each_round_until_patience_ends_it() -> None:
     # The first round finds something better, and so does not count; the second does not.
     assert [one.so_far_us for one in found.history] == [120, 60, 60]
     assert all(one.best_us >= one.so_far_us for one in found.history)
-    # From the given and the engine's order; no layout is tried twice, one of each place is kept.
+    # No layout is tried twice, one of each place is kept.
     assert [(one.tried, one.kept) for one in found.history] == [(2, 2), (22, 19), (37, 31)]
     assert "until patience ran out" in found.why
     assert joint_search(STEP, COSTS, patience=1) == found

@@ -120,6 +120,36 @@ def test_a_dependence_within_a_period_keeps_its_distance() -> None:
     assert assign_lookaheads(turned, costs).lookahead["copy"] == 1
 
 
+COLLECTIVES = PipelinePlan(
+    {
+        "count": TaskSchedule(globally_ordered=True),
+        "dist": TaskSchedule(stream="dist", globally_ordered=True),
+        "train": TaskSchedule(),
+    },
+    deps=[("train", "dist"), ("train", "count")],
+    cross_iter_deps=[("train", "train"), ("count", "train")],
+    run_ahead=0,
+)
+
+
+def on_communicators(**of: str) -> CostModel:
+    """Costs of ``COLLECTIVES``, with the communicator that each uses."""
+    times = {"count": 1, "dist": 50, "train": 100}
+    return CostModel(
+        {n: TaskCost(device_us=us, resources=tuple(of.get(n, ()))) for n, us in times.items()}
+    )
+
+
+def test_no_collective_overtakes_another_of_its_communicator() -> None:
+    """The later of two is limited by the earlier one, which is a caller's task."""
+    shared = assign_lookaheads(COLLECTIVES, on_communicators(count="x", dist="x"))
+    assert shared.lookahead == {"count": 0, "dist": 0, "train": 0}
+    unnamed = assign_lookaheads(COLLECTIVES, on_communicators())
+    assert unnamed.lookahead == {"count": 0, "dist": 0, "train": 0}
+    apart = assign_lookaheads(COLLECTIVES, on_communicators(count="x", dist="y"))
+    assert apart.lookahead == {"count": 0, "dist": 1, "train": 0}
+
+
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
     """They verify, have the reported interval, keep limits, and change only stages and order."""
