@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import pytest
 
@@ -40,11 +41,13 @@ LEAN = {
 }
 """With the iterations in flight, no more than TorchRec's pipelines have."""
 
-ALL = {**PLANS, **{name: make for name, (make, _) in LEAN.items()}}
+Make: TypeAlias = Callable[[], PipelinePlan]
+
+ALL: dict[str, Make] = {**PLANS, **{name: make for name, (make, _) in LEAN.items()}}
 
 EARLY_SPLIT = partial(split, after_step=False)
 
-IN_A_PERIOD: list[tuple[Callable[[], PipelinePlan], tuple[str, ...]]] = [
+IN_A_PERIOD: list[tuple[Make, tuple[str, ...]]] = [
     # Sizes are sent before this batch's forward and awaited after it, before its backward.
     (sparse_dist, (START, DENSE, WAIT, DENSE_BACK)),
     (prefetch, (START, DENSE, WAIT, DENSE_BACK)),
@@ -71,6 +74,16 @@ IN_A_PERIOD: list[tuple[Callable[[], PipelinePlan], tuple[str, ...]]] = [
 ]
 """A plan, and tasks as they come in a period."""
 
+AHEAD: list[tuple[Make, dict[str, str], int]] = [
+    (prefetch, {PREFETCH: DENSE}, 1),
+    (split, {PREFETCH: DENSE}, 1),
+    (split, {EMBED: EMBED_BACK}, 0),
+    (EARLY_SPLIT, {EMBED: EMBED_BACK}, 1),
+    (semi_sync, {START: WAIT, WAIT: PREFETCH, EMBED: DENSE}, 1),
+    (semi_sync, {DENSE_BACK: EMBED_BACK}, 0),
+]
+"""A plan, tasks, each with a later one, and by how many stages that is later."""
+
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
@@ -87,14 +100,7 @@ def test_exchanges_overlap_with_other_work() -> None:
     for make, names in IN_A_PERIOD:
         order = resolve_plan(make(), TASKS).period_order
         assert tuple(name for name in order if name in names) == names
-    for make, later, ahead in (
-        (prefetch, {PREFETCH: DENSE}, 1),
-        (split, {PREFETCH: DENSE}, 1),
-        (split, {EMBED: EMBED_BACK}, 0),
-        (EARLY_SPLIT, {EMBED: EMBED_BACK}, 1),
-        (semi_sync, {START: WAIT, WAIT: PREFETCH, EMBED: DENSE}, 1),
-        (semi_sync, {DENSE_BACK: EMBED_BACK}, 0),
-    ):
+    for make, later, ahead in AHEAD:
         schedule = make().schedule
         assert {schedule[b].stage - schedule[a].stage for a, b in later.items()} == {ahead}
 

@@ -237,9 +237,9 @@ def told_of_passes() -> list[str]:
     told = []
     for kind in ("forward", "backward", "hook", "loss"):
         stage, loss = Reducing(kind), summed if kind == "loss" else squared
-        with pytest.raises(RuntimeError) as error, CollectivesBeside(None):
+        with pytest.raises(RuntimeError) as caught, CollectivesBeside(None):
             loss(stage(rows(4)), rows(4)).backward()
-        told.append(str(error.value))
+        told.append(str(caught.value))
     rank = dist.get_rank()
     schedule = plain([(0, F, 0), (0, B, 0)], [(1, F, 0), (1, B, 0)])
     runtime = PipelineRuntime(schedule, {rank: Reducing("forward" if rank else "")}, squared)

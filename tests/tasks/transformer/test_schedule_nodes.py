@@ -57,9 +57,9 @@ def test_what_else_a_node_may_be_told() -> None:
     """
     seen: list[Any] = []
 
-    def backward(*both: tuple[Any, ...]) -> None:
-        torch.autograd.backward(*both)
-        seen.extend((*both, node.get_grad()))
+    def backward(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> None:
+        torch.autograd.backward(outputs, grads)
+        seen.extend((outputs, grads, node.get_grad()))
 
     node = doubling(backward_func=backward)
     assert node.inputs is node.output is None
