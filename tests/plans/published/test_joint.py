@@ -39,10 +39,10 @@ COSTS = blocking(copy=60, dist=50, cache=40, train=30)
 
 
 def spaced(
-    plan: PipelinePlan = STEP, limits: Limits | None = None
+    plan: PipelinePlan = STEP, costs: CostModel = COSTS, limits: Limits | None = None
 ) -> tuple[SearchSpace, list[Evaluated]]:
     """The space of a plan, and the layouts that the search begins with."""
-    space = SearchSpace(plan, COSTS, limits or Limits(), streams=True)
+    space = SearchSpace(plan, costs, limits or Limits(), streams=True)
     return space, space.evaluate(space.initial())
 
 
