@@ -241,14 +241,25 @@ def test_nothing_outlives_release_state() -> None:
     finally:
         gc.enable()
     assert (plan.num_layers(), plan.state) == (0, None)
-    plan = plan_of(of, 0)
+
+
+def test_who_holds_nodes_or_a_plan_holds_nothing_after_a_release() -> None:
+    """Neither inputs, nor what was detached, nor delayed gradients; ``run`` releases as well."""
+    plan = plan_of(model("moe", **MODEL), 0)
     nodes = [node for layer in plan.layers for node in layer.nodes]
     run(plan, None)
     held = [weakref.ref(pair[1]) for node in nodes for pair in getattr(node, "_detached", ())]
     assert len(held) > 4
-    run(None, plan, GRAD)  # which releases as well
+    plan.release_state()
+    gc.collect()
     assert [ref() for ref in held if ref() is not None] == []
-    assert (plan.num_layers(), plan.state) == (0, None)
+    plan = plan_of(model("moe", **MODEL), 0)
+    run(plan, None)
+    state = weakref.ref(plan.state)
+    run(None, plan, GRAD)
+    gc.collect()
+    assert state() is None
+    assert plan.num_layers() == 0
 
 
 def test_tensors_do_not_pile_up() -> None:
