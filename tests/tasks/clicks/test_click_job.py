@@ -318,7 +318,7 @@ def test_a_trial_trains_nothing(config: ClickConfig) -> None:
         return [*state(job, "step"), *state(job, "auc"), *values]
 
     expected = trained()
-    for names in (("read",), ("forward", "backward"), ("step", "auc")):
+    for names in (("forward", "backward"), ("step", "auc")):
         assert equal(trained(*names), expected)
 
 
