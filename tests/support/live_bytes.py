@@ -10,49 +10,30 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swpipe import IterContext, PipelineTask
-from swpipe._values.walk import leaves_in, tensors_in
-
-
-class _ArrayReference(NamedTuple):
-    array: ReferenceType[Any]
-
-    def expired(self) -> bool:
-        return self.array() is None
+from swpipe._values.walk import tensors_in
 
 
 @dataclass(eq=False)
 class _Memory:
-    reference: StorageWeakRef | _ArrayReference
+    reference: StorageWeakRef
     size: int
 
 
 class LiveBytes:
-    """What is alive of what was made, without what is still there in the end.
+    """What is alive of what was made, without what is still there in the end."""
 
-    Args:
-        at_operator: Called at each operator that makes something.
-
-    Attributes:
-        operators: How many there were.
-    """
-
-    def __init__(self, at_operator: Callable[[], object] = lambda: None) -> None:
-        self.operators = 0
-        self.at_operator = at_operator
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._made: dict[int, _Memory] = {}
-        self._changes: list[tuple[_Memory | None, int]] = []
-        self._bytes: dict[ReferenceType[IterContext], int] = {}
+        self._changes: list[tuple[_Memory, int]] = []
 
     @property
     def peak(self) -> int:
@@ -78,8 +59,6 @@ class LiveBytes:
                 if made.reference.expired():
                     self._changes.append((made, -made.size))
                     del self._made[number]
-            for ctx in [ctx for ctx in self._bytes if ctx() is None]:
-                self._changes.append((None, -self._bytes.pop(ctx)))
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Batches that are counted when they are pulled."""
@@ -96,7 +75,6 @@ class LiveBytes:
 
     def _watched(self, fn: Callable[[Any], None]) -> Callable[[Any], None]:
         def run(ctx: IterContext) -> None:
-            self._add_bytes(ctx)
             self.look()
             with _Made(self):
                 fn(ctx)
@@ -105,32 +83,9 @@ class LiveBytes:
 
         return run
 
-    def _add_bytes(self, ctx: IterContext) -> None:
-        """Bytes of a batch have no weak references: they go with their context."""
-        with self._lock:
-            if ref(ctx) not in self._bytes:
-                leaves = tree_leaves(vars(ctx).get("batch"))
-                self._bytes[ref(ctx)] = sum(len(leaf) for leaf in leaves if isinstance(leaf, bytes))
-                self._changes.append((None, self._bytes[ref(ctx)]))
-
     def _add_all(self, value: Any) -> None:
-        for leaf in (*tensors_in(value), *leaves_in(value)):
-            if isinstance(leaf, Tensor):
-                self.add(leaf)
-            elif isinstance(leaf, np.ndarray):
-                self._add_array(leaf)
-
-    def _add_array(self, array: Any) -> None:
-        """Count what an array is a view of, once; a tensor it may be."""
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        if isinstance(array.base, Tensor):
-            self.add(array.base)
-            return
-        with self._lock:
-            if id(array) not in self._made:
-                self._made[id(array)] = made = _Memory(_ArrayReference(ref(array)), array.nbytes)
-                self._changes.append((made, made.size))
+        for tensor in tensors_in(value):
+            self.add(tensor)
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,6 +110,4 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in made:
                 self._live.add(leaf)
             del leaf
-            self._live.operators += 1
-            self._live.at_operator()
         return result

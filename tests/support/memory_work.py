@@ -1,19 +1,18 @@
-"""What plans are predicted to hold and what their runs hold, in virtual time.
+"""What random plans are predicted to hold and what their runs hold, in virtual time.
 
-Of random plans, whose tasks take the time and make and free the memory that a seed says, and of
-jobs of workloads, whose operators take 1 us each: so two tasks at work at once hold what they need.
+Their tasks take the time, and make and free the memory, that a seed says.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import measure_memory
@@ -90,49 +89,3 @@ class MemoryWork:
                 self.plan, tasks, device=self.device, check_effects=False, **given
             ) as pipe:
                 pipe.run(batches)
-
-
-class Peaks(NamedTuple):
-    """What a plan is predicted to hold at most, and what its run held, in bytes."""
-
-    predicted: int
-    measured: int
-
-
-def peaks_of_job(job: Any, plan: PipelinePlan, iterations: int = 12) -> Peaks:
-    """Run a workload's job under a plan, each operator taking 1 us."""
-    context = job.context
-    tasks = [*job.tasks()]
-    memory = measure_memory(tasks, [*job.batches(1)], device="cpu", context=context)
-    counts: dict[str, float] = {}
-    host, live, alone = TimedHost(), LiveBytes(lambda: host.sleep(1e-6)), LiveBytes()
-
-    def counting(task: PipelineTask) -> PipelineTask:
-        def fn(ctx: Any) -> None:
-            before = alone.operators
-            task.fn(ctx)
-            counts[task.name] = 1 + alone.operators - before
-
-        return replace(task, fn=fn)
-
-    def timed(task: PipelineTask) -> PipelineTask:
-        def fn(ctx: Any) -> None:
-            host.sleep(1e-6)
-            task.fn(ctx)
-
-        return replace(task, fn=fn)
-
-    plan, given = replace(plan, tasks=()), {"device": "cpu", "context": context}
-    counted = [*map(counting, alone.watched(tasks))]
-    with SWPipeline(plan, counted, check_effects=False, **given) as pipe:
-        pipe.run_serial(job.batches(2))
-    costs = CostModel({name: TaskCost(count) for name, count in counts.items()}, memory=memory)
-    found = simulate(plan, costs, streams=False).memory
-    with pytest.MonkeyPatch.context() as patch:
-        tell_time(patch, host)
-        given |= {"host": host, "stall_timeout_s": None}
-        ran = [*map(timed, live.watched(tasks))]
-        with SWPipeline(plan, ran, check_effects=False, **given) as pipe:
-            pipe.run(live.batches(job.batches(iterations)))
-    assert found is not None
-    return Peaks(found.bytes, live.peak)

@@ -45,33 +45,30 @@ def uncontended(number: int) -> Instance:
     return held_back(given, number)
 
 
-@pytest.mark.parametrize("number", range(16))
-def test_without_contention_no_estimate_is_too_low(number: int) -> None:
-    """The simulator's interval is never longer, back-pressure and tasks that block included."""
-    given = uncontended(number)
-    graph, rng = graph_of(given), random.Random(number)
-    threads = given.limits.threads
-    here = MovableSchedule(graph, starts(graph, threads, DEPTH)[0], threads, DEPTH, rng.random)
-    estimator = Estimator(graph, threads, DEPTH)
-    for _ in range(12):
-        for _ in range(4):
-            if here.move(rng.randrange(graph.size), to_threads=True):
-                here.keep()
-            here.undo()
-        estimator.cost(here.order, here.thread, here.stage)
-        plan = plan_of(given.plan, graph, here.schedule.from_stage_0(), DEPTH)
-        assert plan is not None
-        simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
-        assert simulated_us <= estimator.ii_us * (1 + 1e-9)
+def test_without_contention_no_estimate_is_too_low() -> None:
+    """The simulator's interval is never longer, and for most schedules as long.
 
-
-def test_a_dependence_is_waited_for_within_the_period() -> None:
-    """Two threads take as long as one; with an iteration for each the longer sets the interval."""
-    estimator = Estimator(host_work(300, 500), threads=2, depth=2)
-    estimator.cost((0, 1), (0, 1), (1, 1))
-    assert estimator.ii_us == 800
-    estimator.cost((1, 0), (0, 1), (0, 1))
-    assert estimator.ii_us == 500
+    Waits for other threads, back-pressure and tasks that block included.
+    """
+    exact = 0
+    for number in range(12):
+        given = uncontended(number)
+        graph, rng = graph_of(given), random.Random(number)
+        threads = given.limits.threads
+        here = MovableSchedule(graph, starts(graph, threads, DEPTH)[0], threads, DEPTH, rng.random)
+        estimator = Estimator(graph, threads, DEPTH)
+        for _ in range(12):
+            for _ in range(4):
+                if here.move(rng.randrange(graph.size), to_threads=True):
+                    here.keep()
+                here.undo()
+            estimator.cost(here.order, here.thread, here.stage)
+            plan = plan_of(given.plan, graph, here.schedule.from_stage_0(), DEPTH)
+            assert plan is not None
+            simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
+            assert simulated_us <= estimator.ii_us * (1 + 1e-9)
+            exact += simulated_us == pytest.approx(estimator.ii_us)
+    assert exact >= 112
 
 
 def test_a_wait_for_another_thread_costs_a_handover() -> None:

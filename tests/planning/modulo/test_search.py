@@ -24,7 +24,7 @@ def search_of(given: Instance, effort: float = 0.1) -> Search:
     return Search(given.plan, given.costs, graph_of(given), effort)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: int) -> None:
     """For the limits given, and for lower ones after that."""
     given = held_back(instance(number), number)
@@ -69,7 +69,7 @@ def test_tasks_of_a_stage_come_together_where_nothing_is_lost() -> None:
     assert search.together(parted, slack=0.34).schedule.threads == 1
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(4))
 def test_the_least_load_is_that_of_the_best_distribution(number: int) -> None:
     """All of them are tried."""
     given = instance(number, size=6)

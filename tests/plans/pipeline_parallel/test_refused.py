@@ -26,11 +26,8 @@ FILES: list[tuple[Any, str]] = [
     ("", "no action"),
         ("0F0x", r"line 1, cell 1: '0F0x' is no action"),
         ("0F0,0X0", r"line 1, cell 2: '0X0' is no action"),
-        ("0F0,0B0\n1F0,,1B-1", r"line 2, cell 3: '1B-1' is no action"),
-        ("0F00,0B0", "'0F00' is no action"),
         ('0F0,"0B0', "no CSV"),
         ("0F0,0F0,0B0", "0F0 is on rank 0 twice"),
-        ("0F0,0B0,0F1,0B1,0B1", "0B1 is on rank 0 twice"),
         ("0F0,0B0,0I0,0W0", "0B0 and 0I0 are on rank 0"),
         ("0F0,0I0", "0W0 is missing on rank 0"),
         ("0F0,0B0,0F2,0B2", "0F1 is missing on rank 0"),
@@ -40,11 +37,9 @@ FILES: list[tuple[Any, str]] = [
         ("0B0,0F0", "0B0 on rank 0 comes before 0F0"),
         ("0F0,0W0,0I0", "0W0 on rank 0 comes before 0I0"),
         ("0F0,0F1,0I0,0I1,0W1,0W0", "0W1 on rank 0 comes before microbatch 0 of its stage"),
-        ("0F0,0F1,0B1,0B0", "0B1 on rank 0 comes before microbatch 0 of its stage"),
         ("0F0,0F1,0I0,0B1,0W0", "0B1 on rank 0 comes before microbatch 0 of its stage"),
     ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", "a pair is an F and a B, of different microbatches"),
         ("(0F0;1B1)OVERLAP_F_B,1F0,0F1,1F1,1B0,0B0,0B1", "1B1 on rank 0 comes before 1F1"),
-        ("0F0,1F0,0F1,0B0,1B0,(1F1;0B1)OVERLAP_F_B,1B1", "microbatches"),
         (
             "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n(1F1;1B0)OVERLAP_F_B,1F0,1B1",
             "1B0 on rank 1 comes before",
@@ -54,28 +49,20 @@ FILES: list[tuple[Any, str]] = [
 
 COSTS: list[tuple[str, Any]] = [
     ("forward", 0),
-    ("backward", -1),
     ("weight", (1, 0)),
     ("forward", ()),
-    ("forward", "1"),
     ("forward", True),
     ("hop", -1),
-    ("hop", math.nan),
     ("f_mem", 0),
     ("b_mem", 1),
     ("w_mem", math.inf),
-    ("w_mem", -0.5),
-    ("max_mem", -1),
     ("max_mem", "much"),
 ]
 
 GRAPHS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n_stage is 0"),
-    ({"m": -1}, "n_micro is -1"),
     ({"m": 1.5}, "n_micro is 1.5"),
     ({"f_cost": 0}, "f_cost is 0"),
-    ({"b_cost": -1}, "b_cost is -1"),
-    ({"w_cost": "1"}, "w_cost is '1'"),
     ({"w_cost": (1, 1)}, r"w_cost is \(1, 1\): one number"),
     ({"c_cost": -1}, "c_cost is -1"),
     ({"f_mem": 0}, "f_mem is 0"),
@@ -85,7 +72,6 @@ GRAPHS: list[tuple[dict[str, Any], str]] = [
 
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({"n_stage": 0}, "n_stage is 0"),
-    ({"n_micro": 0}, "n_micro is 0"),
     ({"objective": "time"}, "objective is 'time': makespan, period or bubble"),
     ({"effort": 0}, "effort is 0"),
     ({"costs": PipelineCosts(f_mem=2, max_mem=3.9)}, "max_mem is 3.9: a V needs at least 4 "),
@@ -94,11 +80,9 @@ PLANS: list[tuple[dict[str, Any], str]] = [
 
 ORDERS: list[tuple[Any, int, int, str]] = [
     ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
-    ("dualpipev", 2, 3, "at least 4 microbatches, and n_micro is 3"),
     ("interleaved", 2, 5, "multiple of the number of rounds"),
     ("zb", 2, 4, "order is 'zb': one of 1f1b, interleaved"),
     ("zbv", 0, 4, "n_ranks is 0"),
-    ("zbv", 2, 0, "n_micro is 0"),
 ]
 
 ACTIONS: tuple[Any, ...] = ((0, "X", 0), (0, "F", -1), ("0", "F", 0), (0, "F", True))

@@ -25,24 +25,10 @@ from swpipe.plans.pipeline_parallel.v_order import (
 )
 from swpipe.plans.pipeline_parallel.v_planner import LocalSearch
 from swpipe.plans.pipeline_parallel.v_starts import GreedyOrder, GreedyRules
-from tests.plans.pipeline_parallel.zbv_figures import (
-    MEMORY,
-    OPTIMA,
-    PUBLISHED,
-    V_BLOCKS,
-    LowMemory,
-    Optimum,
-    Published,
-)
-from tests.support.optimum import least_value
+from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Published
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "bubble")
 ALL: tuple[Objective, ...] = (*OBJECTIVES, "period")
-
-
-def name(row: tuple[object, ...]) -> str:
-    """The configuration of a row."""
-    return "-".join(map(str, row[:6]))
 
 
 def figure(report: object, objective: Objective) -> float:
@@ -51,10 +37,10 @@ def figure(report: object, objective: Objective) -> float:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("row", [PUBLISHED[11], PUBLISHED[12], PUBLISHED[25]], ids=name)
+@pytest.mark.parametrize("row", [PUBLISHED[1], PUBLISHED[2]], ids=["2 ranks", "4 ranks"])
 def test_plan_is_no_worse_than_published_and_torch(row: Published, objective: Objective) -> None:
     """And its makespan is strictly less, where the published one is not a lower bound."""
-    plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.05)
+    plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.02)
     published = {"makespan": row.makespan, "bubble": row.bubble}[objective]
     least = {"makespan": row.least_makespan, "bubble": row.least_bubble}[objective]
     torch = figure(check_schedule(torch_schedule("zbv", row.n, row.m), row.costs), objective)
@@ -65,22 +51,25 @@ def test_plan_is_no_worse_than_published_and_torch(row: Published, objective: Ob
         assert plan.value < published
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("row", OPTIMA, ids=name)
-def test_proved_optima_are_reached(row: Optimum, objective: Objective) -> None:
-    """About half of the bubbles are below the published figure."""
-    best = {"makespan": row.best_makespan, "bubble": row.best_bubble}[objective]
-    plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.05)
-    assert plan.value == best
-    assert plan.is_optimal == (plan.lower_bound == best)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_optima_are_those_of_a_solver(objective: Objective) -> None:
-    """One of them; the others were proved in the same way."""
-    row = OPTIMA[11]
-    best = {"makespan": row.best_makespan, "bubble": row.best_bubble}[objective]
-    assert least_value(VOrders(row.n, row.m, row.costs), objective, best + 1000) == best
+@pytest.mark.parametrize(
+    ("costs", "bubble", "makespan"),
+    [
+        ((1000, 1200, 800, 1), 204, 25203),
+        ((14407, 14380, 9676, 50), 4931, 322234),
+        ((1200, 1350, 900, 50), 500, 29100),
+        ((1000, 1000, 1000, 300), 1200, 25900),
+    ],
+)
+def test_proved_optima_are_reached(
+    costs: tuple[int, int, int, int], bubble: int, makespan: int
+) -> None:
+    """Of two ranks and four microbatches, by a constraint solver; some below any published."""
+    for objective, best in zip(OBJECTIVES, (makespan, bubble), strict=True):
+        plan = plan_v_schedule(
+            2, 4, PipelineCosts(*costs, *MEMORY), objective=objective, effort=0.05
+        )
+        assert plan.value == best
+        assert plan.is_optimal == (plan.lower_bound == best)
 
 
 ONE_MICROBATCH = [
@@ -93,7 +82,6 @@ ONE_MICROBATCH = [
 @pytest.mark.parametrize(
     "costs",
     [
-        PipelineCosts(3, 5, 7, 2),
         PipelineCosts((3, 1, 4), (1, 5, 9), (2, 6, 5), 3),
         PipelineCosts(1, (0.5, 2.25, 1, 1.7, 3, 0.1), (9, 1, 1, 1, 1, 4), 0.3, 3, -1, -2, 6),
     ],
@@ -115,23 +103,34 @@ def test_torch_order_is_tried_whatever_the_effort() -> None:
     assert (plan.value, plan.published) == (row.torch_bubble, row.bubble)
 
 
-@pytest.mark.parametrize("row", V_BLOCKS, ids=name)
-def test_little_memory_is_used_as_well_as_by_the_published_blocks(row: LowMemory) -> None:
-    """V-Min and V-Half, of which the figures are their own scheduler's; at equal memory."""
-    block = block_orders(row.n, row.m)[row.block == "V-Half"]
-    orders = VOrders(row.n, row.m, replace(row.costs, max_mem=math.inf))
-    own = check_schedule(orders.schedule_of(block), orders.costs)
-    assert (own.makespan, max(own.peak_memory)) == (row.makespan, row.costs.max_mem)
+@pytest.mark.parametrize(
+    ("n", "costs", "half", "chunks", "makespan"),
+    [
+        (4, (1000, 1000, 1000, 1), False, 4, 83056),
+        (6, (1000, 1200, 800, 50), True, 8, 125000),
+    ],
+    ids=["V-Min", "V-Half"],
+)
+def test_little_memory_is_used_as_well_as_by_the_published_blocks(
+    n: int, costs: tuple[int, int, int, int], half: bool, chunks: int, makespan: int
+) -> None:
+    """The figures are their own scheduler's; at equal memory."""
+    orders = VOrders(n, 3 * n, PipelineCosts(*costs, *MEMORY, math.inf))
+    own = check_schedule(orders.schedule_of(block_orders(n, 3 * n)[half]), orders.costs)
+    limit = chunks * MEMORY[0]
+    assert (own.makespan, max(own.peak_memory)) == (makespan, limit)
     for objective in ALL:
-        plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.02)
+        plan = plan_v_schedule(
+            n, 3 * n, replace(orders.costs, max_mem=limit), objective=objective, effort=1e-9
+        )
         assert plan.value <= figure(own, objective) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
     """2 f, 3 f, n f, 1.5 n f; few microbatches and many."""
     f = MEMORY[0]
-    for m, limit in itertools.product((1, 2, n, 3 * n), {2 * f, 3 * f, n * f, 1.5 * n * f}):
+    for m, limit in itertools.product((1, n, 3 * n), {2 * f, 3 * f, n * f, 1.5 * n * f}):
         if limit >= 2 * f:
             costs = PipelineCosts(1000, 1500, 500, 300, *MEMORY, limit)
             plan = plan_v_schedule(n, m, costs, effort=1e-9)
@@ -167,6 +166,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
     return n, m, replace(costs, max_mem=None if more is None else least + more * unit)
 
 
+@settings(max_examples=40)
 @given(jobs(), st.integers(0, 10**6))
 def test_greedy_orders_are_valid_and_timed_like_the_checker(
     job: tuple[int, int, PipelineCosts], seed: int
@@ -187,7 +187,7 @@ def test_greedy_orders_are_valid_and_timed_like_the_checker(
             assert lower_bound(orders, objective) <= times.value(objective)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(jobs(), st.integers(0, 10**6))
 def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], seed: int) -> None:
     """A search never gets worse, and what it finds passes the checker."""
@@ -205,7 +205,7 @@ def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], se
 
 def test_plans_of_one_seed_are_equal() -> None:
     """However long it takes: the search counts its moves."""
-    plans = [plan_v_schedule(8, 8, PUBLISHED[25].costs, effort=0.05, seed=1) for _ in range(2)]
+    plans = [plan_v_schedule(4, 4, PUBLISHED[2].costs, effort=0.02, seed=1) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -215,7 +215,7 @@ def test_steps_back_to_back_are_best_in_their_period() -> None:
     Never longer than ZBV, or than what is best in makespan or bubble from the same starts.
     """
     draw, shorter = Random(0), 0
-    for _ in range(6):
+    for _ in range(4):
         n = draw.choice((2, 4))
         forward = [10 * draw.choice((1, 1, 1, 2, 3)) for _ in range(2 * n)]
         costs = PipelineCosts(
@@ -225,10 +225,10 @@ def test_steps_back_to_back_are_best_in_their_period() -> None:
         for objective in ALL:
             plan = plan_v_schedule(n, 2 * n, costs, objective=objective, effort=0.02)
             periods[objective] = check_schedule(plan.schedule, costs).period
+            assert plan.is_optimal or objective == "bubble"  # the last one's by moves alone
             if objective == "period":
                 assert math.isclose(plan.value, periods[objective], rel_tol=1e-9)
-                assert plan.lower_bound <= plan.value * (1 + 1e-9)
         zbv = check_schedule(torch_schedule("zbv", n, 2 * n), costs).period
         assert periods["period"] <= zbv * (1 + 1e-9)
         shorter += periods["period"] < periods["bubble"]
-    assert shorter >= 3
+    assert shorter

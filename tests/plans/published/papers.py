@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import Effects, Location
+from swpipe.core.effects import Effects
 from swpipe.planning import Limits
-from tests.support.strategies import Workload, dependences_of, random_plan, random_workload
+from tests.support.safety import effects_of, small_workload
+from tests.support.strategies import Workload, dependences_of, random_plan
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,13 @@ class Paper:
 def paper(seed: int, most_tasks: int = 6) -> Paper:
     """The paper of a seed: every other one a serial step whose beginning has streams."""
     rng = random.Random(seed)
-    workload = random_workload(rng, most_tasks)
-    workload = Workload(workload.tasks, dict.fromkeys(workload.slots, 1))
+    workload = small_workload(rng, most_tasks)
     plan = _serial(rng, workload) if seed % 2 else random_plan(rng, workload)
     groups = plan.thread_groups
     limits = Limits(
         in_flight=max(plan.depth, rng.randint(1, 5)), threads=max(len(groups), rng.randint(1, 4))
     )
-    return Paper(plan, _costs(rng, plan), _effects(workload), limits)
+    return Paper(plan, _costs(rng, plan), effects_of(workload), limits)
 
 
 def _serial(rng: random.Random, workload: Workload) -> PipelinePlan:
@@ -71,19 +71,3 @@ def _costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
             resources=tuple(resources),
         )
     return CostModel(costs, handover_us=rng.choice((0, 2)))
-
-
-def _effects(workload: Workload) -> dict[str, Effects]:
-    return {
-        task.name: Effects(
-            reads=frozenset(
-                [Location(name, False) for name in task.reads]
-                + [Location(use.state, True) for use in task.states]
-            ),
-            writes=frozenset(
-                [Location(name, False) for name in (*task.sets, *task.deletes)]
-                + [Location(use.state, True) for use in task.states if use.writes]
-            ),
-        )
-        for task in workload.tasks
-    }

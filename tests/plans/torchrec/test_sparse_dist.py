@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import pytest
 
+from swpipe import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans.torchrec.sparse_dist import (
     COPY,
@@ -22,107 +24,85 @@ from swpipe.plans.torchrec.sparse_dist import (
     STEP,
     TASKS,
     WAIT,
+    copy_ahead,
+    prefetch,
+    semi_sync,
+    sparse_dist,
     split,
     with_postproc,
 )
 
-
-def before(order: Sequence[str], *names: str) -> bool:
-    """Whether names come in this order."""
-    places = [order.index(name) for name in names]
-    return places == sorted(places)
-
-
-MEMORY_LATE = {
-    "copy_ahead": (EMBED_BACK, COPY),
-    "sparse_dist": (PREFETCH, START, COPY),
-    "prefetch": (COPY, DENSE, START),
-    "split": (PREFETCH, EMBED, START, COPY),
-    "semi_sync": (START, EMBED_BACK, COPY),
+LEAN = {
+    "copy_ahead, lean": (partial(copy_ahead, lean=True), 2),
+    "sparse_dist, lean": (partial(sparse_dist, lean=True), 3),
+    "prefetch, lean": (partial(prefetch, lean=True), 3),
+    "split, lean": (partial(split, lean=True), 3),
+    "semi_sync, lean": (partial(semi_sync, lean=True), 4),
 }
-"""Tasks of lean plans, as they come in a period."""
+"""With the iterations in flight, no more than TorchRec's pipelines have."""
 
-LEAN: dict[str, Any] = {
-    "copy_ahead": 2,
-    "sparse_dist": 3,
-    "prefetch": 3,
-    "split": 3,
-    "semi_sync": 4,
-}
+Make: TypeAlias = Callable[[], PipelinePlan]
+
+ALL: dict[str, Make] = {**PLANS, **{name: make for name, (make, _) in LEAN.items()}}
+
+EARLY_SPLIT = partial(split, after_step=False)
+
+IN_A_PERIOD: list[tuple[Make, tuple[str, ...]]] = [
+    # Sizes are sent before this batch's forward and awaited after it, before its backward.
+    (sparse_dist, (START, DENSE, WAIT, DENSE_BACK)),
+    (prefetch, (START, DENSE, WAIT, DENSE_BACK)),
+    # The next prefetch: earlier, cache lines of two batches would be locked at once; later, it
+    # would not overlap.
+    (prefetch, (DENSE, PREFETCH, DENSE_BACK)),
+    (split, (DENSE, PREFETCH, DENSE_BACK)),
+    # Sizes are sent during the exchange of gradients and received during that of embeddings.
+    (split, (DENSE, DENSE_BACK, START, EMBED_BACK)),
+    (split, (EMBED, WAIT, DENSE)),
+    (EARLY_SPLIT, (EMBED, WAIT, STEP)),
+    # A look-up comes after the tables' update: in the backward, or else by the optimizers, after
+    # which it waits for the next call. The loop may have changed tables and learning rates.
+    (EARLY_SPLIT, (EMBED_BACK, EMBED, STEP)),
+    (split, (EMBED, EMBED_BACK, STEP)),
+    # All is sent a period before it is awaited but the gradients, when embeddings are under way.
+    (semi_sync, (DENSE_BACK, PREFETCH, EMBED, WAIT, START, EMBED_BACK, STEP)),
+    # Later batches get memory late.
+    (LEAN["copy_ahead, lean"][0], (EMBED_BACK, COPY)),
+    (LEAN["sparse_dist, lean"][0], (PREFETCH, START, COPY)),
+    (LEAN["prefetch, lean"][0], (COPY, DENSE, START)),
+    (LEAN["split, lean"][0], (PREFETCH, EMBED, START, COPY)),
+    (LEAN["semi_sync, lean"][0], (START, EMBED_BACK, COPY)),
+]
+"""A plan, and tasks as they come in a period."""
+
+AHEAD: list[tuple[Make, dict[str, str], int]] = [
+    (prefetch, {PREFETCH: DENSE}, 1),
+    (split, {PREFETCH: DENSE}, 1),
+    (split, {EMBED: EMBED_BACK}, 0),
+    (EARLY_SPLIT, {EMBED: EMBED_BACK}, 1),
+    (semi_sync, {START: WAIT, WAIT: PREFETCH, EMBED: DENSE}, 1),
+    (semi_sync, {DENSE_BACK: EMBED_BACK}, 0),
+]
+"""A plan, tasks, each with a later one, and by how many stages that is later."""
 
 
-@pytest.mark.parametrize("name", LEAN)
-def test_lean_plans_have_no_more_in_flight_than_torchrecs(name: str) -> None:
-    """And the serial order within an iteration, and the same tasks take turns."""
-    make: Any = PLANS[name]
-    plan = make(lean=True)
-    assert plan.depth == LEAN[name]
-    assert before(plan.order, *MEMORY_LATE[name])
+@pytest.mark.parametrize("name", ALL)
+def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
+    """And what may launch collectives is globally ordered, on the caller's thread."""
+    plan = ALL[name]()
     assert resolve_plan(plan, TASKS).serial_order == tuple(TASKS)
     assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
-    """The eleven tasks, as they are numbered."""
-    assert resolve_plan(PLANS[name](), TASKS).serial_order == tuple(TASKS)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_what_launches_collectives_is_globally_ordered(name: str) -> None:
-    """All but the prefetch, whichever thread a task goes to; all are on the caller's here."""
-    plan = PLANS[name]()
-    assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
     assert {entry.thread_group for entry in plan.schedule.values()} == {"default"}
+    assert name not in LEAN or plan.depth == LEAN[name][1]
 
 
-@pytest.mark.parametrize("name", ["sparse_dist", "prefetch"])
-def test_exchanges_of_sizes_overlap_with_forward(name: str) -> None:
-    """Sizes are sent before this batch's forward and awaited after it, before its backward."""
-    assert before(list(resolve_plan(PLANS[name]()).period_order), START, DENSE, WAIT, DENSE_BACK)
-
-
-@pytest.mark.parametrize("after_step", [True, False])
-def test_exchanges_of_embeddings_overlap_with_other_work(after_step: bool) -> None:
-    """Sizes are sent during the exchange of gradients and received during that of embeddings."""
-    order = list(resolve_plan(split(after_step=after_step)).period_order)
-    assert before(order, DENSE, DENSE_BACK, START, EMBED_BACK)
-    assert before(order, EMBED, WAIT, DENSE) if after_step else before(order, EMBED, WAIT, STEP)
-
-
-@pytest.mark.parametrize("name", ["prefetch", "split"])
-def test_the_next_prefetch_comes_after_this_forward_and_before_its_backward(name: str) -> None:
-    """Earlier, cache lines of two batches would be locked at once; later, it would not overlap."""
-    plan = PLANS[name]()
-    assert plan.schedule[PREFETCH].stage == plan.schedule[DENSE].stage - 1
-    assert before(list(resolve_plan(plan).period_order), DENSE, PREFETCH, DENSE_BACK)
-
-
-def test_the_next_look_up_comes_after_the_tables_are_updated() -> None:
-    """After backward where they update themselves there, or else after the optimizers.
-
-    Then it waits for the next call: the loop may have changed tables and learning rates.
-    """
-    early, late = split(after_step=False), split(after_step=True)
-    assert early.schedule[EMBED].stage == early.schedule[EMBED_BACK].stage - 1
-    assert before(list(resolve_plan(early).period_order), EMBED_BACK, EMBED, STEP)
-    assert late.schedule[EMBED].stage == late.schedule[EMBED_BACK].stage
-    assert before(list(resolve_plan(late).period_order), EMBED, EMBED_BACK, STEP)
-
-
-def test_semi_sync_sends_everything_a_period_before_it_waits() -> None:
-    """Only the gradients of embeddings are sent and awaited in the same period.
-
-    Then the next embeddings are on their way, too.
-    """
-    plan = PLANS["semi_sync"]()
-    lags = {
-        (a, b): plan.schedule[b].stage - plan.schedule[a].stage
-        for a, b in ((START, WAIT), (WAIT, PREFETCH), (EMBED, DENSE), (DENSE_BACK, EMBED_BACK))
-    }
-    assert list(lags.values()) == [1, 1, 1, 0]
-    order = list(resolve_plan(plan).period_order)
-    assert before(order, DENSE_BACK, PREFETCH, EMBED, WAIT, START, EMBED_BACK, STEP)
+def test_exchanges_overlap_with_other_work() -> None:
+    """By the order of a period, and by the stages of the tasks."""
+    for make, names in IN_A_PERIOD:
+        order = resolve_plan(make(), TASKS).period_order
+        assert tuple(name for name in order if name in names) == names
+    for make, later, ahead in AHEAD:
+        schedule = make().schedule
+        assert {schedule[b].stage - schedule[a].stage for a, b in later.items()} == {ahead}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -36,23 +36,18 @@ from tests.tasks.transformer.models import (
 run = TransformerModelChunkSchedulePlan.run
 MOE: dict[str, Any] = {"moe_shared_expert_size": 24}
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "dense": (("dense",) * 3, {}),
-    "moe": (("moe",), {}),
-    "shared expert": (("moe", "moe"), MOE),
-    "mixed": (("dense", "moe", "dense", "moe", "moe", "dense"), MOE),
+    "mixed": (("dense", "moe", "moe", "dense"), MOE),
     "early": (("moe", "dense", "moe"), {"ep_overlap_early_attn_memory_release": True, **MOE}),
 }
 """Those whose steps have parameters of their own."""
 
 SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mtp": (("moe",), {"mtp_num_layers": 1, "mtp_layer_type": "moe", **MOE}),
-    "two mtp": (("dense", "dense"), {"mtp_num_layers": 2}),
-    "tied": (("moe", "dense"), {"tie_embeddings": True}),
-    "tied mtp": (("moe",), {"mtp_num_layers": 1, "tie_embeddings": True}),
+    "tied, two mtp": (("moe",), {"mtp_num_layers": 2, "tie_embeddings": True}),
 }
 """Those of which several steps use the embedding or the output layer."""
 
-ON_TWO_RANKS = ("dense", "mixed", "early", "tied mtp")
+ON_TWO_RANKS = (("mixed", True), ("tied, two mtp", False))
 
 SHARED_NAMES = {"word.weight", "position.weight", "output_layer.weight"}
 
@@ -108,8 +103,7 @@ def test_the_numbers_are_those_of_plain_autograd(name: str, delayed: bool) -> No
 
 
 def _all_compared() -> dict[tuple[str, bool], dict[str, list[str]]]:
-    cases = [(name, delayed) for name in ON_TWO_RANKS for delayed in (False, True)]
-    return {case: _compared(*case) for case in cases}
+    return {(name, delayed): _compared(name, delayed) for name, delayed in ON_TWO_RANKS}
 
 
 def test_on_two_ranks_too(two_ranks: Ranks) -> None:
@@ -119,7 +113,7 @@ def test_on_two_ranks_too(two_ranks: Ranks) -> None:
             _check(name, one)
 
 
-DEPTHS = [(2, 1), (1, 2), (3, 1), (0, 2), (2, 0)]
+DEPTHS = [(1, 2), (3, 1), (0, 2), (2, 0)]
 
 
 def _of_depths(depths: tuple[int, int]) -> list[list[str]]:
@@ -146,15 +140,11 @@ def _of_depths(depths: tuple[int, int]) -> list[list[str]]:
     ]
 
 
-def _of_all_depths() -> list[list[list[str]]]:
-    return list(map(_of_depths, DEPTHS))
-
-
 def test_chunks_of_unequal_depths(two_ranks: Ranks) -> None:
     """The common layers are paired, the rest of either follows; on one rank and on two."""
-    none = [[[], []]] * len(DEPTHS)
-    assert _of_all_depths() == none
-    assert two_ranks.run(_of_all_depths) == [none, none]
+    for depths in DEPTHS:
+        assert _of_depths(depths) == [[], []]
+    assert two_ranks.run(_of_depths, DEPTHS[0]) == [[[], []]] * 2
 
 
 def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
@@ -246,39 +236,40 @@ def test_hidden_states_have_the_layout_of_the_models_layers() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_padding_mask_goes_to_the_router() -> None:
-    """As in the model's own forward: experts add nothing to tokens that are none."""
-    padding = torch.arange(8).expand(2, -1) >= 6
+def _scaled(hidden_states: Tensor, model: Any, context: float, **told: Any) -> Tensor:
+    assert {"labels", "loss_mask", "further", "packed_seq_params"} <= told.keys()
+    out: Tensor = model.output(hidden_states, told["labels"], told["loss_mask"]) * context
+    return out
+
+
+PADDING = torch.arange(8).expand(2, -1) >= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "to_model", "scale"),
+    [
+        # Experts add nothing to tokens that are none.
+        ({"padding_mask": PADDING}, {"padding_mask": PADDING}, 1.0),
+        # It is told the hidden states, the context and what else a loss may need.
+        ({"output_processor": _scaled, "output_processor_context": 3.0}, {}, 3.0),
+    ],
+    ids=["padding mask", "output processor"],
+)
+def test_a_plan_takes_what_the_models_forward_does(
+    given: dict[str, Any], to_model: dict[str, Any], scale: float
+) -> None:
+    """And gives its numbers; a loss outside the schedule gives ``b_grad``."""
     ours, plain = (model("moe", "dense", **MOE) for _ in "op")
-    plan = plan_of(ours, 0, padding_mask=padding)
+    plan = plan_of(ours, 0, **given)
     output = run(plan, None)
-    run(None, plan, GRAD)
+    output.square().mean().backward()
+    run(None, plan, output.grad)
     batch = microbatch(0)
-    expected = plain(batch.pop("input_ids"), **batch, padding_mask=padding)
-    expected.backward(GRAD)
+    expected = plain(batch.pop("input_ids"), **batch, **to_model) * scale
+    expected.square().mean().backward()
     assert same(output, expected.detach())
     assert differing(ours, plain) == []
     assert not same(output, run(plan_of(ours, 0), None))
-
-
-def test_an_output_processor_takes_the_place_of_the_output() -> None:
-    """It is told the hidden states, the context and what else a loss may need."""
-
-    def scaled(hidden_states: Tensor, model: Any, context: float, **told: Any) -> Tensor:
-        assert {"labels", "loss_mask", "further", "packed_seq_params"} <= told.keys()
-        out: Tensor = model.output(hidden_states, told["labels"], told["loss_mask"]) * context
-        return out
-
-    ours, plain = model("moe"), model("moe")
-    processed = {"output_processor": scaled, "output_processor_context": 3.0}
-    plan = plan_of(ours, 0, **processed)
-    output = run(plan, None)
-    run(None, plan, GRAD)
-    batch = microbatch(0)
-    expected = plain(batch.pop("input_ids"), **batch) * 3.0
-    expected.backward(GRAD)
-    assert same(output, expected.detach())
-    assert differing(ours, plain) == []
 
 
 def test_layers_are_taken_out_from_the_last_one() -> None:
@@ -338,24 +329,17 @@ def test_without_gradients_a_forward_holds_nothing() -> None:
     assert same(run(of.build_schedule_plan(ids), None), of(ids))
 
 
-def test_the_output_requires_a_gradient_which_is_that_of_the_backward() -> None:
-    """A loss outside the schedule gives ``b_grad``."""
-    ours, plain = model("moe"), model("moe")
-    plan = plan_of(ours, 0)
-    output = run(plan, None)
-    output.square().mean().backward()
-    run(None, plan, output.grad)
-    batch = microbatch(0)
-    plain(batch.pop("input_ids"), **batch).square().mean().backward()
-    assert differing(ours, plain) == []
-
-
 # ----------------------------------------------------------------------------------- bad input
+
+
+def _plan(**more: Any) -> TransformerModelChunkSchedulePlan:
+    """Of one layer."""
+    return plan_of(model("dense"), 0, **more)
 
 
 def _turns(*calls: str) -> None:
     """Run one plan in these directions, or release it."""
-    plan = plan_of(model("dense"), 0)
+    plan = _plan()
     for call in calls:
         if call == "release":
             plan.release_state()
@@ -365,48 +349,32 @@ def _turns(*calls: str) -> None:
             run(None, plan, None if call == "without grad" else GRAD)
 
 
-def _get_layer(number: int) -> None:
-    plan_of(model("dense"), 0).get_layer(number)
-
-
 def _layer_plan(layer: Any, state: Any = None) -> None:
     TransformerLayerSchedulePlan(layer, None, state, None, None)
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda: _turns("forward", "without grad"), ValueError, "b_grad is not: give the gradient"),
-    (
-        lambda: _turns("forward", "backward", "backward"),
-        RuntimeError,
-        "was run backward already, or released",
-    ),
-    (
-        lambda: _turns("forward", "release", "backward"),
-        RuntimeError,
-        "was run backward already, or released",
-    ),
+    (lambda: _turns("forward", "backward", "backward"), RuntimeError, "was run backward already"),
+    (lambda: _turns("forward", "release", "backward"), RuntimeError, "or released"),
     (lambda: _turns("forward", "forward"), RuntimeError, "was run forward already: build a plan"),
     (lambda: _turns("backward"), RuntimeError, "run backward, and it was not run forward yet"),
-    (lambda: _get_layer(1), IndexError, "layer 1 was asked for"),
-    (lambda: _get_layer(-1), IndexError, "layer -1 was asked for"),
+    (lambda: _plan().get_layer(1), IndexError, "layer 1 was asked for"),
+    (lambda: _plan().get_layer(-1), IndexError, "layer -1 was asked for"),
     (
-        lambda: TransformerLayerSchedulePlan.run(plan_of(model("dense"), 0).layers[0], None),
+        lambda: TransformerLayerSchedulePlan.run(_plan().layers[0], None),
         ValueError,
         "f_layer is given and f_input is not",
     ),
-    (
-        lambda: _layer_plan(nn.Linear(1, 1)),
-        TypeError,
-        "no method attend, feed_forward: give one",
-    ),
+    (lambda: _layer_plan(nn.Linear(1, 1)), TypeError, "no method attend, feed_forward: give one"),
     (
         lambda: _layer_plan(model("dense", mtp_num_layers=1).predictors[0], SimpleNamespace()),
         TypeError,
         "needs a ModelChunkState",
     ),
-    (lambda: plan_of(model("dense"), 0, input_ids=None), ValueError, "input_ids is None"),
+    (lambda: _plan(input_ids=None), ValueError, "input_ids is None"),
     (
-        lambda: plan_of(model("dense"), 0, attention_mask=torch.zeros(8, 8)),
+        lambda: _plan(attention_mask=torch.zeros(8, 8)),
         ValueError,
         "the attention mask is of torch.float32: give a boolean one",
     ),
@@ -416,12 +384,12 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         "decoder_input is None: this chunk has no embedding",
     ),
     (
-        lambda: plan_of(model("dense"), 0, extra_block_kwargs={"rotary": 1}),
+        lambda: _plan(extra_block_kwargs={"rotary": 1}),
         ValueError,
         "extra_block_kwargs has rotary, which layers do not take",
     ),
     (
-        lambda: plan_of(model("dense"), 0, packed_seq_params=SimpleNamespace(cu_seqlens_q=[1, 8])),
+        lambda: _plan(packed_seq_params=SimpleNamespace(cu_seqlens_q=[1, 8])),
         ValueError,
         "cu_seqlens_q is .1, 8.: give where sequences end",
     ),
@@ -443,31 +411,17 @@ def test_wrong_input_is_refused_in_words() -> None:
             wrong()
 
 
-def _other_layers() -> None:
+def _other_layers() -> list[str]:
+    """What is refused; and what differs where each rank has a group of its own."""
     types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
     # What one rank has run before tells it nothing about the others.
     run(plan_of(model(*types), 0), None)
-    run(plan_of(model("moe", *types[1:], group=dist.group.WORLD), 0), None)
-
-
-def _other_plans() -> None:
-    types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
-    training_pipeline(model(*types, group=dist.group.WORLD))
-
-
-def test_ranks_of_one_group_that_run_other_layers_are_refused(two_ranks: Ranks) -> None:
-    """Before the first exchange, which would have no end, whatever was run before."""
-    for wrong, told in [
-        (_other_layers, "run layers of different kinds"),
-        (_other_plans, "task .f1.mo.*rank 1"),
-    ]:
-        with pytest.raises(RuntimeError, match=told):
-            two_ranks.run(wrong)
-
-
-def _alone_in_its_group() -> list[str]:
+    of = model(*types, group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="run layers of different kinds"):
+        run(plan_of(of, 0), None)
+    with pytest.raises(RuntimeError, match=r"task .f1.mo.*rank 1"):
+        training_pipeline(of)
     groups = [dist.new_group([rank]) for rank in range(2)]
-    types = ("moe", "dense") if dist.get_rank() else ("moe",)
     ours, plain = (model(*types, group=groups[dist.get_rank()]) for _ in range(2))
     with training_pipeline(ours) as pipeline:
         pipeline.run([microbatch(0)])
@@ -475,6 +429,6 @@ def _alone_in_its_group() -> list[str]:
     return differing(ours, plain)
 
 
-def test_ranks_of_other_groups_may_run_other_layers(two_ranks: Ranks) -> None:
-    """As the ranks of a pipeline do: plans are compared within the expert group alone."""
-    assert two_ranks.run(_alone_in_its_group) == [[], []]
+def test_ranks_of_one_group_that_run_other_layers_are_refused(two_ranks: Ranks) -> None:
+    """Before the first exchange, which would have no end; those of other groups may run them."""
+    assert two_ranks.run(_other_layers) == [[], []]
