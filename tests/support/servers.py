@@ -47,13 +47,15 @@ IMPORTED = {
 _PID_BYTES = 4
 
 _FOLDER = "SWPIPE_TESTS_SERVERS"
-"""The variable that names the folder of the servers' sockets."""
+"""The variable that names the folder of the servers' sockets, and the checkout that they serve."""
 
 
 def folder() -> Path:
     """That of the servers' sockets. Servers begin, unless those that began this process did so."""
-    if _FOLDER not in os.environ:
-        os.environ[_FOLDER] = made = tempfile.mkdtemp(prefix="servers-")
+    made, _, of = os.environ.get(_FOLDER, "").partition(" ")
+    if of != str(ROOT):
+        made = tempfile.mkdtemp(prefix="servers-")
+        os.environ[_FOLDER] = f"{made} {ROOT}"
         listeners = [_listener(f"{made}/{kind}") for kind in IMPORTED]
         numbers = [listener.fileno() for listener in listeners]
         server = subprocess.Popen(
@@ -68,7 +70,7 @@ def folder() -> Path:
         for listener in listeners:
             listener.close()
         atexit.register(_end, server, os.getpid(), made)
-    return Path(os.environ[_FOLDER])
+    return Path(made)
 
 
 def _listener(path: str) -> socket.socket:
