@@ -315,7 +315,7 @@ def test_a_breakdown_is_of_every_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
-    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=2)
+    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=1)
     monkeypatch.setattr(TaskProfiler, "profile_many", quick)
     log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
     args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)

@@ -103,9 +103,10 @@ def run(script: Path, where: Path) -> str:
     """What the script prints; fails the test with its errors where it does not end well."""
     imports = "\n".join(re.findall(r"^ *(?:from|import) .*", script.read_text(), re.MULTILINE))
     kinds = [kind for kind in servers.IMPORTED if kind in imports]
-    done = Scripts(kinds[-1] if kinds else "torch").run(
-        Script(path=str(script), folder=str(where), errors=("ResourceWarning",)), deadline_s=360
+    job = Script(
+        path=str(script), folder=str(where), errors=("ResourceWarning",), is_torn_down=False
     )
+    done = Scripts(kinds[-1] if kinds else "torch").run(job, deadline_s=360)
     if done.returncode:
         pytest.fail(f"{script.name} ended with {done.returncode}:\n{done.stderr}", pytrace=False)
     return done.stdout

@@ -6,11 +6,13 @@ what an import does, or what a launcher, needs an interpreter of its own.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import os
 import runpy
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -39,6 +41,8 @@ class Script:
         environment: Variables besides those of the server.
         folder: Where it runs.
         errors: Warnings that are errors, by the names of their classes.
+        is_torn_down: Whether modules and daemon threads are taken down at its end, which takes
+            long; without it threads are joined and exit functions called all the same.
     """
 
     code: str = ""
@@ -48,6 +52,7 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str = str(ROOT)
     errors: Sequence[str] = ()
+    is_torn_down: bool = True
 
 
 def as_torchrun(size: int) -> list[dict[str, str]]:
@@ -135,6 +140,20 @@ def begin(job: dict[str, Any], outputs: list[int]) -> None:
     for name in job["errors"]:
         warnings.simplefilter("error", getattr(builtins, name))
     sys.argv[:] = [job["path"] or "-c", *job["args"]]
+    try:
+        _run(job)
+    except SystemExit as end:
+        if end.code:
+            raise
+    if not job["is_torn_down"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _run(job: dict[str, Any]) -> None:
     if job["module"]:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
         return
