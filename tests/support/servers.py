@@ -224,7 +224,7 @@ class Server:
 
 def _import(kind: str) -> None:
     for name in IMPORTED[kind]:
-        with suppress(ImportError):  # what is not installed
+        with suppress(ImportError, AttributeError):  # what is not installed
             module = import_module(name)
             for public in getattr(module, "__all__", ()):  # some are loaded when first asked for
                 getattr(module, public)
