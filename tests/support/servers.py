@@ -58,15 +58,18 @@ def folder() -> Path:
         os.environ[_FOLDER] = f"{made} {ROOT}"
         listeners = [_listener(f"{made}/{kind}") for kind in IMPORTED]
         numbers = [listener.fileno() for listener in listeners]
-        server = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, numbers)],
-            cwd=ROOT,
-            # As the tests: cores are shared by them all, and idle helpers of torch's are busy.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            pass_fds=numbers,
-            start_new_session=True,  # Ctrl-C is for the tests
-        )
+        with Path(made, "log").open("wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, *map(str, numbers)],
+                cwd=ROOT,
+                # As the tests: cores are shared by them all, and idle helpers of torch's are busy.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=numbers,
+                start_new_session=True,  # Ctrl-C is for the tests
+            )
         for listener in listeners:
             listener.close()
         atexit.register(_end, server, os.getpid(), made)
