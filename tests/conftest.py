@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.support import servers
 from tests.support.ranks import Ranks
 from tests.support.scripts import Scripts
 
@@ -42,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--accelerator`` says on which kinds of device ``tests/device`` runs."""
     told = "run tests/device on CUDA, or else on the test backend, which the process sees for ever"
     parser.addoption("--accelerator", action="store_true", help=told)
+
+
+def pytest_configure() -> None:
+    """The servers of scripts and ranks are those of the process that begins the workers."""
+    servers.folder()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,19 +115,13 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-IMPORTED = ("torch.distributed", "torch._dynamo", "swpipe")
-"""What scripts find imported; the first optimizer of a process imports the second for a second."""
-
-
 @pytest.fixture(scope="session")
-def scripts() -> Iterator[Scripts]:
+def scripts() -> Scripts:
     """Scripts in processes of their own, that find torch and swpipe imported."""
-    with Scripts(*IMPORTED) as scripts:
-        yield scripts
+    return Scripts("torch")
 
 
 @pytest.fixture(scope="session")
-def click_scripts() -> Iterator[Scripts]:
-    """The same; they find the click job of several ranks imported, too."""
-    with Scripts(*IMPORTED, "swpipe.tasks.clicks.sharded") as scripts:
-        yield scripts
+def torchrec_scripts() -> Scripts:
+    """The same; they find TorchRec and the click job of several ranks imported, too."""
+    return Scripts("torchrec")

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import swpipe.pipeline
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from tests.support.plans_for_tests import NOBODY_ELSE, piped, tasks
-from tests.support.ports import free_port
 from tests.support.ranks import Ranks
+from tests.support.scripts import Script, Scripts, as_torchrun
 
 
 def _depths(depths: tuple[int, int]) -> str:
@@ -62,31 +61,26 @@ def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
     assert two_ranks.run(_seeds, (5, 6), False) == [[], []]
 
 
-def _outlives(rank: int, folder: str, port: int) -> None:
+def outlives() -> None:
     """Rank 0, which holds the store, ends in between two steps; what the other says, and when."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=dt.timedelta(seconds=40),
-    )
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=40))
     meet = PipelineTask("meet", lambda ctx: dist.all_reduce(torch.ones(1)))
     with SWPipeline(PipelinePlan.serial([meet]), [meet]) as pipe:
         batches = iter(range(3))
         pipe.progress(batches)
-        if rank == 0:
+        if dist.get_rank() == 0:
             os._exit(0)
         begun_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             pipe.progress(batches)
-        said = [f"{time.monotonic() - begun_s}", *caught.value.__notes__]
-    (Path(folder) / "said").write_text("\n".join(said))
+        print(time.monotonic() - begun_s, *caught.value.__notes__, sep="\n")
 
 
-def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(tmp_path: Path) -> None:
+def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(scripts: Scripts) -> None:
     """Not after the time for which a connection to it is tried."""
-    mp.start_processes(_outlives, (str(tmp_path), free_port()), nprocs=2, start_method="forkserver")
-    took_s, *notes = (tmp_path / "said").read_text().splitlines()
+    code = "from tests._distributed.test_rank_checks import outlives; outlives()"
+    ranks = [Script(code, environment=one, is_torn_down=False) for one in as_torchrun(2)]
+    _, told = scripts.run_together(ranks)
+    took_s, *notes = told.stdout.splitlines()
     assert float(took_s) < 30.0
     assert any("whether another rank had failed before is not known" in note for note in notes)

@@ -183,26 +183,17 @@ HOSTILE_COSTS = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_PLANS)
-def test_a_file_that_is_no_plan_is_refused_in_a_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
-    """Each of them once ended in a traceback, a hang, or a message of megabytes."""
-    text, said = HOSTILE_PLANS[name]
-    (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-    checked(refused(capsys, "plan", "show", tmp_path / name), said)
-
-
-@pytest.mark.parametrize("name", HOSTILE_COSTS)
-def test_a_file_that_is_no_cost_model_is_refused_in_a_line(
+@pytest.mark.parametrize("name", [*HOSTILE_PLANS, *HOSTILE_COSTS])
+def test_a_file_that_is_no_plan_or_cost_model_is_refused_in_a_line(
     capsys: pytest.CaptureFixture[str], here: Path, name: str
 ) -> None:
-    """Each of them once ended in a traceback, or in infinite predictions."""
-    text, said = HOSTILE_COSTS[name]
-    (here / "odd.json").write_text(text)
-    line = refused(capsys, *COSTS, "odd.json")
+    """Each once ended in a traceback, a hang, a message of megabytes, or infinite predictions."""
+    command = ("plan", "show") if name in HOSTILE_PLANS else COSTS
+    text, said = {**HOSTILE_PLANS, **HOSTILE_COSTS}[name]
+    (here / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    line = refused(capsys, *command, name)
     checked(line, said)
-    assert "odd.json" in line
+    assert name in line
 
 
 # ------------------------------------------------------------------------------------- ranks
@@ -213,13 +204,6 @@ def as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables that torchrun sets, as a container of a cluster may have them."""
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("as_a_rank")
-def test_what_needs_no_ranks_waits_for_none(here: Path) -> None:
-    """Help once waited for ever, without a word, for ranks that nobody had started."""
-    for args in ((), ("--help",), ("train", "--help"), ("plan", "show", "plan.toml")):
-        assert run(*args) == 0
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -258,13 +242,19 @@ def test_a_variable_that_torchrun_would_not_set_is_refused(
 
 
 @pytest.mark.usefixtures("as_a_rank")
-def test_under_torchrun_every_command_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one line tells all ranks of a command that makes no sense there."""
+def test_what_needs_no_ranks_waits_for_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help once waited for ever, without a word, for ranks that nobody had started.
+
+    Under torchrun every other command joins: one line tells all ranks of one that makes no sense.
+    """
+    for args in ((), ("--help",), ("train", "--help"), ("plan", "show", "plan.toml")):
+        assert run(*args) == 0
     assert not launched.joins(["demo"])
     assert launched.joins(["profile"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     assert launched.joins(["demo"])
     assert not launched.joins(["demo", "--help"])
+    assert not launched.joins(["--version"])
 
 
 # ----------------------------------------------------------------------------------- outputs

@@ -61,7 +61,8 @@ def test_the_hardest_plans_stay_within_memory(scripts: Scripts, tmp_path: Path) 
     for make in (most_tasks, most_work, most_distance, unknown_names):
         plan = tmp_path / f"{make.__name__}.json"
         plan.write_text(json.dumps(make()))
-        limited.append(Script(LIMITED, args=("plan", "show", str(plan))))
+        args = ("plan", "show", str(plan))
+        limited.append(Script(LIMITED, args=args, is_torn_down=False))
     for ended in scripts.run_together(limited):
         assert ended.returncode in (0, 2)
         assert ended.stderr.count("\n") == (ended.returncode == 2)

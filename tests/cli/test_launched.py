@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -32,13 +31,13 @@ from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop
 from tests.cli.test_cli import out, run
 from tests.support.scripts import Script, Scripts, as_torchrun
+from tests.support.servers import ROOT
 from tests.tasks.clicks.rows import lines, row, write_log
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchrec") is None or find_spec("polars") is None,
     reason="needs swpipe[clicks] and TorchRec",
 )
-ROOT = Path(__file__).parents[2]
 
 
 class Done(NamedTuple):
@@ -60,6 +59,23 @@ class Done(NamedTuple):
         return [line for line in self.err.splitlines() if line.startswith("swpipe: ")]
 
 
+LOOP = """
+import torch.distributed as dist
+from swpipe import PipelineTask
+
+
+def reduce(ctx):
+    dist.all_reduce(ctx.batch)
+    ctx.loss = ctx.batch.sum()
+
+
+def loop():
+    import torch
+    return [PipelineTask("reduce", reduce)], [torch.ones(4)] * 9
+"""
+"""Of the user's own, whose tasks communicate."""
+
+
 MAIN = "from swpipe.cli import main; main()"
 
 QUICK = "a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1"
@@ -67,47 +83,54 @@ QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
 """What a plan is searched and tried with says nothing about ranks."""
 
 
-def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN) -> Done:
+def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path = ROOT) -> Done:
     """Run the command line on two ranks, which are told what torchrun tells them."""
-    ranks = [Script(code, args=[*map(str, args)], environment=told) for told in as_torchrun(2)]
+    one = Script(code, args=[*map(str, args)], folder=str(folder))
+    ranks = [replace(one, environment=told) for told in as_torchrun(2)]
     ended = scripts.run_together(ranks)
     codes = {rank: one.returncode for rank, one in enumerate(ended) if one.returncode}
     return Done("".join(one.stdout for one in ended), "".join(one.stderr for one in ended), codes)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_bit_equal_under_three_plans(
-    click_scripts: Scripts, tmp_path: Path
-) -> None:
-    """One bar, one table, one timeline: those of rank 0; both measure, and come to one plan."""
+def test_two_ranks_train_bit_equal(torchrec_scripts: Scripts, tmp_path: Path) -> None:
+    """One bar, one table, one timeline: those of rank 0."""
     log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
     timeline = tmp_path / "timeline.json"
     done = on_two_ranks(
-        click_scripts, "train", "--data", log, "--held-out", held_out, "--batch-size", 8,
-        "--steps", 6, "--compare", "serial,sparse_dist,auto", "--timeline", timeline, code=QUICKLY,
+        torchrec_scripts, "train", "--data", log, "--held-out", held_out, "--batch-size", 8,
+        "--steps", 6, "--compare", "serial,sparse_dist", "--timeline", timeline,
     )  # fmt: skip
     assert done.codes == {}, done.err
-    for plan in ("sparse_dist", "auto"):
-        assert done.out.count(f"serial and {plan}: bit-equal: 6 losses and 37 parameters") == 1
+    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
     assert done.out.count("held-out rows: AUC ") == 1
     assert done.out.count("data: 60 rows, none malformed") == 1
     assert done.err.count("training: 100%") == 1  # of one rank alone
     assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
+    assert "\nserial " in done.out
+
+
+def test_two_ranks_make_one_plan(torchrec_scripts: Scripts, tmp_path: Path) -> None:
+    """Both measure, and train under the same plan; rank 0 tells how it was made."""
+    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
+    args = ("--workload", "my_ranked_loop:loop", "--device", "cpu", "--compare", "serial,auto")
+    done = on_two_ranks(torchrec_scripts, "train", *args, code=QUICKLY, folder=tmp_path)
+    assert done.codes == {}, done.err
+    assert done.out.count("serial and auto: bit-equal: 9 losses") == 1
     assert re.findall(
         r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
     )
-    assert "\nserial " in done.out
     assert "auto: expected " in done.out
     assert done.err.splitlines().count("recording what the tasks touch") == 1
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_wrong_is_told_once(click_scripts: Scripts, tmp_path: Path) -> None:
+def test_what_one_rank_finds_wrong_is_told_once(torchrec_scripts: Scripts, tmp_path: Path) -> None:
     """The malformed row is rank 1's; rank 0 tells, and both end with exit code 2."""
     log = tmp_path / "log.tsv"
     good = write_log(log, 60).read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(good[:13]) + lines(row({0: "7"})) + b"".join(good[13:]))
-    done = on_two_ranks(click_scripts, "train", "--data", log, "--batch-size", 8, "--strict")
+    done = on_two_ranks(torchrec_scripts, "train", "--data", log, "--batch-size", 8, "--strict")
     (told,) = done.told
     assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
     assert done.codes == {0: 2, 1: 2}
@@ -123,13 +146,13 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 
 @pytest.mark.slow
 def test_ranks_with_different_plan_files_are_told_so_once(
-    click_scripts: Scripts, tmp_path: Path
+    torchrec_scripts: Scripts, tmp_path: Path
 ) -> None:
     """In one line, with what differs and where; no batch is read, nor the data looked at."""
     plan = sharded_clicks.PLANS["sparse_dist"]()
     plan.save(tmp_path / "plan0.toml")
     replace(plan, pipeline_depth=plan.depth + 1).save(tmp_path / "plan1.toml")
-    done = on_two_ranks(click_scripts, "train", "--data", "no.tsv", tmp_path, code=APART)
+    done = on_two_ranks(torchrec_scripts, "train", "--data", "no.tsv", tmp_path, code=APART)
     (told,) = done.told
     assert told.startswith("swpipe: the ranks were given different commands: plan 1, digest: ")
     assert (
@@ -179,11 +202,11 @@ main()
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_own_error(
-    click_scripts: Scripts, tmp_path: Path
+    torchrec_scripts: Scripts, tmp_path: Path
 ) -> None:
     """Within seconds, with its task and iteration."""
     log = write_log(tmp_path / "log.tsv", 60)
-    done = on_two_ranks(click_scripts, "train", "--data", log, "--batch-size", 4, code=FAILING)
+    done = on_two_ranks(torchrec_scripts, "train", "--data", log, "--batch-size", 4, code=FAILING)
     began_s = float(done.out.split("BEGIN")[1].split()[0])
     assert time.time() - began_s < 60.0  # gloo's own time-out is half an hour
     assert done.codes[1] == 1
@@ -193,12 +216,14 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error(
 
 
 LEFT = """
-import sys
+import os, sys
+import torch.distributed as dist
 from swpipe.cli.launched import run_on_ranks
 
+stores = [dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)]
+os.environ["MASTER_PORT"] = str(stores[0].port)
 def fail(job):
-    print("READY", flush=True, file=sys.__stdout__)
-    sys.stdin.readline()
+    stores.clear()
     print("LAST", file=sys.__stdout__)  # and not flushed
     raise ZeroDivisionError("planted on rank one")
 
@@ -206,28 +231,12 @@ run_on_ranks(fail)
 """
 
 
-def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone() -> None:
+def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Scripts) -> None:
     """As it is where rank 0 held it, and has failed before."""
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", LEFT],
-        env={**os.environ, **told, "PYTHONPATH": str(ROOT), "MASTER_PORT": f"{store.port}"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as rank:
-        try:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "READY\n"
-            del store
-            printed, said = rank.communicate("\n", timeout=30)
-        finally:
-            rank.kill()
-    assert rank.returncode == 1
-    assert printed == "LAST\n"
-    assert "ZeroDivisionError: planted on rank one" in said
+    rank = scripts.run(Script(LEFT, environment=told), deadline_s=30)
+    assert (rank.returncode, rank.stdout) == (1, "LAST\n")
+    assert "ZeroDivisionError: planted on rank one" in rank.stderr
 
 
 class LeavingStore:
@@ -297,6 +306,7 @@ def _reraise(_: ranks.Rank, error: Exception) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_model")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_a_breakdown_is_of_every_task(
     one_rank: list[ranks.Verdict],
@@ -305,7 +315,7 @@ def test_a_breakdown_is_of_every_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
-    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=2)
+    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=1)
     monkeypatch.setattr(TaskProfiler, "profile_many", quick)
     log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
     args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)
@@ -315,21 +325,6 @@ def test_a_breakdown_is_of_every_task(
     assert figures.exists()
     assert not dist.is_initialized()
     assert one_rank == []
-
-
-LOOP = """
-import torch.distributed as dist
-from swpipe import PipelineTask
-
-
-def reduce(ctx):
-    dist.all_reduce(ctx.batch)
-
-
-def loop():
-    import torch
-    return [PipelineTask("reduce", reduce)], [torch.ones(4)] * 9
-"""
 
 
 @pytest.mark.slow
@@ -354,6 +349,7 @@ def test_plans_are_inferred_and_checked_on_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_model")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_the_plans_of_ranks_pass_their_check(
     one_rank: list[ranks.Verdict],

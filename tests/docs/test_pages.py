@@ -21,15 +21,6 @@ GUARANTEES = DOCS / "guide" / "guarantees.md"
 _AUTOMODULE = re.compile(r"automodule:: ([\w.]+)(?:\n +:exclude-members: (.*))?")
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 _SECTION_LINK = re.compile(r"\]\((?!\w+:)([^)#]*)#([^)]+)\)")
-
-NOT_OUR_WORDS = re.compile(
-    r"wardrobe|\bstroll|rehears|turnstile|\b(?:with)?in sight|\bthe cast\b|"
-    r"(?-i:\bFlight\b)|\bwitness|\bthe house\b|\bwalkers?\b",
-    re.IGNORECASE,
-)
-"""Metaphors that stood for a term of ``docs/guide/glossary.md``."""
-
-
 _FENCE = re.compile(r"^ *(```|~~~|:::)")
 _RULE = re.compile(r"\|( *:?-+:? *\|)+ *$")
 
@@ -125,17 +116,6 @@ def test_every_public_name_has_a_docstring() -> None:
     assert undocumented == []
 
 
-def test_metaphors_do_not_come_back() -> None:
-    """The code and the documentation use the terms of the glossary."""
-    files = [*PACKAGE.rglob("*.py"), *PAGES, *(DOCS / "examples").glob("*.py")]
-    found = [
-        f"{path.relative_to(ROOT)}: {match[0]}"
-        for path in files
-        for match in NOT_OUR_WORDS.finditer(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere_and_tables_are_whole(page: Path) -> None:
     """Files and pictures exist, and so do headings, as README's readers follow these, too.
@@ -148,12 +128,6 @@ def test_links_lead_somewhere_and_tables_are_whole(page: Path) -> None:
     targets = [(page.parent / (file or page), section) for file, section in links]
     assert [target for target in targets if target[1] not in sections(target[0])] == []
     assert rows_cut_off(text) == []
-
-
-def test_a_table_that_is_cut_is_seen() -> None:
-    """Each row that follows something else than a row, and is no header; code is left alone."""
-    assert rows_cut_off("| a | b |\n|:--|--:|\n| 1 | 2 |\n\n| 3 | 4 |\n") == ["5: | 3 | 4 |"]
-    assert rows_cut_off("```text\n| a | b |\n```\n    | drawn |\n") == []
 
 
 def test_every_guarantee_says_how_it_is_checked() -> None:

@@ -5,10 +5,9 @@
       ranks.run(fn, 3)  ───────>  fn(3)  <─ gloo ─>  fn(3)
       [a, b]            <───────  a                  b
 
-To import torch and TorchRec takes seconds: one process does that once, and ranks are forked from
-it, which has run nothing and holds no group. One group runs many functions all the same. A function
-is found by its module and name, and so stands at the top level of a module; it learns its rank from
-``torch.distributed``.
+Ranks are forked from a server, which has run nothing and holds no group. One group runs many
+functions all the same. A function is found by its module and name, and so stands at the top level
+of a module; it learns its rank from ``torch.distributed``.
 
 No call outlives its deadline, and no process its ``Ranks``. A group of which some ranks failed and
 others did not is not used again, since its ranks may be in the middle of different collectives: the
@@ -19,26 +18,23 @@ from __future__ import annotations
 
 import datetime as dt
 import faulthandler
-import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from tests.support.servers import Process
 
 START_S = 120.0
 """Seconds in which all ranks must have imported torch and found each other."""
@@ -49,14 +45,6 @@ STOP_S = 20.0
 
 WELL_BEFORE_S = 30.0
 """Half a function's deadline: what is told at once is told by then on the busiest machine."""
-
-
-IMPORTED = (
-    "torch.distributed",
-    "torchrec.distributed.train_pipeline",
-    "swpipe.tasks.torchrec.drop_in",
-)
-"""What ranks find imported; what is not installed is left out."""
 
 
 class RankDied(RuntimeError):
@@ -108,7 +96,7 @@ class Ranks:
         self.size = size
         self.deadline_s = deadline_s
         self.grace_s = grace_s
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[Process] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -134,34 +122,24 @@ class Ranks:
             pipe.close()
         deadline = time.monotonic() + STOP_S
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.wait(deadline - time.monotonic())
         self._kill()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     # ------------------------------------------------------------------ private
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(list(IMPORTED))
         for rank in range(self.size):
-            here, there = server.Pipe()
-            process = server.Process(
-                target=_serve, args=(there, rank, self.size, self._folder.name), daemon=True
-            )
-            process.start()
+            here, there = Pipe()
+            job = {"rank": rank, "size": self.size, "folder": self._folder.name}
+            self.processes.append(Process("torchrec", __name__, job, [there.fileno()]))
             there.close()
-            self.processes.append(process)
             self._pipes.append(here)
         self._gather("the start of the ranks", START_S)
 
@@ -197,8 +175,7 @@ class Ranks:
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionError):
-            self.processes[rank].join(STOP_S)
-            code = self.processes[rank].exitcode
+            code = self.processes[rank].wait(STOP_S)
             return RankDied(f"rank {rank} died inside {name} (exit code {code})")
 
     def _failure(self, answers: dict[int, Any]) -> BaseException:
@@ -220,7 +197,7 @@ class Ranks:
     def _timeout(self, name: str, within_s: float, answers: dict[int, Any]) -> RanksTimeout:
         files = [Path(self._folder_name, f"stacks{rank}") for rank in range(self.size)]
         for process in self.processes:
-            if process.pid is not None and process.is_alive():
+            if process.wait(0.0) is None:
                 os.kill(process.pid, signal.SIGUSR1)
         until = time.monotonic() + STOP_S
         while time.monotonic() < until and not all(f.exists() and f.stat().st_size for f in files):
@@ -241,7 +218,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.wait(STOP_S)
         for pipe in self._pipes:
             pipe.close()
         self.processes, self._pipes = [], []
@@ -255,12 +232,12 @@ def _after(other: _Raised, answers: dict[int, Any]) -> str:
     return f"{other.when_s - first_s:.1f} s later"
 
 
-def _serve(pipe: Connection[Any, Any], rank: int, size: int, folder: str) -> None:
+def begin(job: dict[str, Any], descriptors: list[int]) -> None:
     """A rank's life: what it is told, one thing after the other, until the test hangs up."""
+    rank, size, folder = job["rank"], job["size"], job["folder"]
+    pipe: Connection[Any, Any] = Connection(descriptors[0])
     stacks = os.open(Path(folder, f"stacks{rank}"), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # all that is imported by now need not be searched for garbage again
     torch.set_num_threads(1)
     # What torchrun would say.
     os.environ.update(
@@ -299,11 +276,3 @@ def _join(rank: int, size: int, folder: str) -> None:
 def _call(message: bytes) -> Any:
     fn, args = pickle.loads(message)
     return fn(*args)
-
-
-def _end_with_parent() -> None:
-    """A rank inside a collective would outlive a test run that was killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -1,38 +1,29 @@
 """Python scripts in processes of their own, forked from one that has imported torch already.
 
-    test                          server                          script
-    run("...")    ── request ──>  has imported torch, swpipe
-                                  fork  ─────────────────────>    ``__main__``, from the first line
-                  <── code ─────  waits, kills what is late       to the interpreter's shutdown
-
-To import torch and to take it down again costs two seconds of a script that runs for milliseconds.
-A script that is to show what an import does, or what a launcher, needs an interpreter of its own.
+A script is ``__main__``, from its first line to the interpreter's shutdown. One that is to show
+what an import does, or what a launcher, needs an interpreter of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
-import gc
-import json
 import os
 import runpy
-import select
-import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple
 
 from tests.support.ports import free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.support.servers import ROOT, Process
 
 DEADLINE_S = 120.0
 """Seconds after which a script is killed, where a test does not say otherwise."""
@@ -50,6 +41,8 @@ class Script:
         environment: Variables besides those of the server.
         folder: Where it runs.
         errors: Warnings that are errors, by the names of their classes.
+        is_torn_down: Whether modules and daemon threads are taken down at its end, which takes
+            long; without it threads are joined and exit functions called all the same.
     """
 
     code: str = ""
@@ -59,6 +52,7 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str = str(ROOT)
     errors: Sequence[str] = ()
+    is_torn_down: bool = True
 
 
 def as_torchrun(size: int) -> list[dict[str, str]]:
@@ -88,15 +82,14 @@ class LateError(RuntimeError):
 
 
 class Scripts:
-    """Runs scripts; the server begins with the first one.
+    """Runs scripts.
 
     Args:
-        imports: Modules that scripts find imported.
+        kind: The server that they are forked from, of ``servers.IMPORTED``.
     """
 
-    def __init__(self, *imports: str) -> None:
-        self._imports = imports
-        self._server: subprocess.Popen[bytes] | None = None
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def run(self, script: Script, deadline_s: float = DEADLINE_S) -> Ended:
         """Run one script."""
@@ -110,88 +103,57 @@ class Scripts:
         Raises:
             LateError: One had not ended by the deadline.
         """
-        with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
-            jobs = [{**asdict(s), "out": f"{folder}/{k}"} for k, s in enumerate(scripts)]
-            codes = self._ask({"jobs": jobs, "deadline_s": deadline_s})
-            said = [
-                [Path(f"{folder}/{k}.{fd}").read_text("utf-8", "replace") for fd in (1, 2)]
-                for k in range(len(jobs))
+        with ExitStack() as files:
+            outputs = [
+                [files.enter_context(tempfile.TemporaryFile()) for _ in (1, 2)] for _ in scripts
             ]
-        ended = [Ended(code, *text) for code, text in zip(codes, said, strict=True)]
-        for one in ended:
-            if one.returncode == -signal.SIGKILL:
-                raise LateError(f"a script was killed after {deadline_s:g} s:\n{one.stderr}")
+            processes = [
+                Process(self._kind, __name__, asdict(script), [file.fileno() for file in pair])
+                for script, pair in zip(scripts, outputs, strict=True)
+            ]
+            until_s = time.monotonic() + deadline_s
+            codes = [process.wait(until_s - time.monotonic()) for process in processes]
+            for process in processes:
+                process.kill()
+                process.wait(DEADLINE_S)
+            said = [[_text(file) for file in pair] for pair in outputs]
+        ended = []
+        for code, (printed, error) in zip(codes, said, strict=True):
+            if code is None:
+                raise LateError(f"a script was killed after {deadline_s:g} s:\n{error}")
+            ended.append(Ended(code, printed, error))
         return ended
 
-    def _ask(self, request: dict[str, Any]) -> list[int]:
-        if self._server is None:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.scripts", *self._imports],
-                cwd=ROOT,
-                # As the tests: cores are shared by scripts, and idle helpers of torch's are busy.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
-        answer: list[int] = json.loads(self._server.stdout.readline())
-        return answer
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._server is not None:
-            # Not by the end of its input: processes that the tests have forked hold the pipe, too.
-            self._server.communicate(b"\n", timeout=DEADLINE_S)
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
 
 
-# ------------------------------------------------------------------------------ the server
-
-
-def serve() -> dict[str, Any] | None:
-    """Fork a process for each script, and tell how they ended; None at the end of the tests.
-
-    In the processes it returns the script to run.
-    """
-    while (line := sys.stdin.buffer.readline()).strip():
-        request = json.loads(line)
-        began: list[int] = []
-        for job in request["jobs"]:
-            began.append(os.fork())
-            if began[-1] == 0:
-                return dict(job)
-        until_s = time.monotonic() + request["deadline_s"]
-        codes = [_exit_code(child, until_s) for child in began]
-        os.write(1, json.dumps(codes).encode() + b"\n")
-    return None
-
-
-def _exit_code(child: int, until_s: float) -> int:
-    end = os.pidfd_open(child)
-    ended, _, _ = select.select([end], [], [], max(0.0, until_s - time.monotonic()))
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    os.close(end)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def become(job: dict[str, Any]) -> None:
+def begin(job: dict[str, Any], outputs: list[int]) -> None:
     """Be the script, in this process."""
-    for fd in (1, 2):
-        opened = os.open(f"{job['out']}.{fd}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(opened, fd)
-        os.close(opened)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
     for name in job["errors"]:
         warnings.simplefilter("error", getattr(builtins, name))
     sys.argv[:] = [job["path"] or "-c", *job["args"]]
+    try:
+        _run(job)
+    except SystemExit as end:
+        if end.code:
+            raise
+    if not job["is_torn_down"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _run(job: dict[str, Any]) -> None:
     if job["module"]:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
         return
@@ -203,14 +165,3 @@ def become(job: dict[str, Any]) -> None:
         sys.path.insert(0, str(Path(job["path"]).parent))  # as Python does
         code = Path(job["path"]).read_text("utf-8")
     exec(compile(code, job["path"] or "<string>", "exec"), vars(main))
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        module = import_module(name)
-        for public in getattr(module, "__all__", ()):  # some are loaded when first asked for
-            getattr(module, public)
-    gc.collect()
-    gc.freeze()  # else the shutdown of every script searches all that was imported
-    if (asked := serve()) is not None:
-        become(asked)

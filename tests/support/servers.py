@@ -1,0 +1,240 @@
+"""Servers from which the scripts and ranks of tests are forked; one of each kind for all workers.
+
+    test, in any worker      server                          process
+    Process(job) ── job ──>  has imported torch, or more
+                             fork  ─────────────────────>    the job
+                 <── pid, code ─  waits; kills it where the test has hung up
+
+To import torch takes seconds, TorchRec some more: a machine does that once, when the first test
+asks. The kinds beyond the first are forked from it. Servers end with the process that began them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+IMPORTED = {
+    # The first optimizer of a process imports the second for a second.
+    "torch": ("torch.distributed", "torch._dynamo", "swpipe"),
+    "lightning": ("lightning",),
+    "torchrec": (
+        "hypothesis",
+        "pytest",
+        "torchrec.distributed.train_pipeline",
+        "swpipe.tasks.torchrec.drop_in",
+        "swpipe.tasks.clicks.sharded",
+    ),
+}
+"""What processes find imported, by kind of server; all find what the first has."""
+
+_PID_BYTES = 4
+
+_FOLDER = "SWPIPE_TESTS_SERVERS"
+"""The variable that names the folder of the servers' sockets, and the checkout that they serve."""
+
+
+def folder() -> Path:
+    """That of the servers' sockets. Servers begin, unless those that began this process did so."""
+    made, _, of = os.environ.get(_FOLDER, "").partition(" ")
+    if of != str(ROOT):
+        made = tempfile.mkdtemp(prefix="servers-")
+        os.environ[_FOLDER] = f"{made} {ROOT}"
+        listeners = [_listener(f"{made}/{kind}") for kind in IMPORTED]
+        numbers = [listener.fileno() for listener in listeners]
+        with Path(made, "log").open("wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, *map(str, numbers)],
+                cwd=ROOT,
+                # As the tests: cores are shared by them all, and idle helpers of torch's are busy.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=numbers,
+                start_new_session=True,  # Ctrl-C is for the tests
+            )
+        for listener in listeners:
+            listener.close()
+        atexit.register(_end, server, os.getpid(), made)
+    return Path(made)
+
+
+def _listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    return listener
+
+
+def _end(server: subprocess.Popen[bytes], began: int, made: str) -> None:
+    if os.getpid() == began:
+        server.kill()
+        server.wait()
+        shutil.rmtree(made)
+
+
+class Process:
+    """A job in a process of its own, which is killed when this one ends.
+
+    Args:
+        kind: The server to fork it from.
+        module: Its ``begin`` is called there, with the job and the descriptors.
+        job: What JSON takes.
+        descriptors: Those of files that the process gets, too.
+    """
+
+    def __init__(
+        self, kind: str, module: str, job: dict[str, Any], descriptors: Sequence[int]
+    ) -> None:
+        self._code: int | None = None
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(str(folder() / kind))
+        said = json.dumps((module, job)).encode() + b"\n"
+        sent = socket.send_fds(self._server, [said], descriptors)
+        self._server.sendall(said[sent:])
+        self.pid = int.from_bytes(self._server.recv(_PID_BYTES), "big")
+        """Of the process, which has begun by now."""
+
+    def wait(self, within_s: float) -> int | None:
+        """The exit code, as of ``subprocess``; None where it has not ended."""
+        if self._code is None and select.select([self._server], [], [], max(0.0, within_s))[0]:
+            self._code = int(self._server.recv(64))
+            self._server.close()
+        return self._code
+
+    def kill(self) -> None:
+        """End it."""
+        if self._code is None:
+            self._server.shutdown(socket.SHUT_WR)
+
+
+# ------------------------------------------------------------------------------ the server
+
+
+class _Running(NamedTuple):
+    """A process, what is readable when it has ended, and what is when its test has."""
+
+    process: int
+    ended: int
+    test: socket.socket
+
+    def close(self) -> None:
+        """Neither is looked at any more."""
+        os.close(self.ended)
+        self.test.close()
+
+
+class Server:
+    """Forks a process for each job.
+
+    Args:
+        descriptors: Of the listening sockets, by kind; the first kind is this server's own.
+    """
+
+    def __init__(self, descriptors: Sequence[str]) -> None:
+        self._owner = os.pidfd_open(os.getppid())
+        self._listeners = {
+            kind: socket.socket(fileno=int(number))
+            for kind, number in zip(IMPORTED, descriptors, strict=True)
+        }
+        self._kind = next(iter(IMPORTED))
+        self._has_imported = False
+        self._running: list[_Running] = []
+
+    def serve(self) -> tuple[str, dict[str, Any], list[int]]:
+        """Returns in each process that is forked: its module, job and descriptors."""
+        while True:
+            of_jobs = [source for one in self._running for source in (one.ended, one.test)]
+            sources = [self._owner, *self._listeners.values(), *of_jobs]
+            ready = select.select(sources, [], [])[0]
+            self._end_jobs(ready)
+            if self._owner in ready:
+                os._exit(0)
+            if not self._has_imported:
+                _import(self._kind)
+                self._has_imported = True
+            for kind in [kind for kind, one in self._listeners.items() if one in ready]:
+                if kind != self._kind:
+                    self._begin_server(kind)
+                    break  # this may be that server now
+                if job := self._begin_job():
+                    return job
+
+    def _end_jobs(self, ready: list[Any]) -> None:
+        """Tell how they ended; kill those of tests that have hung up."""
+        for one in [one for one in self._running if one.ended in ready]:
+            code = os.waitstatus_to_exitcode(os.waitpid(one.process, 0)[1])
+            with suppress(OSError):  # the test has hung up
+                one.test.sendall(str(code).encode())
+            self._running.remove(one)
+            one.close()
+        for one in self._running:
+            if one.test in ready or self._owner in ready:
+                os.kill(one.process, signal.SIGKILL)
+
+    def _begin_job(self) -> tuple[str, dict[str, Any], list[int]] | None:
+        test, _ = self._listeners[self._kind].accept()
+        said, descriptors, _, _ = socket.recv_fds(test, 1 << 16, 8)
+        while not said.endswith(b"\n"):
+            said += test.recv(1 << 16)
+        process = os.fork()
+        if process == 0:
+            test.close()
+            os.close(self._owner)
+            self._forget({*self._listeners})
+            module, job = json.loads(said)
+            return module, job, descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(OSError):
+            test.sendall(process.to_bytes(_PID_BYTES, "big"))
+        self._running.append(_Running(process, os.pidfd_open(process), test))
+        return None
+
+    def _begin_server(self, kind: str) -> None:
+        """Fork a server of this kind."""
+        if os.fork() == 0:
+            self._forget({*self._listeners} - {kind})
+            self._kind, self._has_imported = kind, False
+        else:
+            self._listeners.pop(kind).close()
+
+    def _forget(self, kinds: set[str]) -> None:
+        """In a fork: the other servers and their processes are no longer its own."""
+        for kind in kinds:
+            self._listeners.pop(kind).close()
+        for one in self._running:
+            one.close()
+        self._running = []
+
+
+def _import(kind: str) -> None:
+    for name in IMPORTED[kind]:
+        with suppress(ImportError, AttributeError):  # what is not installed
+            module = import_module(name)
+            for public in getattr(module, "__all__", ()):  # some are loaded when first asked for
+                getattr(module, public)
+    gc.collect()
+    gc.freeze()  # else the shutdown of every process searches all that was imported
+
+
+if __name__ == "__main__":
+    name, given, files = Server(sys.argv[1:]).serve()
+    import_module(name).begin(given, files)
