@@ -201,5 +201,7 @@ def rows(rounds: int = 7, periods: int = 30) -> list[Row]:
         found.append(row(case, rounds, periods))
         found.append(predicted_row(case.what, case.plan, case.tasks(), [None], rounds, periods))
     with tempfile.TemporaryDirectory() as folder:
-        work = loop_tasks(), files(Path(folder))
-        return [*found, predicted_row("a data-bound loop", PLAN, *work, rounds, periods)]
+        batches = files(Path(folder))
+        what = "a data-bound loop"
+        found.append(predicted_row(what, PLAN, loop_tasks(), batches, rounds, periods))
+    return found

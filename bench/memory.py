@@ -91,8 +91,10 @@ def on_rank(passes: int) -> tuple[int, float]:
     from bench.dlrm import CPU, TINY, batches, dense_optimizer, sharded_dlrm
     from swpipe.tasks.torchrec import PipelineFactory
 
-    model, data = sharded_dlrm(TINY), batches(TINY, 10)
-    name, optimizer = "jagged_split_sparse_dist", dense_optimizer(model)
+    model = sharded_dlrm(TINY)
+    data = batches(TINY, 10)
+    name = "jagged_split_sparse_dist"
+    optimizer = dense_optimizer(model)
     with PipelineFactory.create(name, model=model, optimizer=optimizer, device=CPU) as pipeline:
 
         def held_after(passes: int) -> tuple[int, float]:
@@ -104,7 +106,8 @@ def on_rank(passes: int) -> tuple[int, float]:
             gc.collect()
             return len(gc.get_objects()), resident_mib()
 
-        before, after = held_after(50), held_after(passes)
+        before = held_after(1 + passes // 4)
+        after = held_after(passes)
     return after[0] - before[0], after[1] - before[1]
 
 
