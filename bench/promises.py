@@ -38,7 +38,7 @@ MODELS, ON_RANKS = ("images", "clicks"), "clicks, two ranks"
 NEEDS = dict.fromkeys(("clicks", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu"))
 OWN, FILES = "my_loop:loop", "a data-bound loop"
 KNOWN = (
-    *("a decode", "two that feed", "a task that waits", "a loader in turn"),
+    *("a long decode", "two that feed", "a task that waits", "a slow loader in turn"),
     *("a loader in turn and a decode", "a fast one and a decode"),
 )
 RUNS, ROUNDS, TURN_S = 3, 6, 1.0

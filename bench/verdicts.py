@@ -36,7 +36,7 @@ from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
 BUSY, BUSY_ROUNDS = 2, 2  # fewer rounds than by default
 TOO_BUSY = "too busy to tell"
 MISSES = 2
-"""Intervals that may miss the truth: of 24 at 95%, one or two do."""
+"""Intervals that may miss the truth: of 17 at 95%, one or two do."""
 
 _APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: what waking up takes counts as well
 _TRUTH_S, _WARM_UP = 1.5, 5

@@ -105,24 +105,6 @@ def test_a_lie_about_a_python_value_is_found() -> None:
     assert_same_numbers(make, iterations=4)
 
 
-def test_a_lie_about_the_loader_is_found() -> None:
-    """``pull_ahead=True`` says that it does not read what the loop changes."""
-
-    def make() -> Loop:
-        job = Job()
-
-        def decode(ctx: Any) -> None:
-            ctx.x = ctx.batch + 1
-
-        def body(ctx: Any) -> None:
-            job.scale += 1
-
-        return job.loop(decode, loader=job.batches(), body=body, pull_ahead=True)
-
-    with pytest.raises(AssertionError, match=r"iteration [1-7]: ctx\.batch\[0, 0\] differs"):
-        assert_same_numbers(make)
-
-
 def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
     """By its path."""
 

@@ -92,20 +92,6 @@ def test_a_cycle_of_dependences_is_the_path(host: TimedHost) -> None:
     assert sum(trace.critical_path().per_iteration().values()) == pytest.approx(interval_ms)
 
 
-def test_a_dependence_between_iterations_is_an_edge(host: TimedHost) -> None:
-    """Reading the next batch has to wait for the step: the threads take turns."""
-    plan = PipelinePlan(
-        {"read": TaskSchedule(thread_group="io"), "step": TaskSchedule()},
-        deps=[("step", "read")],
-        cross_iter_deps=[("read", "step")],
-    )
-    path = traced(plan, host, read=2, step=3).critical_path()
-    assert sum(path.per_iteration().values()) == pytest.approx(5.0)
-    assert "step i -> read i+1 (dependence)" in path.edges() or any(
-        "<admit> i -> read i" in edge for edge in path.edges()
-    )
-
-
 def test_a_path_without_a_steady_state_is_told_in_full(host: TimedHost) -> None:
     """One iteration."""
     path = traced(overlapped({"default": ["read", "train"]}), host, 1, read=1, train=2)
