@@ -37,7 +37,6 @@ PARTS = (
     "torchrec_classes",
     "pipeline_parallel",
     "layer_overlap",
-    "paired_passes",
     "device",
     "accelerator",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from bench.contenders import CONTENDERS, Contender, streams_on_a_cpu
 from bench.dlrm import Batch, Size, dense_optimizer, endless, everything, sharded_dlrm
 from bench.emulated_link import EmulatedLink, reduce_by_link
 from bench.measure import sharpen_timers
+
+MODELS: Mapping[str, Callable[[Size], nn.Module]] = {"DLRM": sharded_dlrm}
 
 WARM_UP = 4
 """Untimed steps at the beginning of each turn."""
@@ -61,6 +63,7 @@ class Runner:
 
 
 def contest(
+    model: str,
     latencies: Sequence[float],
     rounds: int,
     steps: int,
@@ -74,7 +77,7 @@ def contest(
     with streams_on_a_cpu(), EmulatedLink() as link:
         for latency in latencies:
             link.latency_ms = latency
-            runners = [runner(c, size, link) for c in chosen]
+            runners = [runner(c, MODELS[model](size), size, link) for c in chosen]
             ms = found.ms[latency] = {contender.name: [] for contender in chosen}
             for turn in range(rounds):
                 for one in runners if turn % 2 == 0 else reversed(runners):
@@ -106,9 +109,8 @@ def _differ(runners: Sequence[Runner]) -> list[str]:
     return found
 
 
-def runner(contender: Contender, size: Size, link: EmulatedLink) -> Runner:
-    """A contender at its start. Where the link is slow, so are its all-reduces."""
-    trained = sharded_dlrm(size)
+def runner(contender: Contender, trained: nn.Module, size: Size, link: EmulatedLink) -> Runner:
+    """A contender that trains a model. Where the link is slow, so are its all-reduces."""
     if link.latency_ms and not contender.ours:  # ours all-reduces from Python by itself
         reduce_by_link(trained)
     pipeline = contender.make(trained, dense_optimizer(trained))

@@ -20,10 +20,12 @@ NAMES = ("TorchRec base", "TorchRec staged", "TorchRec semi-sync", "split", "sem
 @pytest.mark.slow
 def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> None:
     """Every contender has its figures, and every verdict that can be given is given."""
-    found: list[Contest] = two_ranks.run(contest, (1.0,), 1, 2, TINY, NAMES, deadline_s=240.0)
+    found: list[Contest] = two_ranks.run(
+        contest, "DLRM", (1.0,), 1, 2, TINY, NAMES, deadline_s=240.0
+    )
     assert [of_rank.differ for of_rank in found] == [[], []]
     assert found[0].per_step == {"all_to_all_single": 5.0, "all_reduce": 1.0}
-    rows = [*sparse_dist.figures(found[0]), *sparse_dist.verdicts(found[0])]
+    rows = [*sparse_dist.figures("DLRM", found[0]), *sparse_dist.verdicts("DLRM", found[0])]
     assert [row.bar for row in rows if row.bar is not None] == [1.0, 1.0]
 
 
@@ -36,7 +38,7 @@ def _miscalled() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         exact = tuple(replace(one, stale=False) for one in module.CONTENDERS)
         patch.setattr(module, "CONTENDERS", exact)
-        return contest((0.0,), 1, 2, TINY, ("TorchRec base", "semi_sync")).differ
+        return contest("DLRM", (0.0,), 1, 2, TINY, ("TorchRec base", "semi_sync")).differ
 
 
 def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks) -> None:

@@ -101,13 +101,13 @@ def _seen(steps: int) -> tuple[Calls, Calls]:
 
     from bench.contenders import CONTENDERS, streams_on_a_cpu
     from bench.contest import runner
-    from bench.dlrm import TINY
+    from bench.dlrm import TINY, sharded_dlrm
 
     issued: Calls = {}
     late: Calls = {}
     with streams_on_a_cpu(), EmulatedLink(1e-3) as link:
         for contender in CONTENDERS[::5]:  # one of TorchRec's and one of ours
-            made = runner(contender, TINY, link)
+            made = runner(contender, sharded_dlrm(TINY), TINY, link)
             for _ in range(6):
                 made.pipeline.progress(made.data)
             before = link.issued.copy()

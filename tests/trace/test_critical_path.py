@@ -12,16 +12,8 @@ from swpipe.trace import Row, Span, Trace
 from swpipe.trace.critical_path import critical_path
 from swpipe.trace.perfetto import Arrow
 from tests.profiler.sleepers import overlapped, sleepers
-from tests.support.virtual_clock import TimedHost, tell_time
+from tests.support.virtual_clock import TimedHost
 from tests.trace.test_lanes import ANY_SPANS, ARROWS, IO, READ_0, SPANS, TRAIN_0, TRAIN_1
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """The clock of the pipeline and of its traces."""
-    host = TimedHost()
-    tell_time(monkeypatch, host)
-    return host
 
 
 def traced(plan: PipelinePlan, host: TimedHost, iterations: int = 12, **ms: float) -> Trace:
