@@ -41,7 +41,11 @@ def training(*, compiled: bool = False) -> list[PipelineTask]:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters())
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    update = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+
+    def update() -> None:
+        optimizer.step()
+
+    updated = torch.compile(update, backend="eager") if compiled else update
 
     def decode(ctx: IterContext) -> None:
         batch = ctx.batch[0] if isinstance(ctx.batch, list) else ctx.batch
@@ -54,7 +58,7 @@ def training(*, compiled: bool = False) -> list[PipelineTask]:
         ctx.loss.backward()
 
     def step(ctx: IterContext) -> None:
-        update()
+        updated()
         optimizer.zero_grad()
 
     rest = [PipelineTask(fn.__name__, fn) for fn in (forward, backward, step)]
