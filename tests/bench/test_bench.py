@@ -91,14 +91,13 @@ def intervals(folder: Path) -> list[Row]:
     tasks = data_bound.loop_tasks()
     return [
         interval.row(case, 1, periods=5),
-        interval.predicted_row(case.what, case.plan, case.tasks(), [None], 1, 3),
         interval.predicted_row("loop", data_bound.PLAN, tasks, data_bound.files(folder), 1, 3),
     ]
 
 
 SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] = {
     "dispatch": (lambda _: dispatch.rows(rounds=1, iterations=3), [0.2, 0.5, *[None] * 5]),
-    "interval": (intervals, [interval.BAR, interval.BLOCKING_BAR, interval.REAL_BAR]),
+    "interval": (intervals, [interval.BAR, interval.REAL_BAR]),
     "profiler": (lambda _: profiler.rows(rounds=1), [profiler.PYTHON_BAR, profiler.KERNEL_BAR]),
     "serial": (lambda _: serial.rows(rounds=1, iterations=2), [1.02]),
     "extras": (lambda _: extras.rows(rounds=1, iterations=3), [1.0, None, 1.0, 1.02]),
@@ -174,7 +173,7 @@ def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
     before = threading.active_count()
     batches = loader.pulled_by_hand(itertools.count(), most=2)
     assert [*itertools.islice(batches, 3)] == [0, 1, 2]
-    batches.close()  # type: ignore[attr-defined]  # a generator
+    batches.close()
     assert threading.active_count() == before
 
 
