@@ -85,6 +85,15 @@ def test_a_span_has_its_times_from_the_beginning_of_the_recording(
     assert recorder.finish() == (Span("forward", 7, DEFAULT, 10, 50, wait_ns=7),)
 
 
+def test_spans_of_all_threads_are_put_in_order(recorder: Recorder, clock: HostClock) -> None:
+    """They come by their start, with the thread group of their lane."""
+    turn(recorder, clock, (0, 40, 60))
+    on_a_thread(lambda: turn(recorder, clock, (0, 5, 90), INSTRUCTIONS["h2d"], 2))
+    first, second = recorder.finish()
+    assert (first.task, first.row) == ("h2d", IO)
+    assert (second.task, second.row) == ("forward", DEFAULT)
+
+
 def test_a_start_without_its_arrival_has_no_wait(recorder: Recorder, clock: HostClock) -> None:
     """The arrival of another run is not used."""
     turn(recorder, clock, (None, 10, 20), iteration=0)
