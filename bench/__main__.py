@@ -1,6 +1,6 @@
 """Print the table of costs; exit with 1 where a bar is missed.
 
-With the names of sections, measure only those: ``python -m bench sparse_dist soak``.
+With the names of sections, measure only those: ``python -m bench sparse_dist memory``.
 ``--save`` appends the table to ``bench.jsonl``; ``--since REVISION`` measures swpipe as it was then
 and as it is, in turn, and shows what has moved.
 """
@@ -20,35 +20,23 @@ from bench.measure import Row, report, sharpen_timers
 PARTS = (
     "dispatch",
     "importing",
-    "make",
-    "v_schedule",
     "interval",
-    "data_bound",
     "gains",
     "loader",
     "ahead",
     "workers",
-    "first_batch",
-    "predict",
     "profiler",
     "exposed",
     "verdicts",
     "promises",
-    "purity",
     "schedules",
     "serial",
-    "step_times",
     "memory",
-    "streams",
     "extras",
     "sparse_dist",
     "torchrec_classes",
-    "predict_ranks",
     "pipeline_parallel",
     "layer_overlap",
-    "paired_passes",
-    "soak",
-    "copy_ahead",
     "device",
     "accelerator",
 )

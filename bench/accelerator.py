@@ -1,4 +1,4 @@
-"""One more empty task on an accelerator, and the batches that plans hold there.
+"""One more empty task on an accelerator.
 
 The accelerator is CUDA, or else the test backend.
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from bench.dispatch import nothing, us_per_task
-from bench.measure import Row, Spread, compared, interleaved
+from bench.measure import Row, compared, interleaved
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests import backend
-from tests.support.held_batches import ARRANGEMENTS, HeldBatches, bound
 
 FEW, MANY = 12, 36
 
@@ -82,26 +80,4 @@ def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
         compared("one more empty task, caller's stream", callers, cpu, "us", "on the CPU", 3.0),
         compared("one more empty task, same other stream", alone, by_hand, "us", hand, None),
         compared("one more empty task, next stream", turns, by_hand, "us", hand, None),
-        *held(device),
     ]
-
-
-def held(device: str) -> list[Row]:
-    """Batches of 64 MiB under plans of depth 4, with ``keep`` and without; two may be too many."""
-    work = HeldBatches(device, 2**24, lambda ms: None)
-    rows = []
-    for stages, stream, group in ARRANGEMENTS:
-        plan = work.plan(stages, stream, group, keep=["loss"])
-        with_keep, without = work.peak(plan), work.peak(replace(plan, keep=None))
-        least = bound(plan)
-        where = f"{stream or 'the one'} stream, {group} thread"
-        rows.append(
-            Row(
-                f"batches held with keep, stages {stages[0]} to {stages[1]}, {where}",
-                f"{with_keep:.2f}",
-                f"{least} needed; {without:.2f} without keep",
-                Spread.of([with_keep / (least + 2)]),
-                1.0,
-            )
-        )
-    return rows

@@ -1,7 +1,6 @@
 """A loader pulled ahead of a loop's body, per batch: by swpipe, and by what else people use.
 
-Each way but the plain loop keeps up to two batches ready. Lightning's fetcher has no thread: it
-asks for the next batches before it hands one out, and overlaps nothing with a body.
+Each way but the plain loop keeps up to two batches ready.
 """
 
 from __future__ import annotations
@@ -50,26 +49,14 @@ def by_spdl(loader: Iterable[Any]) -> Iterator[Any]:
         yield from pipeline
 
 
-def by_lightning(loader: Iterable[Any]) -> Iterator[Any]:
-    """What its Trainer goes over."""
-    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-    from lightning.pytorch.utilities import CombinedLoader
-
-    fetcher = _PrefetchDataFetcher(AHEAD)
-    fetcher.setup(CombinedLoader(loader))
-    for batch, _, _ in fetcher:
-        yield batch
-
-
 Way = Callable[[Iterable[Any]], Iterator[Any]]
 
-THREADED: dict[str, Way] = {
+WAYS: dict[str, Way] = {
+    "plain loop": iter,
     "thread and queue": partial(pulled_by_hand, most=AHEAD),
     "torchdata.nodes": by_torchdata,
     "spdl": by_spdl,
 }
-UNTHREADED: dict[str, Way] = {"plain loop": iter, "lightning": by_lightning}
-WAYS = THREADED | UNTHREADED
 
 
 def works() -> dict[str, Callable[[], object]]:
@@ -125,7 +112,7 @@ def rows(rounds: int = 5, batches: int = 40, free: int = 4000) -> list[Row]:
             ),
         )
         times = dict(zip(there, others, strict=True))
-        best = min(times.keys() & THREADED, key=lambda name: median(times[name]))
+        best = min(times.keys() - {"plain loop"}, key=lambda name: median(times[name]))
         for name, theirs in times.items():
             what, bar = f"{load} loader, {body} body, beside {name}", MOST if name == best else None
             found.append(compared(what, ours, theirs, "ms", name, bar, digits=3))

@@ -1,23 +1,40 @@
-"""The costs of recording a trace, compiling a plan and simulating one; without bars."""
+"""What making a pipeline takes, and what a trace, step times and a watched task add to a step."""
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import median
 
-from bench.dispatch import plan, us_per_task
-from bench.measure import Row, Spread, compared, interleaved, timed_ms
-from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import compile_plan
-from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.resolved import resolve_plan
-from swpipe.planning.simulation.interval import Interval, interval_of
-from swpipe.planning.simulation.timed_graph import timed_graph
+import torch
+
+from bench.dispatch import THREE, nothing, plan, us_per_task
+from bench.measure import Row, compared, interleaved, timed_ms, tolerated
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.trace import StepTimes
+
+MADE_MS = 50.0
+"""A pipeline of 1,000 tasks."""
+
+TIMED_TASKS, TIMED_US = 10, 20
+"""What step times may add to a step of so many tasks."""
+
+STEP_US, OPERATORS, WARM_UP = 1000, 20, 50  # the first 16 iterations are all watched
 
 
-def trace_row(rounds: int, iterations: int) -> Row:
+def made_row(rounds: int, tasks: int = 1000) -> Row:
+    """Time to make and close a pipeline, of a chain of tasks in three thread groups."""
+    chain = plan(THREE, depth=5, tasks=tasks)
+    took = timed_ms(rounds, lambda: SWPipeline(chain, device="cpu").close())
+    return tolerated(f"making a pipeline of {tasks:,} tasks", median(took), MADE_MS, "ms", 1)
+
+
+def traced_row(rounds: int, iterations: int) -> Row:
     """Dispatch with a trace being recorded, beside dispatch without."""
-    with SWPipeline(plan(("read", "copy", "default"), depth=5), device="cpu") as pipe:
+    with SWPipeline(plan(THREE, depth=5), device="cpu") as pipe:
 
         def traced() -> float:
             with pipe.trace():
@@ -27,56 +44,80 @@ def trace_row(rounds: int, iterations: int) -> Row:
     return compared("recording a trace, 3 thread groups", on, off, "us/task", "off")
 
 
-def layered(tasks: int) -> PipelinePlan:
-    """A plan of many tasks: stages of ten, five groups, each task after two of the stage before."""
-    draw = random.Random(tasks)
-    names = [f"t{i:03}" for i in range(tasks)]
-    sooner = {i: names[10 * (i // 10 - 1) : 10 * (i // 10)] for i in range(10, tasks)}
-    groups = ("default", "read", "copy", "dist", "cache")
-    return PipelinePlan(
-        schedule={
-            name: TaskSchedule(i // 10, stream=f"s{i % 3}", thread_group=groups[i % 5])
-            for i, name in enumerate(names)
-        },
-        deps=[(names[i], producer) for i in sooner for producer in draw.sample(sooner[i], 2)],
-        cross_iter_deps=[(names[i], names[-1], tasks // 10 + 1) for i in range(0, tasks, 20)],
-    )
+def timed_row(rounds: int, iterations: int) -> Row:
+    """Empty tasks, in many short blocks; reports to a file are as frequent as usual."""
+    tasks = [PipelineTask(f"t{i}", nothing) for i in range(TIMED_TASKS)]
+
+    def us(observing: AbstractContextManager[None]) -> float:
+        with observing:
+            begin = time.perf_counter()
+            for _ in pipe.iterate(range(iterations)):
+                pass
+            return (time.perf_counter() - begin) / iterations * 1e6
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SWPipeline(PipelinePlan.serial(tasks), device="cpu", check_effects=False) as pipe,
+    ):
+        times = StepTimes(Path(folder) / "steps.jsonl")
+        on, off = interleaved(rounds, lambda: us(pipe.observe(times)), lambda: us(nullcontext()))
+    added = median(a - b for a, b in zip(on, off, strict=True))
+    what = f"StepTimes adds to a step of {TIMED_TASKS} tasks"
+    return tolerated(what, added, TIMED_US, "us", digits=1)
 
 
-def compile_row(tasks: int, rounds: int) -> Row:
-    """Time to compile a plan with streams, in ms."""
-    big = layered(tasks)
-    took = timed_ms(rounds, lambda: compile_plan(resolve_plan(big), streams=True))
-    return Row(what=f"compiling a plan of {tasks} tasks", ours=f"{Spread.of(took).text()} ms")
+def watched_tasks() -> list[PipelineTask]:
+    """A pure task of some small operators, each of which is seen when watched; and the rest."""
+    matrix = torch.rand(96, 96)
+
+    def decode(ctx: IterContext) -> None:
+        ctx.x = ctx.batch
+        for _ in range(OPERATORS):
+            ctx.x = ctx.x * 1.5
+
+    def train(ctx: IterContext) -> None:
+        for _ in range(repeats):
+            ctx.y = matrix @ matrix
+
+    repeats = 1000
+    begin = time.process_time()
+    train(IterContext(None, 0))
+    matmul_us = (time.process_time() - begin) * 1e6 / repeats
+    repeats = max(1, round((STEP_US - 1.5 * OPERATORS) / matmul_us))
+    return [PipelineTask("decode", decode, pure=True), PipelineTask("train", train)]
 
 
-def simulate_row(rounds: int) -> Row:
-    """Time for the interval of a plan of 14 tasks, in ms: a planner asks thousands of times."""
-    names = [f"t{n}" for n in range(14)]
-    streams, groups = ("memcpy", "dist", None), ("io", "io", "default")
-    chain = PipelinePlan(
-        {
-            name: TaskSchedule(n // 5, streams[n // 5], groups[n // 5])
-            for n, name in enumerate(names)
-        },
-        deps=list(pairwise(reversed(names))),
-        cross_iter_deps=[("t10", "t13")],
-    )
-    costs = CostModel({name: TaskCost(50.0, device_us=300.0) for name in names})
-    program = compile_plan(resolve_plan(chain), streams=True)
+def watched_row(rounds: int, iterations: int) -> Row:
+    """By default two iterations in a hundred are watched; in time of the processor.
 
-    def interval() -> Interval:
-        return interval_of(timed_graph(program, costs))
+    So the check's share is the same, whatever else runs on the machine.
+    """
+    tasks = watched_tasks()
 
-    took = timed_ms(rounds, interval, repeats=10)
-    return Row(what="the interval of a plan of 14 tasks", ours=f"{Spread.of(took).text()} ms")
+    def us_per_step(check: bool | None) -> Callable[[], float]:
+        def measure() -> float:
+            data = iter([torch.rand(64)] * (WARM_UP + iterations))
+            plan = PipelinePlan.serial(tasks)
+            with SWPipeline(plan, tasks, device="cpu", check_effects=check) as pipe:
+                for _ in range(WARM_UP):
+                    pipe.progress(data)
+                begin = time.process_time()
+                for _ in range(iterations):
+                    pipe.progress(data)
+                return (time.process_time() - begin) / iterations * 1e6
+
+        return measure
+
+    ours, theirs = interleaved(rounds, us_per_step(None), us_per_step(False))
+    what = "a step of 1 ms with a pure task, watched by default"
+    return compared(what, ours, theirs, "us", "unwatched", 1.02, digits=0)
 
 
 def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
-    """Rows without bars."""
+    """One of each."""
     return [
-        trace_row(rounds, iterations),
-        compile_row(14, rounds),
-        compile_row(200, min(rounds, 3)),
-        simulate_row(rounds),
+        made_row(rounds),
+        traced_row(rounds, iterations),
+        timed_row(8 * rounds, iterations),
+        watched_row(rounds, 2 * iterations),
     ]

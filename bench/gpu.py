@@ -19,12 +19,11 @@ from functools import partial
 
 import torch
 
-from bench.dispatch import TASKS, nothing, us_per_task
 from bench.measure import Row, Spread, interleaved, report
-from bench.streams import DEPTH, plan
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 
 BAR = 1.02
+DEPTH = 4
 DEVICE = torch.device("cuda")
 SIDE = 4096
 """Rows of a square matrix; in bfloat16 it takes 32 MiB."""
@@ -68,6 +67,19 @@ class Work:
 
     def tasks(self) -> list[PipelineTask]:
         return [PipelineTask(fn.__name__, fn) for fn in (self.copy, self.compute, self.offload)]
+
+
+def plan(group: str) -> PipelinePlan:
+    """Three streams; ``group`` is the thread group that launches the copy."""
+    return PipelinePlan(
+        {
+            "copy": TaskSchedule(0, "memcpy", group),
+            "compute": TaskSchedule(1),
+            "offload": TaskSchedule(2, "offload"),
+        },
+        deps=[("compute", "copy"), ("offload", "compute")],
+        pipeline_depth=DEPTH,
+    )
 
 
 def elapsed_ms(work: Callable[[], object]) -> float:
@@ -179,31 +191,13 @@ def interval_row(
     )
 
 
-def dispatch_row(rounds: int, iterations: int) -> Row:
-    """What an empty task costs on three streams, waits and records included."""
-    names = [f"t{i:02}" for i in range(TASKS)]
-    streams = ("one", "two", None)
-    empty = PipelinePlan(
-        {
-            PipelineTask(name, nothing): TaskSchedule(i // 4, streams[i // 4])
-            for i, name in enumerate(names)
-        },
-        deps=list(itertools.pairwise(names[::-1])),
-        pipeline_depth=4,
-    )
-    with SWPipeline(empty, device=DEVICE) as pipe:
-        (took,) = interleaved(rounds, lambda: us_per_task(pipe, iterations))
-    return Row(what="empty tasks, 3 streams, one thread", ours=f"{Spread.of(took).text()} us/task")
-
-
-def rows(rounds: int = 7, periods: int = 40, iterations: int = 1000) -> list[Row]:
-    """Compute the busiest, from one thread and from two; the copy the busiest; dispatch."""
+def rows(rounds: int = 7, periods: int = 40) -> list[Row]:
+    """Compute the busiest, from one thread and from two; the copy the busiest."""
     compute_bound, copy_bound = sized(7.0, 10.0, 6.0), sized(10.0, 6.0, 1.0)
     return [
         interval_row("compute busiest, one thread", compute_bound, "default", BAR, rounds, periods),
         interval_row("compute busiest, copy thread", compute_bound, "io", BAR, rounds, periods),
         interval_row("copy busiest, one thread", copy_bound, "default", BAR, rounds, periods),
-        dispatch_row(rounds, iterations),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whether memory stays flat over 10,000 iterations, whose contexts hold 64 KiB each."""
+"""Whether memory stays flat: 10,000 iterations with 64 KiB each, and 2,000 of TorchRec's step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import itertools
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from bench.measure import Row, resident_mib, tolerated
@@ -18,6 +20,10 @@ PYTHON_KIB = 64
 
 RESIDENT_MIB = 8
 """The limit for the process: 10,000 leaked payloads are 640 MiB."""
+
+
+OBJECTS = 1000
+"""The limit for Python objects of TorchRec's step: one leaked in each iteration would be 2,000."""
 
 
 class Growth(NamedTuple):
@@ -80,11 +86,47 @@ def _held() -> Growth:
     return Growth(tracemalloc.get_traced_memory()[0] / 2**10, resident_mib())
 
 
-def rows(iterations: int = 10_000) -> list[Row]:
+def on_rank(passes: int) -> tuple[int, float]:
+    """Objects and MiB that so many passes of a pipeline over ten batches leave."""
+    from bench.dlrm import CPU, TINY, batches, dense_optimizer, sharded_dlrm
+    from swpipe.tasks.torchrec import PipelineFactory
+
+    model = sharded_dlrm(TINY)
+    data = batches(TINY, 10)
+    name = "jagged_split_sparse_dist"
+    optimizer = dense_optimizer(model)
+    with PipelineFactory.create(name, model=model, optimizer=optimizer, device=CPU) as pipeline:
+
+        def held_after(passes: int) -> tuple[int, float]:
+            for _ in range(passes):
+                source = iter(data)
+                with suppress(StopIteration):
+                    while True:
+                        pipeline.progress(source)
+            gc.collect()
+            return len(gc.get_objects()), resident_mib()
+
+        before = held_after(1 + passes // 4)
+        after = held_after(passes)
+    return after[0] - before[0], after[1] - before[1]
+
+
+def rows(iterations: int = 10_000, passes: int = 200) -> list[Row]:
     """Growth of Python's objects and of the process, over their limits."""
     grown = growth(iterations)
     after = f"after {iterations:,} iterations"
-    return [
+    found = [
         tolerated(f"Python objects {after}", grown.python_kib, PYTHON_KIB, "KiB"),
         tolerated(f"resident memory {after}", grown.resident_mib, RESIDENT_MIB, "MiB", digits=1),
+    ]
+    if find_spec("torchrec") is None:
+        return [*found, Row("memory of TorchRec's step", "skipped: there is no torchrec")]
+    from bench.contest import on_ranks
+
+    objects, mib = (max(each) for each in zip(*on_ranks(on_rank, passes), strict=True))
+    after = f"after {10 * passes:,} of TorchRec's steps on two ranks"
+    return [
+        *found,
+        tolerated(f"Python objects {after}", objects, OBJECTS, ""),
+        tolerated(f"resident memory {after}", mib, RESIDENT_MIB, "MiB", digits=1),
     ]

@@ -1,9 +1,7 @@
-"""The profiler's accuracy: exposed times of tasks that block, and needs for the interpreter lock.
+"""What the profiler finds that tasks need the interpreter lock.
 
-Exposed times must be within 5% of the times in a bare loop in the same round. The ratio is the
-greater over the smaller of the two. The profiler must find that Python code needs the interpreter
-lock all the time and a kernel only part of it; this takes an idle core
-(``swpipe.profiler.thread_costs``).
+Python code needs it all the time and a kernel only part of it; to find that takes an idle core
+(``swpipe.profiler.thread_costs``). ``bench.exposed`` is on exposed times.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from bench.interval import alone_ms, block
-from bench.measure import Row, Spread, interleaved, off_by
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from bench.measure import Row, Spread, off_by
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.profiler import measure_costs
 
-EXPOSED_BAR = 1.05
 PYTHON_MS = 4.0
 PYTHON_BAR = 1.25
 """Its CPU time and the measured need for the lock, the greater over the smaller."""
@@ -28,43 +24,6 @@ KERNEL_BAR = 0.7
 
 LEAST = 1e-3
 """The least time for a ratio, in ms; a busy machine can measure 0."""
-
-SERIAL = PipelinePlan({"read": TaskSchedule(), "train": TaskSchedule()}, deps=[("train", "read")])
-BESIDE = PipelinePlan(
-    {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)},
-    deps=[("train", "read")],
-)
-
-
-def blocking(milliseconds: float) -> Callable[[IterContext], None]:
-    """A task's function that blocks."""
-    return lambda ctx: block(milliseconds * 1e-3)
-
-
-def exposed_row(pipelined: bool, rounds: int, measure: int) -> Row:
-    """Reading for 8 ms, and training for 4; under the plan half of the reading is hidden."""
-    read, train = blocking(8), blocking(4)
-    tasks = [PipelineTask("read", read), PipelineTask("train", train)]
-    with SWPipeline(BESIDE if pipelined else SERIAL, tasks, device="cpu") as pipe:
-
-        def exposed_ms() -> float:
-            result = TaskProfiler(pipe).profile(
-                None, num_warmup=1, num_measure=measure, num_rounds=3, pipelined=pipelined
-            )
-            return max(LEAST, result.exposed_s["read"] * 1e3)
-
-        def true_ms() -> float:
-            hidden_ms = alone_ms(train, measure) if pipelined else 0.0
-            return max(LEAST, alone_ms(read, measure) - hidden_ms)
-
-        measured, truth = interleaved(rounds, exposed_ms, true_ms)
-    return Row(
-        what=f"exposed time, {'half hidden' if pipelined else 'serially'}",
-        ours=f"{Spread.of(measured).text()} ms",
-        beside=f"true {Spread.of(truth).text()} ms",
-        ratio=off_by(measured, truth),
-        bar=EXPOSED_BAR,
-    )
 
 
 def python(ctx: IterContext) -> None:
@@ -107,11 +66,6 @@ def kernel_row(rounds: int) -> Row:
     )
 
 
-def rows(rounds: int = 5, measure: int = 8) -> list[Row]:
-    """Exposed serially and under the plan; the lock of Python and of a kernel."""
-    return [
-        exposed_row(pipelined=False, rounds=rounds, measure=measure),
-        exposed_row(pipelined=True, rounds=rounds, measure=measure),
-        python_row(rounds),
-        kernel_row(rounds),
-    ]
+def rows(rounds: int = 5) -> list[Row]:
+    """Of Python, and of a kernel."""
+    return [python_row(rounds), kernel_row(rounds)]

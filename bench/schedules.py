@@ -1,17 +1,9 @@
-"""What a task of a schedule costs beside a task of a plan; what ``basic`` gains over a plain loop.
-
-The second has a batch whose copy takes as long as the rest of the step: at best half is left.
-"""
+"""What a task of a schedule costs beside a task of a plan."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from bench.dispatch import nothing, plan, us_per_task
 from bench.measure import Row, Spread, compared, interleaved, tolerated
@@ -21,10 +13,6 @@ from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool,
 TASKS = 12
 MOST_MORE_US = 2.0
 """What a task of a schedule may cost more."""
-
-COPY_S = 0.004
-STEPS = 150
-MOST_OF_PLAIN = 1 / 1.6
 
 
 class ByContext:
@@ -85,62 +73,9 @@ def task_rows(
     ]
 
 
-class SlowBatch:
-    """Takes a while to copy."""
-
-    def to(self, device: torch.device, non_blocking: bool) -> Tensor:
-        time.sleep(COPY_S)
-        return torch.ones(4, 8)
-
-
-class SlowModel(nn.Linear):
-    """Takes as long to compute."""
-
-    def forward(self, batch: Tensor) -> Tensor:
-        time.sleep(COPY_S)
-        return super().forward(batch).sum()
-
-
-def trained(run: Callable[[SlowModel, torch.optim.Optimizer], None]) -> Callable[[], float]:
-    """Measures a loop over ``STEPS`` batches, in ms per step."""
-
-    def measure() -> float:
-        model = SlowModel(8, 1)
-        begin = time.perf_counter()
-        run(model, torch.optim.SGD(model.parameters(), 0.1))
-        return (time.perf_counter() - begin) / STEPS * 1e3
-
-    return measure
-
-
-def plain(model: SlowModel, optimizer: torch.optim.Optimizer) -> None:
-    """The loop as it is."""
-    for batch in [SlowBatch()] * STEPS:
-        optimizer.zero_grad()
-        loss = model(batch.to(torch.device("cpu"), non_blocking=True))
-        loss.backward()
-        optimizer.step()
-
-
-def basic(model: SlowModel, optimizer: torch.optim.Optimizer) -> None:
-    """The same by ``basic``."""
-    with (
-        SchedulablePipeline.basic(
-            model, optimizer, prefetch=True, memcpy_stream=True, threaded=True
-        ) as pipe,
-        contextlib.suppress(StopIteration),
-    ):
-        batches = iter([SlowBatch()] * STEPS)
-        while True:
-            pipe.progress(batches)
-
-
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """Both."""
-    ours, theirs = interleaved(max(3, rounds // 3), trained(basic), trained(plain))
-    what = "copy as long as the step, basic(prefetch, memcpy_stream, threaded)"
+    """Of empty tasks, and of tasks that use two slots."""
     return [
         *task_rows("empty tasks", nothing, nothing, rounds, iterations),
         *task_rows("tasks of two slots", by_slots, by_attributes, rounds, iterations),
-        compared(what, ours, theirs, "ms/step", "the plain loop", MOST_OF_PLAIN),
     ]

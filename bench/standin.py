@@ -1,6 +1,6 @@
 """Two usual ways to write a pipelined engine, for swpipe to be measured beside.
 
-:class:`TaskQueues` hands over each task, and runs all plans of ``deps`` and ``cross_iter_deps``::
+:class:`TaskQueues` hands over each task::
 
     progress() --(item per task)--> queue.Queue --> worker of the task's group
                                                       waits for the producers' Events
@@ -14,8 +14,9 @@ runs plans of one thread group per stage, the last of which is the caller's::
     progress() --> SimpleQueue --> worker "read" --> SimpleQueue --> worker "copy" --.
     progress() runs the tasks of "default" <------------------- SimpleQueue <--------'
 
-Both give the same results as swpipe under the same plan. They do less (no stall report, no torch
-state, no streams, no shortcut), so the comparison does not flatter swpipe.
+Both run plans of ``deps`` alone, and give the same results as swpipe under the same plan. They do
+less (no stall report, no torch state, no streams, no shortcut), so the comparison does not flatter
+swpipe.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Work(NamedTuple):
     fn: TaskFn
     stage: int
     items: queue.Queue[Any]
-    waits: tuple[tuple[list[threading.Event], int], ...]  # producer's events by slot, distance
+    waits: tuple[list[threading.Event], ...]  # producer's events by slot
     done: list[threading.Event]  # by slot
 
 
@@ -47,12 +48,7 @@ class TaskQueues:
     """One ``queue.Queue`` item per task, one ``threading.Event`` per task and slot."""
 
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
-        if plan.same_period_deps or any(s.globally_ordered for s in plan.schedule.values()):
-            raise ValueError("TaskQueues runs plans of deps and cross_iter_deps only")
-        edges = [(c, p, 0) for c, p in plan.deps] + list(plan.cross_iter_deps)
-        self._depth = plan.depth
-        # Slots are kept as long as a consumer may ask for them.
-        self._slots = plan.depth + max((d for _, _, d in edges), default=0)
+        self._depth = self._slots = plan.depth
         groups = {s.thread_group for s in plan.schedule.values()}
         self._queues: dict[str, queue.Queue[Any]] = {g: queue.Queue() for g in groups}
         done = {n: [threading.Event() for _ in range(self._slots)] for n in plan.schedule}
@@ -63,7 +59,7 @@ class TaskQueues:
                 fn=fns[name],
                 stage=plan.schedule[name].stage,
                 items=self._queues[plan.schedule[name].thread_group],
-                waits=tuple((done[p], d) for c, p, d in edges if c == name),
+                waits=tuple(done[p] for c, p in plan.deps if c == name),
                 done=done[name],
             )
             for name in resolve_plan(plan).period_order
@@ -135,9 +131,8 @@ class TaskQueues:
         while (item := items.get()) is not None:
             work, i = item
             slot = i % self._slots
-            for events, distance in work.waits:
-                if i >= distance:
-                    events[(i - distance) % self._slots].wait()
+            for events in work.waits:
+                events[slot].wait()
             if self._failure is None:
                 try:
                     work.fn(self._contexts[slot])
@@ -156,20 +151,13 @@ class GroupQueues:
 
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         fns = {task.name: task.fn for task in tasks}
-        stages: dict[int, tuple[str, list[TaskFn]]] = {}
+        stages: dict[int, list[TaskFn]] = {}
         for name in sorted(
             resolve_plan(plan).period_order, key=lambda name: plan.schedule[name].stage
         ):
-            entry = plan.schedule[name]
-            group, lane = stages.setdefault(entry.stage, (entry.thread_group, []))
-            if group != entry.thread_group:
-                raise ValueError("GroupQueues runs plans of one thread group per stage")
-            lane.append(fns[name])
-        groups = [group for group, _ in stages.values()]
-        if len({*groups}) < len(groups) or groups[-1] != "default" or plan.cross_iter_deps:
-            raise ValueError("GroupQueues runs chains of groups that end in default, deps only")
-        *lanes, self._last = (lane for _, lane in stages.values())
-        self._queues = [queue.SimpleQueue[Any]() for _ in groups]
+            stages.setdefault(plan.schedule[name].stage, []).append(fns[name])
+        *lanes, self._last = stages.values()
+        self._queues = [queue.SimpleQueue[Any]() for _ in stages]
         self._depth = plan.depth
         self._admitted = self._in_flight = 0
         self._threads = [

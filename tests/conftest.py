@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -64,6 +65,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+_FROZEN: set[str] = set()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor what the compiler brings, which the first optimizer of a process imports."""
+    if "torch._dynamo" in sys.modules and not _FROZEN:
+        _FROZEN.add("torch._dynamo")
+        gc.collect()
+        gc.freeze()
 
 
 GRACE_S = 20.0

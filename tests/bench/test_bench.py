@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +20,10 @@ from bench import (
     interval,
     layer_overlap,
     loader,
-    make,
     memory,
     pipeline_parallel,
-    predict,
     profiler,
     serial,
-    step_times,
-    streams,
-    v_schedule,
     workers,
 )
 from bench.measure import Row, Spread, interleaved, ratios, table
@@ -37,31 +31,32 @@ from bench.standin import GroupQueues, TaskQueues
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from tests.support.ranks import Ranks
 
+PLAN = PipelinePlan(
+    {
+        "square": TaskSchedule(0, thread_group="a"),
+        "total": TaskSchedule(1, thread_group="b"),
+        "label": TaskSchedule(2),
+    },
+    deps=[("total", "square"), ("label", "total")],
+    pipeline_depth=4,
+)
 
-def sums(*, carried: bool = True) -> PipelinePlan:
-    """Two groups and the caller; ``carried``: dependences of one and two iterations."""
-    seen: list[int] = []
+
+def sums() -> list[PipelineTask]:
+    """Each iteration adds to those before."""
+    seen = [0]
 
     def square(ctx: IterContext) -> None:
         ctx.square = ctx.batch**2
 
     def total(ctx: IterContext) -> None:
-        seen.append((seen[-1] if seen else 0) + ctx.square)
+        seen.append(seen[-1] + ctx.square)
         ctx.total = seen[-1]
 
     def label(ctx: IterContext) -> None:
         ctx.label = f"{ctx.total}"
 
-    return PipelinePlan(
-        schedule={
-            PipelineTask("square", square): TaskSchedule(0, thread_group="a"),
-            PipelineTask("total", total): TaskSchedule(1, thread_group="b"),
-            PipelineTask("label", label): TaskSchedule(1 if carried else 2),
-        },
-        deps=[("total", "square"), ("label", "total")],
-        cross_iter_deps=[("total", "total"), ("label", "label", 2)] if carried else [],
-        pipeline_depth=4,
-    )
+    return [PipelineTask(fn.__name__, fn) for fn in (square, total, label)]
 
 
 def totals(engine: dispatch.Engine, iterations: int) -> list[int]:
@@ -82,75 +77,39 @@ def test_a_stand_in_runs_the_same_plan_to_the_same_end(stand_in: dispatch.StandI
     def fail(ctx: IterContext) -> None:
         raise ValueError("as planned")
 
-    mine, other = (sums(carried=stand_in is TaskQueues) for _ in range(2))
-    with SWPipeline(mine, device="cpu") as ours, stand_in(other, other.tasks) as theirs:
+    with SWPipeline(PLAN, sums(), device="cpu") as ours, stand_in(PLAN, sums()) as theirs:
         for iterations in (0, 1, 3, 4, 50, 2):  # one iterator after the other
             assert totals(theirs, iterations) == totals(ours, iterations)
-    fails = [PipelineTask(task.name, fail) for task in other.tasks]
-    with stand_in(other, fails) as engine, pytest.raises(ValueError, match="as planned"):
+    fails = [PipelineTask(name, fail) for name in PLAN.schedule]
+    with stand_in(PLAN, fails) as engine, pytest.raises(ValueError, match="as planned"):
         engine.progress(iter(range(3)))
 
 
-def test_a_stand_in_refuses_what_it_cannot_run() -> None:
-    """Plans that would not be comparable are refused."""
-    plan = PipelinePlan({PipelineTask("a", dispatch.nothing): TaskSchedule(globally_ordered=True)})
-    with pytest.raises(ValueError, match="deps and cross_iter_deps only"):
-        TaskQueues(plan, plan.tasks)
-    mixed = dispatch.plan(dispatch.THREE * 4, depth=5)
-    with pytest.raises(ValueError, match="one thread group per stage"):
-        GroupQueues(mixed, mixed.tasks)
-    carried = sums()
-    with pytest.raises(ValueError, match="one thread group per stage"):
-        GroupQueues(carried, carried.tasks)
+def intervals(folder: Path) -> list[Row]:
+    """Of tasks that block, and of real work."""
+    case = interval.CASES[0]
+    tasks = data_bound.loop_tasks()
+    return [
+        interval.row(case, 1, periods=5),
+        interval.predicted_row("loop", data_bound.PLAN, tasks, data_bound.files(folder), 1, 3),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("case", "by_hand_ms"), list(zip(interval.CASES, (14.0, 14.0, 12.0, 14.0), strict=True))
-)
-def test_lower_bounds_are_those_worked_out_by_hand(case: interval.Case, by_hand_ms: float) -> None:
-    """The busiest group, or the heaviest cycle over its distance."""
-    assert interval.bound_ms(case.plan, case.ms) == pytest.approx(by_hand_ms, abs=1e-4)
-
-
-def predictions(folder: Path) -> Iterator[Row]:
-    """Of tasks that block, in threads and on streams, and of real work."""
-    yield predict.row(next(predict.blocking()), rounds=1, periods=3)
-    with predict.streaming() as streams_of_three:
-        yield predict.row(streams_of_three, rounds=1, periods=3)
-    yield predict.row(predict.data_bound(folder, pipelined=True), rounds=1, periods=3)
-
-
-SLOW = {"predict", "pipeline_parallel", "workers"}
 SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] = {
     "dispatch": (lambda _: dispatch.rows(rounds=1, iterations=3), [0.2, 0.5, *[None] * 5]),
-    "make": (lambda _: make.rows(rounds=1), [None, 1.0]),
-    "v_schedule": (lambda _: v_schedule.rows(rounds=1, n=2, m=4), [1.0, None]),
-    "interval": (lambda _: [interval.row(interval.CASES[0], 1, periods=5)], [interval.BAR]),
-    "profiler": (
-        lambda _: profiler.rows(rounds=1, measure=2),
-        [*[profiler.EXPOSED_BAR] * 2, profiler.PYTHON_BAR, profiler.KERNEL_BAR],
-    ),
-    "predict": (predictions, [*[predict.BLOCKING_BAR] * 2, predict.REAL_BAR]),
+    "interval": (intervals, [interval.BAR, interval.REAL_BAR]),
+    "profiler": (lambda _: profiler.rows(rounds=1), [profiler.PYTHON_BAR, profiler.KERNEL_BAR]),
     "serial": (lambda _: serial.rows(rounds=1, iterations=2), [1.02]),
-    "step_times": (lambda _: step_times.rows(rounds=1, iterations=2), [1.02, 1.0]),
-    "streams": (lambda _: streams.rows(rounds=1, periods=1), [None, None]),
-    "extras": (lambda _: extras.rows(rounds=1, iterations=3), [None] * 4),
-    "pipeline_parallel": (
-        lambda _: pipeline_parallel.rows(rounds=1, scale=0.05, effort=0.02),
-        [0.9, 1.05, None, None, None],
-    ),
+    "extras": (lambda _: extras.rows(rounds=1, iterations=3), [1.0, None, 1.0, 1.02]),
     "gains": (lambda folder: [gains.one_model("images", 9, 3, folder)], [None]),
     "workers": (
-        lambda _: workers.rows(rounds=1, batches=3, read_s=0.002)[:8], [workers.WAITING_MOST] * 8
+        lambda _: workers.rows(rounds=1, batches=3, read_s=0.002)[:4], [workers.WAITING_MOST] * 4
     ),
 }  # fmt: skip
 """Each at a size too small to tell anything, with the bars of its rows."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SECTIONS],
-)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_runs_and_its_rows_have_their_bars(name: str, tmp_path: Path) -> None:
     """Each row with a bar has a ratio to hold against it."""
     measure, bars = SECTIONS[name]
@@ -159,21 +118,9 @@ def test_a_section_runs_and_its_rows_have_their_bars(name: str, tmp_path: Path) 
     assert all(row.ratio is not None for row in rows if row.bar is not None)
 
 
-def test_an_absent_package_is_named_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rows are measured all the same."""
-    monkeypatch.setattr(data_bound, "absent", lambda name: name != "plain loop")
-    rows = data_bound.rows(rounds=1, batches=4)
-    assert [row.ratio is None for row in rows] == [False, True, True]
-    assert all("make bench installs it" in row.ours for row in rows[1:])
-
-
-def test_memory_stays_flat() -> None:
-    """Two hundred iterations leave nothing behind."""
-    assert memory.growth(200).python_kib < memory.PYTHON_KIB
-
-
-def test_a_kept_context_shows_in_the_memory_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_flat_unless_a_context_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tolerance is below what one context too many holds."""
+    assert memory.growth(100).python_kib < memory.PYTHON_KIB
     kept: list[IterContext] = []
     progress = SWPipeline.progress
     monkeypatch.setattr(
@@ -183,14 +130,17 @@ def test_a_kept_context_shows_in_the_memory_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
-    """The same bits; and the bound is that of a forward, periods of both, and a backward."""
+    """With the same bits."""
     for measured in two_ranks.run(layer_overlap.on_rank, ("dense", "moe"), 1, 16, 1):
         assert measured.same
         assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
-    work_ms = {"f": 10.0, "b": 20.0, "dw": 5.0}
-    made = layer_overlap.Measured(1, 4, [], [], work_ms, same=True)
-    assert made.serial_bound_ms == 8 * (10 + 20 + 60 + 40)
-    assert made.bound_ms == (10 + 60) + 7 * (10 + 60) + (20 - 5 + 40)
+
+
+def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
+    """Each contender has its times, and what is predicted of it."""
+    for times, predicted_ms, _ in two_ranks.run(pipeline_parallel.on_rank, 1, 0.05, 0.02):
+        assert times.keys() == predicted_ms.keys() == {"ours", *pipeline_parallel.BARS}
+        assert all(len(each) == 1 for each in times.values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -219,40 +169,27 @@ def test_rounds_turn_round_and_ratios_are_taken_in_each() -> None:
 
 
 def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
-    """Its thread, which waits to put a batch, ends with it; what it hands out is the loader's."""
+    """Its thread, which waits to put a batch, ends with it."""
     before = threading.active_count()
     batches = loader.pulled_by_hand(itertools.count(), most=2)
     assert [*itertools.islice(batches, 3)] == [0, 1, 2]
     batches.close()
     assert threading.active_count() == before
-    assert [*loader.pulled_by_hand(range(4))] == [0, 1, 2, 3]
 
 
-OTHERS = [(one, name) for one in (data_bound.OTHERS, ahead.WAYS, workers.OTHERS) for name in one]
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own use of torch
-@pytest.mark.parametrize(
-    ("ways", "name"), OTHERS, ids=lambda one: one if isinstance(one, str) else ""
-)
-def test_each_other_way_does_the_same(ways: Mapping[str, Any], name: str, tmp_path: Path) -> None:
-    """The losses of the loop; a loader's batches in order; all files, decoded."""
-    if data_bound.absent(name):
-        pytest.skip("not installed")
-    if ways is ahead.WAYS:
-        assert [*ways[name](batch for batch in range(7))] == [*range(7)]
-    elif ways is data_bound.OTHERS:
-        paths = data_bound.files(tmp_path, count=5, rows=64)
-        ours, theirs = (
-            [ctx.loss.item() for ctx in run(data_bound.loop(), paths)]
-            for run in (data_bound.run_swpipe, ways[name])
-        )
-        assert ours == theirs
-        assert len(ours) == 5
-    else:
-        for decode, data in workers.files().values():
-            found = [*ways[name](data, decode, 2)]
-            ours = workers.by_swpipe(data, decode, 2)
-            for one, own, file in zip(found, ours, data, strict=True):
-                assert torch.equal(one, decode(file))
-                assert torch.equal(one, own)
+def test_each_other_way_does_the_same(tmp_path: Path) -> None:
+    """A loader's batches in order; all files, decoded; the losses of the loop."""
+    for name, way in ahead.WAYS.items():
+        if not data_bound.absent(name):
+            assert [*way(batch for batch in range(7))] == [*range(7)]
+    packed = workers.files(count=3)
+    decoded = [*map(workers.inflate, packed)]
+    for name, other in {**workers.OTHERS, "plain loop": workers.by_swpipe}.items():
+        if not data_bound.absent(name):
+            for one, wanted in zip(other(packed, 2), decoded, strict=True):
+                assert torch.equal(one, wanted)
+    paths = data_bound.files(tmp_path, count=5, rows=64)
+    runs = loader.overlapped, *(run for run, _ in loader.OTHERS.values())
+    ours, *others = ([ctx.loss.item() for ctx in run(loader.Loop(paths))] for run in runs)
+    assert others == [ours] * len(others)
+    assert len(ours) == 5

@@ -28,21 +28,15 @@ def test_rows_are_read_as_they_were_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_moved_beyond_its_spread_is_told() -> None:
-    """The quartiles of before and now do not meet; what only shook is not told."""
+    """The quartiles of before and now do not meet; what only shook, or is new, is told apart."""
     before = ratio("engine", 2.0, 2.1, 2.2) + ratio("noise", 1.0, 2.0, 3.0)
-    now = ratio("engine", 1.0, 1.1, 1.2) + ratio("noise", 1.1, 2.1, 3.1)
-    engine, noise = saved.compare(before, now)
+    now = ratio("engine", 1.0, 1.1, 1.2) + ratio("noise", 1.1, 2.1, 3.1) + ratio("new", 1.0, 1.1)
+    engine, noise, new = saved.compare(before, now)
     assert engine.beside.endswith("moved")
     assert engine.ratio is not None
     assert engine.ratio.median == pytest.approx(1.1 / 2.1)
     assert not noise.beside.endswith("moved")
-
-
-def test_what_was_not_measured_before_is_told() -> None:
-    """A row is never left out in silence."""
-    (row,) = saved.compare([], ratio("new", 1.0, 1.1))
-    assert row.beside == "before: 0 of 2 measured"
-    assert row.ratio is None
+    assert (new.beside, new.ratio) == ("before: 0 of 2 measured", None)
 
 
 def test_every_section_can_be_loaded() -> None:
@@ -51,14 +45,10 @@ def test_every_section_can_be_loaded() -> None:
         assert callable(import_module(f"bench.{name}").rows)
 
 
-def test_an_unknown_revision_is_refused() -> None:
-    """Before anything is measured."""
+def test_what_is_unknown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A revision, and a section: with the names of those that there are."""
     with pytest.raises(ValueError, match="'no-such-revision' names no revision"):
         saved.since("no-such-revision", ["dispatch"], 1)
-
-
-def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the names of those that there are."""
     with pytest.raises(SystemExit) as refused:
         bench.main(["dispach"])
     assert refused.value.code == 2

@@ -7,7 +7,7 @@ import os
 import pytest
 
 import swpipe.doctor.examination
-from tests.support.virtual_clock import TimedHost, tell_time
+from tests.profiler.conftest import host  # noqa: F401 - a fixture
 
 NAMES = ("CUDA", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL", "TORCH_NCCL", "LOCAL_WORLD_SIZE")
 
@@ -18,11 +18,3 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swpipe.doctor.examination, "load_so_far", lambda **given: None)
     for name in [name for name in os.environ if name.startswith(NAMES)]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """What tasks and loaders take is exact."""
-    host = TimedHost()
-    tell_time(monkeypatch, host)
-    return host

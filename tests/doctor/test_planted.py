@@ -36,11 +36,16 @@ def rules(found: Diagnosis) -> list[tuple[str, str]]:
     return [(one.rule, one.place) for one in found.findings]
 
 
-def training(compiled: bool = False) -> list[PipelineTask]:
+def training(*, compiled: bool = False) -> list[PipelineTask]:
     """A small model in training; a pure task before it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+
+    def update() -> None:
+        optimizer.step()
+
+    updated = torch.compile(update, backend="eager") if compiled else update
 
     def decode(ctx: IterContext) -> None:
         batch = ctx.batch[0] if isinstance(ctx.batch, list) else ctx.batch
@@ -53,7 +58,7 @@ def training(compiled: bool = False) -> list[PipelineTask]:
         ctx.loss.backward()
 
     def step(ctx: IterContext) -> None:
-        optimizer.step()
+        updated()
         optimizer.zero_grad()
 
     rest = [PipelineTask(fn.__name__, fn) for fn in (forward, backward, step)]
@@ -96,7 +101,7 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
 def test_a_clean_loop_over_a_list_has_no_findings() -> None:
     """Batches in memory, and reading a loss that is on the host anyway."""
     log = PipelineTask("log", lambda ctx: ctx.loss.item())
-    found = diagnose([*training(), log], batches())
+    found = diagnose([*training(), log], batches(), rounds=2)
     assert found.findings == ()
     assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
     with pytest.raises(ValueError, match="no batch"):
@@ -114,11 +119,6 @@ def test_all_state_is_put_back() -> None:
 
     diagnose([PipelineTask("train", train)], batches(), rounds=2)
     assert torch.equal(weight, torch.ones(8))
-
-
-def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
-    """One graph is compiled, without a break."""
-    assert rules(diagnose(training(compiled=True), batches(), rounds=2)) == []
 
 
 # ---------------------------------------------------------------------------------------- planted
@@ -210,7 +210,8 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
         for _ in range(60_000 if holds else 0):
             pass
 
-    found = diagnose([PipelineTask("parse", parse, **declared), waiting(host)], batches())
+    tasks = [PipelineTask("parse", parse, **declared), waiting(host)]
+    found = diagnose(tasks, batches(), rounds=2)
     told = [("interpreter-lock", "task 'parse'")]
     assert rules(found) == (told if is_found else [])
 
@@ -230,6 +231,12 @@ def fresh_compiler() -> Iterator[None]:
     forget()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
+    """A break that torch makes itself is none: its optimizers run hooks between two graphs."""
+    assert rules(diagnose(training(compiled=True), batches(), rounds=2)) == []
+
+
 def test_a_graph_break_is_found(fresh_compiler: None) -> None:
     """At its line, with torch's reason."""
 
@@ -244,20 +251,3 @@ def test_a_graph_break_is_found(fresh_compiler: None) -> None:
     line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
     assert rules(found) == [("graph-break", f"{__file__}:{line}")]
     assert "graph_break()" in found.findings[0].mend
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_break_that_torch_makes_itself_is_no_finding(fresh_compiler: None) -> None:
-    """Its optimizers run their hooks between two graphs, whatever the loop does."""
-    weight = nn.Parameter(torch.ones(8))
-    optimizer = torch.optim.SGD([weight])
-
-    @torch.compile(backend="eager")
-    def step() -> None:
-        optimizer.step()
-
-    def train(ctx: IterContext) -> None:
-        (ctx.batch * weight).sum().backward()
-        step()
-
-    assert rules(diagnose([PipelineTask("train", train)], batches(), rounds=2)) == []

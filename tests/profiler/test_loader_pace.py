@@ -12,7 +12,6 @@ from swpipe.doctor import Diagnosis, diagnose
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls
-from swpipe.reporting import StepReport, report
 from tests.profiler.sleepers import Ahead, InTurn, sleepers
 from tests.profiler.test_result import RESULT
 from tests.support.virtual_clock import TimedHost
@@ -62,38 +61,15 @@ def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bo
     assert result.limited_by_loader is limits
 
 
-def test_a_loader_that_is_too_slow_is_named(host: TimedHost) -> None:
-    """By the report and the doctor; no plan is promised to help, and its speed is the advice."""
-    tasks = sleepers(host, read=10, train=20)
-    found: StepReport = report(tasks, range(4), loader=Ahead(host, 60), rounds=3)
-    assert found.verdict.bound == "input-bound"
-    assert found.verdict.why == (
-        "The loader makes a batch in 60.0 ms, with what it has of its own; the rest of a step "
-        "takes 30.0 ms."
-    )
-    assert found.next_step == "Make a batch in 30.0 ms instead of 60.0."
-    assert found.changes[0].advice.saved_s == pytest.approx(30e-3, rel=1e-2)
-    assert not found.ceiling.is_worth_it
-    assert sum(part.seconds for part in found.parts) == pytest.approx(found.profile.baseline_s)
-    diagnosis = diagnose(tasks, Ahead(host, 60))
+def test_a_slow_loader_and_a_slow_start_of_passes_are_found(host: TimedHost) -> None:
+    """By the doctor; overlap can gain nothing. A second for 20 steps is 50 ms of each."""
+    diagnosis = diagnose(sleepers(host, read=10, train=20), Ahead(host, 60), rounds=2)
     assert rules(diagnosis) == ["slow-loader"]
     assert diagnosis.headroom is not None
     assert diagnosis.headroom.step.value_s == pytest.approx(60e-3, rel=1e-3)
     assert diagnosis.headroom.ceiling == pytest.approx(0.0, abs=1e-2)
-
-
-def test_the_start_of_a_pass_is_shared_by_its_steps(host: TimedHost) -> None:
-    """A second for 20 steps is 50 ms of each, wherever the passes of a profile end."""
-    tasks = sleepers(host, train=20)
-    loader = Ahead(host, 1, starts_ms=1000, length=20)
-    found = report(tasks, range(4), loader=loader, rounds=3)
-    assert found.profile.baseline_s == pytest.approx(70e-3, rel=1e-2)
-    assert found.profile.raw_s["train"] == pytest.approx(20e-3, abs=2e-3)  # no pass ends in a visit
-    assert found.verdict.bound == "input-bound"
-    assert found.parts[0].task == "start of a pass"
-    assert found.next_step == "Make the start of a pass of the loader take less time."
-    assert not found.ceiling.is_worth_it
-    diagnosis = diagnose(tasks, Ahead(host, 1, starts_ms=1000, length=20))
+    starts = Ahead(host, 1, starts_ms=1000, length=20)
+    diagnosis = diagnose(sleepers(host, train=20), starts, rounds=2)
     assert rules(diagnosis) == ["slow-pass-start"]
     assert "50.000 ms of each step" in diagnosis.findings[-1].text
 

@@ -43,15 +43,6 @@ def test_serially_every_task_is_exposed_in_full(host: TimedHost) -> None:
     assert result.spread_s == exactly(read=0, forward=0, idle=0)
 
 
-def test_under_the_plan_one_task_is_hidden_and_one_half_exposed(host: TimedHost) -> None:
-    """Reading takes twice as long as the forward that overlaps with it."""
-    tasks = sleepers(host, read=8, forward=4)
-    plan = overlapped({"io": ["read"], "default": ["forward"]})
-    result = profiled(plan, tasks, pipelined=True)
-    assert result.baseline_s == pytest.approx(8e-3)
-    assert result.exposed_s == exactly(read=4, forward=0)
-
-
 def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
     """The busiest group's tasks are exposed down to the next busiest group.
 
@@ -64,25 +55,6 @@ def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
     assert result.baseline_s == pytest.approx(7e-3)
     assert result.exposed_s == exactly(read=2, decode=2, copy=0, forward=0)
     assert result.spread_s == exactly(read=0, decode=0, copy=0, forward=0)
-
-
-def test_a_deeper_pipeline_gives_the_same_result(host: TimedHost) -> None:
-    """Threads that run ahead make single periods uneven, but not the result."""
-    tasks = sleepers(host, read=2, forward=5)
-    shallow = overlapped({"io": ["read"], "default": ["forward"]})
-    plan = PipelinePlan(shallow.schedule, deps=shallow.deps, pipeline_depth=4)
-    result = profiled(plan, tasks, pipelined=True)
-    assert result.exposed_s == exactly(read=0, forward=3)
-
-
-def test_sleeping_tasks_block_the_host(host: TimedHost) -> None:
-    """The report lists them by time; computing tasks do not block."""
-    tasks = sleepers(host, read=2, forward=4, idle=0)
-    tasks.append(PipelineTask("python", lambda ctx: host.compute(3e-3)))
-    result = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)
-    assert result.blocking == ("forward", "read")
-    assert result.blocked_s == exactly(read=2, forward=4, idle=0, python=0)
-    assert result.host_s == exactly(read=2, forward=4, idle=0, python=3)
 
 
 def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> None:
@@ -129,16 +101,6 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
         result = TaskProfiler(pipe).profile(None, **COUNTS)
     assert result.exposed_s == exactly(read=1, forward=6, backward=5)
     assert result.in_others_s == {"read": {}, "forward": exactly(backward=4), "backward": {}}
-
-
-def test_three_groups_that_are_equally_busy_are_told(host: TimedHost) -> None:
-    """Each of their tasks alone saves nothing: the busiest come first."""
-    tasks = sleepers(host, read=10, copy=10, train=10)
-    plan = overlapped({"io": ["read"], "copies": ["copy"], "default": ["train"]})
-    result = profiled(plan, tasks, pipelined=True)
-    assert result.exposed_s == exactly(read=0, copy=0, train=0)
-    assert set(result.limiting) == {"io", "copies", "default"}
-    assert "all have to do less" in result.format_report()
 
 
 def test_a_thread_group_is_busy_with_all_its_tasks() -> None:

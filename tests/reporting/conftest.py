@@ -6,16 +6,9 @@ import pytest
 
 from swpipe import report
 from swpipe.reporting import StepReport
+from tests.profiler.conftest import host  # noqa: F401 - a fixture
 from tests.reporting.loops import image_loop
 from tests.support.virtual_clock import TimedHost, tell_time
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """Pipelines of the test run on it, and the profiler takes the time from it."""
-    host = TimedHost()
-    tell_time(monkeypatch, host)
-    return host
 
 
 @pytest.fixture(scope="session")

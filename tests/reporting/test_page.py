@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def _light(color: str) -> float:
 
 
 def test_the_page_needs_nothing_else(found: StepReport) -> None:
-    """All that it refers to is within; its plans can be downloaded from it."""
+    """All that it refers to is within, pictures too; its plans can be downloaded from it."""
     page = found.to_html()
     markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
     refers = re.findall(r'(?:src|href)="([^"]*)"', markup)
@@ -91,15 +92,10 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
     assert 'download="plan-1.json"' in markup
     assert "Input-bound" in markup
     assert "Run decode on a thread of its own, one iteration ahead." in markup
-
-
-def test_the_page_is_small_and_has_pictures(found: StepReport) -> None:
-    """Two, and no script."""
-    pytest.importorskip("matplotlib")
-    page = found.to_html()
-    assert page.count("<svg") == 2
     assert "<script" not in page
     assert len(page) < 2**20
+    if find_spec("matplotlib"):
+        assert page.count("<svg") == 2
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import swpipe.profiler.rounds
@@ -53,14 +52,12 @@ def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
         assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
 
 
-@pytest.mark.parametrize("tasks", [2, 12])
-def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost, tasks: int) -> None:
-    """With more tasks there are fewer rounds; not where their number is given."""
-    each_ms = 80 / tasks
-    loop = tasks_of(host, {f"feed {number}": each_ms for number in range(tasks)} | {"train": 20})
+def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost) -> None:
+    """With many tasks there are fewer rounds."""
+    loop = tasks_of(host, {f"feed {number}": 8 for number in range(10)} | {"train": 20})
     found = report(loop, range(4))
     assert host.now_ns < 60e9
-    assert found.profile.num_rounds == (5 if tasks == 2 else 3)
+    assert found.profile.num_rounds == 3
     assert found.changes[0].kept
 
 
@@ -87,17 +84,6 @@ def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) ->
     assert found.profile.baseline_s == pytest.approx(10 * MS)
     assert not found.ceiling.is_worth_it
     assert [change for change in found.changes if change.advice.plan] == []
-
-
-def test_ranks_that_share_the_cores_are_promised_no_second_thread(
-    host: TimedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two ranks on two cores were promised 12 ms, and gained nothing."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = report(image_loop(host, decode=12, train=7, log=0), range(8), rounds=2)
-    assert [change for change in found.changes if change.advice.plan] == []
-    assert not found.ceiling.is_worth_it
 
 
 AHEAD = PipelinePlan(
@@ -171,6 +157,7 @@ def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
         "might save 1.500 ± 1.800 ms, and may save nothing. Plans that were tried saved: idle "
     )
     assert f"no plan: {found.why_no_plan}" in " ".join(str(found).split())
+    assert found.profile.num_rounds == 5
     assert "Decode is not moved" in found.to_html()
 
 
@@ -189,18 +176,19 @@ def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
 def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
     """Weights are those from before: what was measured was a trial."""
     weight = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
 
     @task
     def train(ctx: IterContext) -> None:
         weight.sum().backward()
-        optimizer.step()
+        with torch.no_grad():
+            weight.sub_(0.1 * weight.grad)
 
     report([*image_loop(host, decode=2, train=1)[:1], train], range(8), rounds=2)
     assert torch.equal(weight, torch.zeros(3))
     assert weight.grad is None
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 50), min_size=5, max_size=5), st.data())
 def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -> None:
     """Also where threads run side by side, and the path changes from one to another."""

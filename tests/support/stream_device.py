@@ -1,4 +1,4 @@
-"""What devices of the tests and the bench share: each thread has a current stream."""
+"""What devices of the tests share: each thread has a current stream."""
 
 from __future__ import annotations
 

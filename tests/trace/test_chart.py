@@ -73,16 +73,6 @@ def test_waiting_idling_and_what_is_beside_look_different() -> None:
     assert line(spans, beside=[span("a", 1, 6, 10)]) == "▌a 0█ ····  ░░░▌a 2█"
 
 
-def test_a_cell_shows_what_takes_most_of_it() -> None:
-    """A turn much shorter than a cell is not seen; one of half a cell is."""
-    assert line([span("a", 0, 0, 10), span("b", 0, 10.2, 10.5), span("c", 0, 11, 20)]) == (
-        "▌a 0██████ ▌c 0█████"
-    )
-    assert line([span("a", 0, 0, 10), span("b", 0, 10.2, 10.8), span("c", 0, 11, 20)]) == (
-        "▌a 0██████▌▌c 0█████"
-    )
-
-
 def test_spans_beside_are_cut_off_at_the_ends() -> None:
     """So is a wait before the first start."""
     spans = [span("a", 0, 100, 105, wait_ms=50), span("a", 1, 115, 120)]
@@ -94,7 +84,6 @@ def test_spans_beside_are_cut_off_at_the_ends() -> None:
     ("end_ms", "axis"),
     [
         (0.02, "0 ms      0.01"),
-        (20, "0 ms      10"),
         (37, "0 ms       20"),
         (3e6, "0 ms         2000000"),
     ],

@@ -12,16 +12,8 @@ from swpipe.trace import Row, Span, Trace
 from swpipe.trace.critical_path import critical_path
 from swpipe.trace.perfetto import Arrow
 from tests.profiler.sleepers import overlapped, sleepers
-from tests.support.virtual_clock import TimedHost, tell_time
+from tests.support.virtual_clock import TimedHost
 from tests.trace.test_lanes import ANY_SPANS, ARROWS, IO, READ_0, SPANS, TRAIN_0, TRAIN_1
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """The clock of the pipeline and of its traces."""
-    host = TimedHost()
-    tell_time(monkeypatch, host)
-    return host
 
 
 def traced(plan: PipelinePlan, host: TimedHost, iterations: int = 12, **ms: float) -> Trace:
@@ -90,20 +82,6 @@ def test_a_cycle_of_dependences_is_the_path(host: TimedHost) -> None:
     interval_ms = trace.initiation_interval_s * 1e3  # type: ignore[operator]
     assert interval_ms == pytest.approx(bounds.ii_us / 1e3)
     assert sum(trace.critical_path().per_iteration().values()) == pytest.approx(interval_ms)
-
-
-def test_a_dependence_between_iterations_is_an_edge(host: TimedHost) -> None:
-    """Reading the next batch has to wait for the step: the threads take turns."""
-    plan = PipelinePlan(
-        {"read": TaskSchedule(thread_group="io"), "step": TaskSchedule()},
-        deps=[("step", "read")],
-        cross_iter_deps=[("read", "step")],
-    )
-    path = traced(plan, host, read=2, step=3).critical_path()
-    assert sum(path.per_iteration().values()) == pytest.approx(5.0)
-    assert "step i -> read i+1 (dependence)" in path.edges() or any(
-        "<admit> i -> read i" in edge for edge in path.edges()
-    )
 
 
 def test_a_path_without_a_steady_state_is_told_in_full(host: TimedHost) -> None:

@@ -18,13 +18,10 @@ from tests.support.ranks import Ranks
 from tests.support.virtual_clock import TimedHost, tell_time
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """The clock of the pipelines and of the step times."""
-    host = TimedHost()
-    tell_time(monkeypatch, host)
+@pytest.fixture(autouse=True)
+def timed(host: TimedHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same clock for the step times."""
     monkeypatch.setattr(swpipe.trace.step_times, "time", host)
-    return host
 
 
 def step_that_takes(host: TimedHost) -> PipelinePlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe.cli.user_inputs import TUNING_S
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.errors import PlanError
@@ -183,7 +181,6 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     ("plan", "limits", "reason"),
     [
         (UNSAFE, Limits(), "it could give other numbers than the serial loop"),
-        (PREFETCH, Limits(in_flight=2), "it is above the limits"),
         (PREFETCH, Limits(threads=1), "it is above the limits"),
         (PREFETCH, Limits(frozen=["train"]), "the limits freeze tasks"),
     ],
@@ -320,7 +317,7 @@ class Clock:
         return run
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(None, 5), (1000, 5), (35, 3), (0.5, 2)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(None, 5), (35, 3), (0.5, 2)])
 def test_a_trial_has_as_many_rounds_as_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch, seconds: float | None, rounds: int
 ) -> None:
@@ -382,11 +379,6 @@ def test_a_bar_shows_how_much_is_left(
     # 2 were recorded, 3 for the memory; 5 rounds of 3 plans, 13 iterations each
     assert "/200 [" in shown
     assert "iterations/s]" in shown or "s/ iterations]" in shown
-
-
-def test_tuning_has_a_limit_that_nobody_has_to_give() -> None:
-    """A minute, as at the command line."""
-    assert signature(autotune).parameters["seconds"].default == TUNING_S == 60
 
 
 def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(

@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import swpipe
-from bench import copy_ahead
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.device import copy_task, resolve
 from swpipe.device.pinned_pool import PinnedPool, Transfer
@@ -659,11 +658,6 @@ def test_a_recording_sees_a_pure_task() -> None:
     assert "'copy'" not in str(recording.report()).partition("notes:")[2]
     with swpipe.overlap([filled(1)] * 20, tasks, device=None, check_effects=True) as loop:
         assert [float(ctx.sum) for ctx in loop] == [float(ROWS)] * 20
-
-
-def test_the_benchmark_trains_the_same_in_all_ways() -> None:
-    """At a size too small to tell anything."""
-    assert len(copy_ahead.rows(rounds=1, steps=copy_ahead.WARM_UP + 3)) == 4
 
 
 def test_the_profiler_and_a_trace_know_the_copy(slow: None) -> None:
