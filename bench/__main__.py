@@ -20,11 +20,13 @@ from bench.measure import Row, report, sharpen_timers
 PARTS = (
     "dispatch",
     "importing",
+    "v_schedule",
     "interval",
     "gains",
     "loader",
     "ahead",
     "workers",
+    "first_batch",
     "profiler",
     "exposed",
     "verdicts",
@@ -37,6 +39,7 @@ PARTS = (
     "torchrec_classes",
     "pipeline_parallel",
     "layer_overlap",
+    "paired_passes",
     "device",
     "accelerator",
 )

@@ -24,6 +24,7 @@ from bench import (
     pipeline_parallel,
     profiler,
     serial,
+    v_schedule,
     workers,
 )
 from bench.measure import Row, Spread, interleaved, ratios, table
@@ -97,6 +98,7 @@ def intervals(folder: Path) -> list[Row]:
 
 SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] = {
     "dispatch": (lambda _: dispatch.rows(rounds=1, iterations=3), [0.2, 0.5, *[None] * 5]),
+    "v_schedule": (lambda _: v_schedule.rows(rounds=1, n=2, m=4), [1.0, None]),
     "interval": (intervals, [interval.BAR, interval.REAL_BAR]),
     "profiler": (lambda _: profiler.rows(rounds=1), [profiler.PYTHON_BAR, profiler.KERNEL_BAR]),
     "serial": (lambda _: serial.rows(rounds=1, iterations=2), [1.02]),
