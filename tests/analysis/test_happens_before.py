@@ -21,7 +21,7 @@ from tests.device.virtual.stream_queues import Item
 from tests.support.plans_for_tests import piped
 from tests.support.strategies import random_case, worked_case
 
-PLANS = 90
+PLANS = 40
 
 
 class Watch:
