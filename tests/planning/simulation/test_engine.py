@@ -211,8 +211,9 @@ def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
     assert settled > 9
 
 
-@pytest.mark.parametrize("run_ahead", [0, None])
-@pytest.mark.parametrize("planner", [assign_lookaheads, joint_search, auto_plan])
+@pytest.mark.parametrize(
+    ("planner", "run_ahead"), [(assign_lookaheads, 0), (joint_search, None), (auto_plan, 0)]
+)
 def test_what_planners_promise_of_the_published_step_is_kept(
     planner: Callable[..., Any], run_ahead: int | None
 ) -> None:
