@@ -203,7 +203,7 @@ def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
         refused += not fine
         strict = replace(plan, stale={})
         late += fine and bool(order_problems(strict, effects, streams=streams))
-    assert accepted + refused > 0.9 * STALE_PLANS
+    assert accepted + refused > 0.8 * STALE_PLANS
     assert min(accepted, refused) > STALE_PLANS // 5
     assert late > STALE_PLANS // 20
 
