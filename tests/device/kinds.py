@@ -29,7 +29,7 @@ class Kind:
         new: A new device of it; None where it has no streams.
         run: Runs a random case; what is wrong, or something false.
         plans: How many random plans run in one go; without a guard that has no case of its own
-            some plan of the first 43 goes wrong on the virtual device.
+            some plan of the first 44 goes wrong on the virtual device.
     """
 
     name: str
