@@ -35,10 +35,10 @@ from tests.support.safety import (
 )
 from tests.support.strategies import random_plan
 
-SAFE_PLANS = 200
-MUTATED_PLANS = 80
-LOADER_PLANS = 250
-STALE_PLANS = 150
+SAFE_PLANS = 70
+MUTATED_PLANS = 30
+LOADER_PLANS = 100
+STALE_PLANS = 80
 
 X = Location("x", persistent=False)
 MODEL = Location("model", persistent=True)
@@ -117,7 +117,7 @@ def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
 def test_what_lies_further_apart_follows() -> None:
     """In runs of four iterations nothing else goes wrong than in runs of two."""
     explored = 0
-    for seed in range(30):
+    for seed in range(16):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = effects_of(workload)
         for streams in KINDS:
@@ -125,7 +125,7 @@ def test_what_lies_further_apart_follows() -> None:
                 broken = fights(plan, effects, streams=streams, iterations=(3, 4))
                 assert named(order_problems(plan, effects, streams=streams)) == broken
                 explored += 1
-    assert explored > 45
+    assert explored > 22
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
         refused += not fine
         strict = replace(plan, stale={})
         late += fine and bool(order_problems(strict, effects, streams=streams))
-    assert accepted + refused > 0.9 * STALE_PLANS
+    assert accepted + refused > 0.8 * STALE_PLANS
     assert min(accepted, refused) > STALE_PLANS // 5
     assert late > STALE_PLANS // 20
 
@@ -335,7 +335,7 @@ def test_many_places_make_one_problem() -> None:
 def test_every_mend_mends() -> None:
     """To add the edges that the messages of random plans advise leaves nothing to complain of."""
     mended = 0
-    for seed in range(120):
+    for seed in range(60):
         plan, workload = random_pair(seed)
         effects = effects_of(workload)
         before = order_problems(plan, effects)
@@ -352,7 +352,7 @@ def test_every_mend_mends() -> None:
                 continue  # each alone could be added
             assert not order_problems(replace(plan, **more), effects)
             mended += 1
-    assert mended > 15
+    assert mended > 7
 
 
 # ------------------------------------------------------------------------------ around it

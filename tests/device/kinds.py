@@ -18,7 +18,6 @@ from typing import Any
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.device import Device, resolve
 from tests.device.virtual import VirtualDevice
-from tests.support.device_work import SIMULATED
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,14 @@ class Kind:
         name: What it is.
         new: A new device of it; None where it has no streams.
         run: Runs a random case; what is wrong, or something false.
-        plans: How many random plans run in one go.
+        plans: How many random plans run in one go; without a guard that has no case of its own
+            some plan of the first 44 goes wrong on the virtual device.
     """
 
     name: str
     new: Callable[[], Device] | None
     run: Callable[[Any], object]
-    plans: int = 240
+    plans: int = 130
 
     def __str__(self) -> str:
         return self.name
@@ -65,8 +65,8 @@ def _on_accelerator(case: Any) -> object:
     return differs(case)
 
 
-HERE = (Kind("cpu", None, _on_cpu), Kind("virtual", VirtualDevice, _on_virtual))
-APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=100 if SIMULATED else 40),)
+HERE = (Kind("cpu", None, _on_cpu, 60), Kind("virtual", VirtualDevice, _on_virtual))
+APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=40),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:

@@ -643,13 +643,6 @@ def test_a_task_that_is_called_copy_is_refused() -> None:
             make()
 
 
-def test_a_device_that_is_not_there_is_told() -> None:
-    """Before anything runs."""
-    for name in ("sim:7", "cuda"):
-        with pytest.raises(ValueError, match=f"'{name}' is not on this machine, which has sim"):
-            swpipe.overlap([1], [adding_up()], device=name)
-
-
 def test_a_recording_sees_a_pure_task() -> None:
     """Its buffers are no state: nobody else uses them, and a profile must not put them back."""
     tasks = [copy_task(DEVICE), adding_up()]

@@ -138,13 +138,6 @@ def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
     assert "'note' draws from torch's default generators" in str(recording.report())
 
 
-def test_a_profile_puts_the_devices_generator_back(device: str) -> None:
-    """The fixture looks; the tasks run on the device that was given."""
-    with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
-        result = TaskProfiler(pipe).profile(1.0, num_warmup=1, num_measure=2, num_rounds=2)
-    assert result.exposed_s.keys() == {"draw", "add", "total"}
-
-
 def test_a_failed_run_restores_the_generator_of_its_own_device() -> None:
     """A drawing task that was left behind gave device 0 the state of device 1."""
     entered, leave = Event(), Event()
@@ -195,10 +188,10 @@ def test_pipelines_on_two_devices_may_be_nested() -> None:
 # ------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("name", ["sim:2", "sim:7"])
+@pytest.mark.parametrize("name", ["sim:2", "cuda"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     """The process was aborted later."""
-    with pytest.raises(ValueError, match=f"'{name}' is not on this machine, which has sim:0 to si"):
+    with pytest.raises(ValueError, match=f"'{name}' is not on this machine, which has sim"):
         SWPipeline(PLAN, TASKS, device=name)
 
 

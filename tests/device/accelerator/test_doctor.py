@@ -145,28 +145,28 @@ def written(ctx: IterContext) -> None:
     ctx.x.detach()[ctx.x > 0] = torch.ones(32, device=DEVICE)
 
 
-def repeated(ctx: IterContext) -> None:
-    ctx.rows = torch.repeat_interleave(ctx.x, torch.ones(4, dtype=torch.long).to(DEVICE), dim=0)
+def listed(ctx: IterContext) -> None:
+    ctx.scale = torch.tensor([1.0, 2.0], device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("fault", "rule"),
-    [
-        (item, "host-sync"),
-        (branch, "host-sync"),
-        (to_host, "host-sync"),
-        (to_pageable, "host-sync"),
-        (selected, "shape-from-data"),
-        (positions, "shape-from-data"),
-        (written, "shape-from-data"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_wait_for_the_device_is_found(fault: Any, rule: str) -> None:
-    """At its line, once per iteration; nothing else is."""
-    found = diagnose(training(fault), batches())
-    assert rules(found) == [(rule, last_line(fault))]
-    assert found.findings[0].text.endswith("; 1 per iteration")
+SYNC, SHAPE = "host-sync", "shape-from-data"
+WAITS = {
+    item: SYNC,
+    branch: SYNC,
+    to_host: SYNC,
+    to_pageable: SYNC,
+    selected: SHAPE,
+    positions: SHAPE,
+    written: SHAPE,
+    listed: "unpinned-copy",
+}
+
+
+def test_each_wait_for_the_device_is_found() -> None:
+    """At its line, once per iteration; nothing else is. A tensor of values is an unpinned copy."""
+    found = diagnose(training(*WAITS), batches())
+    assert sorted(rules(found)) == sorted((rule, last_line(fn)) for fn, rule in WAITS.items())
+    assert all(one.text.endswith("; 1 per iteration") for one in found.findings)
 
 
 def unpinned(ctx: IterContext) -> None:
@@ -181,15 +181,6 @@ def blocking(ctx: IterContext) -> None:
 def test_a_copy_that_does_not_overlap_is_found(fault: Any, rule: str) -> None:
     """From memory that is not pinned; or from pinned memory, but blocking."""
     assert rules(diagnose(training(first=fault), batches())) == [(rule, last_line(fault))]
-
-
-def listed(ctx: IterContext) -> None:
-    ctx.scale = torch.tensor([1.0, 2.0], device=DEVICE)
-
-
-def test_a_tensor_of_python_values_is_found() -> None:
-    """It is copied from memory that is not pinned."""
-    assert rules(diagnose(training(listed), batches())) == [("unpinned-copy", last_line(listed))]
 
 
 def test_a_wait_in_an_autograd_function_is_found() -> None:

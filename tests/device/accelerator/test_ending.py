@@ -163,8 +163,9 @@ def pulled_before_waiting(depth: int, group: str, run_ahead: int | None = None) 
     return first_wait[0] if first_wait else pulled[0]
 
 
-@pytest.mark.parametrize("group", ["default", "io"])
-@pytest.mark.parametrize(("depth", "run_ahead"), [(1, 0), (1, None), (2, 2), (5, 0), (5, None)])
+@pytest.mark.parametrize(
+    ("depth", "run_ahead", "group"), [(1, 0, "default"), (2, 2, "io"), (5, None, "io")]
+)
 def test_the_host_runs_ahead_by_so_many_iterations(
     depth: int, run_ahead: int | None, group: str
 ) -> None:

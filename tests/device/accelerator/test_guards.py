@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._engine import bind as steps
 from swpipe._engine import run as executor
 from swpipe._engine.run import Run
-from tests.device.accelerator.work import DEVICE, extremes, filled, run, spin, warm_up, wrong
+from tests.device.accelerator.work import extremes, filled, run, spin, warm_up, wrong
 from tests.support import unguarded
 
 ITERATIONS = 12
@@ -86,28 +85,19 @@ def sink_waits() -> list[int]:
     return wrong(seen)
 
 
-def _dropped(drop: Callable[[IterContext], None]) -> list[int]:
+def deleted_attribute() -> list[int]:
+    """A task deletes an attribute that another stream has yet to read."""
     read = Reader()
     plan = PipelinePlan(
         {
             PipelineTask("make", make): TaskSchedule(0, "side"),
             PipelineTask("read", read): TaskSchedule(1, "late"),
-            PipelineTask("drop", drop): TaskSchedule(1),
+            PipelineTask("drop", lambda ctx: delattr(ctx, "x")): TaskSchedule(1),
         },
         deps=[("read", "make"), ("drop", "read")],
     )
     run(plan, range(ITERATIONS))
     return wrong(read.seen)
-
-
-def deleted_attribute() -> list[int]:
-    """A task deletes an attribute that another stream has yet to read."""
-    return _dropped(lambda ctx: delattr(ctx, "x"))
-
-
-def overwritten_attribute() -> list[int]:
-    """A task overwrites an attribute that another stream has yet to read."""
-    return _dropped(lambda ctx: setattr(ctx, "x", None))
 
 
 def retired_while_read() -> list[int]:
@@ -123,43 +113,6 @@ def retired_while_read() -> list[int]:
     )
     run(plan, range(ITERATIONS))
     return wrong(read.seen)
-
-
-def read_by_the_caller() -> list[int]:
-    """The caller reads a retired context late on its own stream, and drops it at once."""
-    read = Reader()
-    plan = PipelinePlan({PipelineTask("make", make): TaskSchedule(0, "side")}, pipeline_depth=2)
-    run(plan, range(ITERATIONS), read)
-    return wrong(read.seen)
-
-
-def admitted_too_soon() -> list[int]:
-    """The iterations admitted while that ``depth + run_ahead`` before was still under way."""
-    ends: dict[int, torch.Event] = {}
-    early: list[int] = []
-    depth, run_ahead = 2, 2
-
-    def first(ctx: IterContext) -> None:
-        end = ends.get(ctx.iter_idx - depth - run_ahead)
-        if end is not None and not end.query():
-            early.append(ctx.iter_idx)
-
-    def work(ctx: IterContext) -> None:
-        spin(LATE_MS)
-        ends[ctx.iter_idx] = torch.Event(device=DEVICE)
-        ends[ctx.iter_idx].record()
-
-    plan = PipelinePlan(
-        {
-            PipelineTask("first", first): TaskSchedule(0),
-            PipelineTask("work", work): TaskSchedule(1, "side"),
-        },
-        deps=[("work", "first")],
-        pipeline_depth=depth,
-        run_ahead=run_ahead,
-    )
-    run(plan, range(ITERATIONS))
-    return early
 
 
 def _with_keep(first: Callable[[IterContext], None], then: Callable[[IterContext], None]) -> None:
@@ -231,26 +184,18 @@ GUARDS = (
     Guard(event_waits, _without_event_waits),
     Guard(sink_waits, _without_sink_waits),
     Guard(deleted_attribute, unguarded.hold_on_dropped),
-    Guard(overwritten_attribute, unguarded.hold_on_dropped),
     Guard(retired_while_read, unguarded.hold_at_retirement),
-    Guard(read_by_the_caller, unguarded.hold_at_retirement),
-    Guard(admitted_too_soon, unguarded.back_pressure),
     Guard(went_while_read, unguarded.waiting),
     Guard(saved_for_backward, unguarded.hold_on_shared),
 )
 
-each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.case.__name__)
 
-
-@each_guard
-def test_every_value_is_right(guard: Guard) -> None:
-    """No stream reads too soon, and no block is reused while a stream may read it."""
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.case.__name__)
+def test_every_value_is_right_only_with_the_guard(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stream reads too soon, and no block is reused early; on this device neither is luck."""
     assert guard.case() == []
-
-
-@each_guard
-def test_without_the_guard_it_would_not_be(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same case goes wrong on this device when its guard is taken away."""
     guard.remove(monkeypatch)
     assert guard.case() != []
 

@@ -82,14 +82,13 @@ def training(device: str) -> Any:
         yield made, pipe
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
-def test_a_profile_leaves_the_training_as_it_was(device: str, pipelined: bool) -> None:
+def test_a_profile_leaves_the_training_as_it_was() -> None:
     """Parameters, moments and generators are restored in place, in mid-training."""
-    with training(device) as (made, pipe):
+    with training(DEVICES[-1]) as (made, pipe):
         means(pipe, batches(1) * 5)
         tensors, before = made.tensors(), on_host(made.tensors())
         drawn = generators()
-        TaskProfiler(pipe).profile(*batches(1), 1, 3, 2, pipelined=pipelined)
+        TaskProfiler(pipe).profile(*batches(1), 1, 1, 2, pipelined=True)
         assert all(now is then for now, then in zip(made.tensors(), tensors, strict=True))
         assert same(before, on_host(tensors))
         assert same(drawn, generators())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("polars")
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
 from swpipe.plans.clicks import PLANS
-from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule
 from swpipe.profiler import TaskProfiler
 from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
 from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
@@ -31,7 +32,7 @@ from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
 SMALL_CLICKS = ModelConfig(
     buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,)
 )
-CLICK_STEPS, HSTU_STEPS = 12, 8
+CLICK_STEPS, HSTU_STEPS = 6, 6
 DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_count())]
 
 
@@ -104,46 +105,33 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "device"),
+    ("make", "name", "streams"),
     [
-        *((clicks, name, device) for device in DEVICES for name in PLANS if name != "serial"),
-        *((hstu, preset, device) for device in DEVICES for preset in HSTU_THREAD_MAPS),
+        (clicks, "pipelined", 1),
+        (clicks, "pipelined", 2),
+        (hstu, "default", 2),
+        (hstu, "io_data_dist_prefetch_compute", backend.POOL),
     ],
 )
-def test_every_plan_trains_to_the_serial_plans_bits(
-    make: Any, name: str, device: str, tmp_path: Path
+def test_a_plan_trains_to_the_serial_plans_bits(
+    make: Any, name: str, streams: int, tmp_path: Path
 ) -> None:
-    """The caller's device is the first one, whichever the job is on."""
-    assert same(trained(make, name, device, tmp_path), trained(make, None, device, tmp_path))
+    """However late and few the streams are; the caller's device is the first one throughout."""
+    serial = trained(make, None, DEVICES[-1], tmp_path)
+    bad = {"late_streams": 200.0, "streams": streams, "poison": True}
+    with backend.misbehaving(**bad) if SIMULATED else nullcontext():  # type: ignore[arg-type]
+        assert same(trained(make, name, DEVICES[-1], tmp_path), serial)
     assert torch.accelerator.current_device_index() == 0
 
 
-@pytest.mark.skipif(not SIMULATED, reason="needs a device that can misbehave")
-@pytest.mark.parametrize(
-    ("make", "name", "streams", "device"),
-    [
-        *((clicks, "pipelined", streams, device) for streams in (1, 2) for device in DEVICES),
-        *((hstu, preset, 2, DEVICES[0]) for preset in ("default", "by_stream")),
-    ],
-)
-def test_late_streams_change_nothing(
-    make: Any, name: str, streams: int, device: str, tmp_path: Path
-) -> None:
-    """Nor do few of them, nor freed memory that is overwritten at once."""
-    serial = trained(make, None, device, tmp_path)
-    with backend.misbehaving(late_streams=200.0, streams=streams, poison=True):
-        assert same(trained(make, name, device, tmp_path), serial)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_profiles_and_recordings_train_nothing(device: str, tmp_path: Path) -> None:
+def test_profiles_and_recordings_train_nothing(tmp_path: Path) -> None:
     """After a recording and a profile the job trains as if there had been neither."""
-    plan, job = PLANS["pipelined"](), click_job(device, tmp_path)
-    recording = record(job.tasks(), next(job.batches()), device=device)
+    plan, job = PLANS["pipelined"](), click_job(DEVICES[-1], tmp_path)
+    recording = record(job.tasks(), next(job.batches()), device=DEVICES[-1])
     assert recording.compare(plan).missing == ()
-    with SWPipeline(plan, job.tasks(), device=device) as pipe:
-        TaskProfiler(pipe).profile(next(job.batches()), 1, 2, 2, pipelined=True)
+    with SWPipeline(plan, job.tasks(), device=DEVICES[-1]) as pipe:
+        TaskProfiler(pipe).profile(next(job.batches()), 1, 1, 2, pipelined=True)
         losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(CLICK_STEPS))]
-    expected = trained(clicks, None, device, tmp_path)
+    expected = trained(clicks, None, DEVICES[-1], tmp_path)
     assert same(on_host(losses), expected[: len(losses)])
     job.close()

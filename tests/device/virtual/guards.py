@@ -36,6 +36,7 @@ from tests.device.virtual.machine import OutOfTurn
 from tests.support import unguarded
 from tests.support.strategies import (
     Case,
+    StateUse,
     TaskSpec,
     Workload,
     keeping_case,
@@ -122,6 +123,43 @@ def drained(seed: int) -> Case:
     task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
     drains = frozenset(range(1, 12, 2))
     return Case(Workload((task,), {}), plan, tuple(range(12)), drains, seed)
+
+
+def saved(seed: int) -> Case:
+    """A case in which a value that goes is kept outside of the context, and read late."""
+    tasks = (
+        TaskSpec("make", reads=("batch",), sets=("x",), known=True),
+        TaskSpec("save", reads=("x",), sets=("y",), saves="x", known=True),
+        TaskSpec("take", sets=("z",), takes="save", known=True),
+    )
+    plan = PipelinePlan(
+        schedule={
+            "make": TaskSchedule(0, "make"),
+            "save": TaskSchedule(1, "one"),
+            "take": TaskSchedule(2, "other"),
+        },
+        deps=[("save", "make"), ("take", "save")],
+        keep=["y", "z"],
+    )
+    return Case(Workload(tasks, {}), plan, tuple(range(12)), frozenset(), seed)
+
+
+def by_workers(seed: int) -> Case:
+    """A case in which three workers change a state in turn."""
+    tasks = (
+        TaskSpec("make", reads=("batch",), sets=("x",), known=True),
+        TaskSpec("use", ("x",), ("y",), states=(StateUse("s", True),), known=True),
+    )
+    plan = PipelinePlan(
+        schedule={
+            "make": TaskSchedule(0, "make", "io", workers=3),
+            "use": TaskSchedule(0, "one", "io", workers=3),
+        },
+        deps=[("use", "make")],
+        cross_iter_deps=[("use", "use", 1), ("make", "make", 3)],
+        keep=["y"],
+    )
+    return Case(Workload(tasks, {"s": 1}), plan, tuple(range(12)), frozenset(), seed)
 
 
 @dataclass(frozen=True)
@@ -385,7 +423,7 @@ GUARDS = (
         early_end,
     ),
     Guard("what a broken run left is joined", _joined_streams, (Race, RanAhead), breaks=True),
-    Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), keeping_case),
+    Guard("attributes go after all users", _after_the_last_user, (RuntimeError,), far_ahead),
     Guard(
         "memory that went waits for the device",
         unguarded.waiting,
@@ -394,13 +432,13 @@ GUARDS = (
         shows_on=STREAMS,
     ),
     Guard("it waits for all tasks before", _behind_one_task, (UseAfterFree,), two_readers),
-    Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), keeping_case),
+    Guard("hold on what others refer to", unguarded.hold_on_shared, (UseAfterFree,), saved),
     Guard("hold on what goes at once", _no_hold_on_one_stream, (UseAfterFree,), on_one_stream),
     Guard("hold on what waits at the end", _no_hold_at_end, (UseAfterFree,), drained),
     Guard("events until the next iteration asks", _no_more_events, (EventReused,), far_ahead),
-    Guard("waits between workers", _program(_between_workers), (Race, OutOfTurn), worked_case),
+    Guard("waits between workers", _program(_between_workers), (Race, OutOfTurn), by_workers),
     Guard(
-        "waits for the worker whose turn it is", _any_worker, (Race, WaitBeforeRecord), worked_case
+        "waits for the worker whose turn it is", _any_worker, (Race, WaitBeforeRecord), by_workers
     ),
     Guard(
         "memory of each worker waits for itself",

@@ -154,7 +154,7 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
     Where a device holds back admission, the engine finds out only when the device is done that
     there is no further batch; the simulator knows: what comes after that is left out.
     """
-    for seed in range(70):
+    for seed in range(24):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found = turns(Loop(plan, costs, streams=streams, seed=seed).spans(ITERATIONS))
@@ -172,7 +172,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
     task that blocks, for which a trace takes the event when the task returns.
     """
     queues = 0
-    for seed in range(100):
+    for seed in range(40):
         plan = random_case(seed).plan
         program = compile_plan(resolve_plan(plan), streams=True)
         if waits_on_a_shared_stream(program):
@@ -186,7 +186,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
             if row.kind == "thread" or not costs.tasks[task].blocks:
                 assert found[turn] == pytest.approx(times, abs=2), (seed, turn)
         queues += bool(timed_graph(program, costs).queues)
-    assert queues > 20
+    assert queues > 8
 
 
 def waits_on_a_shared_stream(program: Program) -> bool:
@@ -201,18 +201,19 @@ def waits_on_a_shared_stream(program: Program) -> bool:
 def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
     """On random plans, over a whole cycle of the steady state."""
     settled = 0
-    for seed in range(30):
+    for seed in range(12):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found_us = interval_us(Loop(plan, costs, streams=streams, seed=seed).retired_ns(LONG))
         if found_us is not None:
             settled += 1
             assert found_us == pytest.approx(simulate(plan, costs, streams=streams).ii_us), seed
-    assert settled > 25
+    assert settled > 9
 
 
-@pytest.mark.parametrize("run_ahead", [0, None])
-@pytest.mark.parametrize("planner", [assign_lookaheads, joint_search, auto_plan])
+@pytest.mark.parametrize(
+    ("planner", "run_ahead"), [(assign_lookaheads, 0), (joint_search, None), (auto_plan, 0)]
+)
 def test_what_planners_promise_of_the_published_step_is_kept(
     planner: Callable[..., Any], run_ahead: int | None
 ) -> None:
