@@ -9,6 +9,7 @@ from typing import Any
 from swpipe.core.plan import StreamSpec
 from tests.device.virtual import (
     Buffer,
+    EventReused,
     Race,
     RanAhead,
     VirtualDevice,
@@ -120,6 +121,14 @@ def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
     assert kinds(device) == {Race}
 
 
+def test_waiting_for_an_event_that_was_never_recorded_is_a_violation() -> None:
+    """CUDA lets it pass, and orders nothing."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    device.new_event().wait(copy)
+    assert kinds(device) == {WaitBeforeRecord}
+
+
 def test_waiting_must_be_known_to_come_after_the_record() -> None:
     """That the record was sooner this time is luck."""
     device = VirtualDevice()
@@ -128,6 +137,40 @@ def test_waiting_must_be_known_to_come_after_the_record() -> None:
     on_thread(device, lambda: event.record(copy))
     event.wait(device.current_stream())
     assert kinds(device) == {WaitBeforeRecord}
+
+
+def test_all_waits_must_happen_before_the_next_record() -> None:
+    """Else some consumer may get the new meaning where it asked for the old one."""
+    device = VirtualDevice()
+    copy, _ = two_streams(device)
+    event, recorded = device.new_event(), device.host.counter()
+    event.record(copy)
+    recorded.advance(1)
+
+    def consume() -> None:
+        recorded.wait(1)
+        event.wait(device.current_stream())
+
+    on_thread(device, consume)
+    device.check()
+    event.record(copy)
+    assert kinds(device) == {EventReused}
+
+
+def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
+    """Holding must not leak."""
+    device = VirtualDevice()
+    copy, side = two_streams(device)
+    with device.on(copy):
+        made = constant(device, 1)
+    device.synchronize()
+    device.hold([made], [side])
+    del made
+    device.synchronize()
+    with device.on(copy):
+        constant(device, 2)
+    assert device.reused == 1
+    device.check()
 
 
 def test_the_host_must_know_that_old_work_is_done() -> None:

@@ -181,6 +181,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
     Attributes:
         host: The same with clocks: to be given to the pipeline.
         violations: What was found so far.
+        reused: How many buffers reused another's memory.
     """
 
     type = "virtual"
@@ -192,6 +193,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
         self.host = ClockedHost(self.clocks, host)
         self.queues = Queues(self.clocks, seed)
         self.violations: list[Violation] = []
+        self.reused = 0
         super().__init__(self.queues.new_stream("caller's"))
         self._buffers = 0
         self._free_blocks: dict[VirtualStream, list[_Block]] = defaultdict(list)  # last freed last
@@ -331,6 +333,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
         for block in reversed(free):
             if all(mark.done for mark in block.until):
                 free.remove(block)
+                self.reused += 1
                 break
         else:
             block = _Block(stream)
