@@ -3,17 +3,15 @@
 Those need a GPU. These keep their contract, with one row at a time in Python objects:
 
     prefetch   makes the rows of unseen keys, brings rows into slots, pins them, and appends a state
-               to the queue; with a cache, it also counts the keys as outstanding. With admission,
-               the row of a key is kept from when the key was counted often enough: as often as
-               ``frequency_counters`` say, or once in each batch
-    forward    takes the oldest state of the queue, or prefetches by itself where there is none,
-               with its weights as these counters; reads the slots of that state, whatever ids it
-               is called with; counts the keys off
+               to the queue; with a cache, it also counts the keys as outstanding. Rows are admitted
+               by ``frequency_counters``, which are only noted here
+    forward    takes the oldest state of the queue, or prefetches by itself where there is none;
+               reads the slots of that state, whatever ids it is called with; counts the keys off
     backward   updates the rows in their slots, and unpins them
 
 More outstanding keys than the cache has lines, or no slot that may be taken: ``CacheOverflow``. In
 evaluation, prefetch does nothing and forward reads without a state. TorchRec prefetches collections
-(``Job(pooled=False)``) only; bags prefetch within their forward.
+(``Job(pooled=False)``) only, so there are no bags here.
 
 No parameter leads to a row: they are values of a dict, or lie in the slots of a plain object.
 """
@@ -63,31 +61,24 @@ class Slots:
         """How many slots are pinned."""
         return sum(count > 0 for count in self._pins.values())
 
-    def bring(self, keys: list[Key], admitted: list[bool]) -> Tensor:
-        """The slots of some rows, which are there and pinned afterwards; -1 for others."""
-        slots = [self._bring(key) if a else -1 for key, a in zip(keys, admitted, strict=True)]
-        return torch.tensor(slots, dtype=torch.int64)
+    def bring(self, keys: list[Key]) -> Tensor:
+        """The slots of some rows, which are there and pinned afterwards."""
+        return torch.tensor([self._bring(key) for key in keys], dtype=torch.int64)
 
-    def holds(self, key: Key) -> bool:
-        """Whether there is such a row, here or evicted."""
-        return key in self._slot_of or key in self.behind
-
-    def read(self, slots: Tensor, keys: list[Key]) -> Tensor:
-        """The rows in some slots; those of keys without one are new."""
-        pairs = zip(slots.tolist(), keys, strict=True)
-        rows = [initial(key) if slot < 0 else self._values[slot] for slot, key in pairs]
+    def read(self, slots: Tensor) -> Tensor:
+        """The rows in some slots."""
+        rows = [self._values[slot] for slot in slots.tolist()]
         return torch.stack(rows or [torch.empty(DIM)])
 
     def update(self, slots: Tensor, gradients: Tensor, rate: float) -> None:
         """One step of SGD."""
         for slot, gradient in zip(slots.tolist(), gradients, strict=True):
-            if slot >= 0:
-                self._values[slot] -= rate * gradient
+            self._values[slot] -= rate * gradient
 
     def decrement_counter(self, slots: Tensor, table_ids: Tensor) -> None:
         """Unpin some slots, each once."""
         assert len(slots) == len(table_ids)
-        self._pins.subtract(slots[slots >= 0].tolist())
+        self._pins.subtract(slots.tolist())
         assert min(self._pins.values(), default=0) >= 0, "a slot was unpinned more than pinned"
 
     def rows(self) -> dict[Key, Tensor]:
@@ -149,25 +140,20 @@ class DynamicTables(nn.Module):
     Args:
         tables: How many; each with one feature.
         lines: Rows that the cache holds; None for no cache.
-        pooled: The embeddings of a bag are added.
         rate: The learning rate.
-        threshold: How often a key is counted before its row is kept; 0 for at once.
 
     Attributes:
         most: The most keys that were outstanding.
-        counts: Of keys whose rows are not kept yet.
+        counters: The sum of the counters that each prefetch was given; 0 without any.
         fails: The next look-up raises, in the middle.
     """
 
-    def __init__(
-        self, tables: int, lines: int | None, pooled: bool, rate: float, threshold: int = 0
-    ) -> None:
+    def __init__(self, tables: int, lines: int | None, rate: float) -> None:
         super().__init__()
-        self.counts: Counter[Key] = Counter()
-        self._threshold = threshold
+        self.counters: list[float] = []
         self.most = 0
         self.fails = False
-        self._count, self._pooled, self._rate = tables, pooled, rate
+        self._count, self._rate = tables, rate
         self._storage = Slots(None)
         self._cache = None if lines is None else Slots(lines)
         self._prefetch_outstanding_keys = torch.tensor(0, dtype=torch.int64)
@@ -219,53 +205,24 @@ class DynamicTables(nn.Module):
                     f"{int(counted)} keys are outstanding and the cache has {self._cache.capacity} "
                     "lines: a batch was prefetched before the one ahead of it was looked up"
                 )
-        slots = self.slots.bring(keys, self._admit(keys, reverse, frequency_counters))
+        given = 0.0 if frequency_counters is None else float(frequency_counters.sum())
+        self.counters.append(given)
+        slots = self.slots.bring(keys)
         self._prefetch_states.append(
             PrefetchState(pairs[1], pairs[0], reverse, slots, slots.clone(), len(keys), counted)
         )
 
-    def forward(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         """The embeddings of the ids of the oldest state."""
         if not self.training:
             pairs = zip(self._tables_of(offsets).tolist(), indices.tolist(), strict=True)
             rows = [self.slots.row(key) for key in pairs]
-            return self.arranged(torch.stack(rows) if rows else torch.empty(0, DIM), offsets)
+            return torch.stack(rows) if rows else torch.empty(0, DIM)
         if not self._prefetch_states:
-            self.prefetch(indices, offsets, frequency_counters=per_sample_weights)
+            self.prefetch(indices, offsets)
         state = self._prefetch_states.popleft()
-        found: Tensor = _LookUp.apply(state, self, offsets, self._empty_tensor)  # type: ignore[no-untyped-call]
+        found: Tensor = _LookUp.apply(state, self, self._empty_tensor)  # type: ignore[no-untyped-call]
         return found
-
-    def _admit(self, keys: list[Key], reverse: Tensor, counters: Tensor | None) -> list[bool]:
-        """Count the keys that have no row, and say which may have one."""
-        seen = torch.ones(len(keys), dtype=torch.int64)
-        if counters is not None:
-            seen = torch.zeros_like(seen).index_add_(0, reverse, counters.long())
-        for key, count in zip(keys, seen.tolist(), strict=True):
-            if not self.slots.holds(key) and not self._storage.holds(key):
-                self.counts[key] += count
-        admitted = [key not in self.counts or self.counts[key] >= self._threshold for key in keys]
-        for key, enough in zip(keys, admitted, strict=True):
-            if enough:
-                self.counts.pop(key, None)
-        return admitted
-
-    def arranged(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """One row for each id, or with pooling for each sample: those of all tables, added up."""
-        if not self._pooled:
-            return rows
-        bags = rows.new_zeros(len(offsets) - 1, DIM)
-        bags.index_add_(0, _bags_of(offsets), rows)
-        return bags.view(self._count, -1, DIM).transpose(0, 1).reshape(-1, self._count * DIM)
-
-    def gradients(self, given: Tensor, offsets: Tensor) -> Tensor:
-        """The gradient of each id's row, from that of what ``arranged`` returned."""
-        if not self._pooled:
-            return given
-        by_bag = given.view(-1, self._count, DIM).transpose(0, 1).reshape(-1, DIM)
-        return by_bag[_bags_of(offsets)]
 
     def step(self, state: PrefetchState, gradients: Tensor) -> None:
         """Update the rows of one batch."""
@@ -276,90 +233,57 @@ class DynamicTables(nn.Module):
 
     def _tables_of(self, offsets: Tensor) -> Tensor:
         samples = (len(offsets) - 1) // self._count
-        return _bags_of(offsets) // max(samples, 1)
-
-
-def _bags_of(offsets: Tensor) -> Tensor:
-    """The bag of each id."""
-    return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        return bags // max(samples, 1)
 
 
 class _LookUp(torch.autograd.Function):
     """Reads rows; its backward updates them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, state: PrefetchState, tables: DynamicTables, offsets: Tensor, anchor: Tensor
-    ) -> Tensor:
-        ctx.state, ctx.tables, ctx.offsets = state, tables, offsets
+    def forward(ctx: Any, state: PrefetchState, tables: DynamicTables, anchor: Tensor) -> Tensor:
+        ctx.state, ctx.tables = state, tables
         if tables.fails:
             raise RuntimeError("the look-up failed")
-        pairs = zip(state.unique_table_ids.tolist(), state.unique_keys.tolist(), strict=True)
-        rows = tables.slots.read(state.slot_indices, list(pairs))[state.reverse_indices]
+        rows = tables.slots.read(state.slot_indices)[state.reverse_indices]
         if state.outstanding_keys_ref is not None:
             state.outstanding_keys_ref -= state.num_prefetched_keys
-        return tables.arranged(rows, offsets)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         state, tables = ctx.state, ctx.tables
-        per_id = tables.gradients(given[0], ctx.offsets)
-        per_key = per_id.new_zeros(len(state.unique_keys), DIM)
-        per_key.index_add_(0, state.reverse_indices, per_id)
+        per_key = given[0].new_zeros(len(state.unique_keys), DIM)
+        per_key.index_add_(0, state.reverse_indices, given[0])
         tables.step(state, per_key)
         tables.slots.decrement_counter(state.update_slot_indices, state.unique_table_ids)
-        return None, None, None, None
+        return None, None, None
 
 
 def dynamic(
-    job: Job, lines: int | None, threshold: int = 0
+    job: Job, lines: int | None, counted: bool = False
 ) -> tuple[nn.Module, list[DynamicTables]]:
-    """A job's model on dynamic tables, with this rank's groups of them; row-wise as theirs are."""
-    model = sharded(job)
-    return model, replace_tables(model, lines, job.pooled, job.options["lr"], threshold)
+    """A job's model on dynamic tables, with this rank's groups of them; row-wise as theirs are.
 
-
-def replace_tables(
-    model: nn.Module, lines: int | None, pooled: bool, rate: float, threshold: int = 0
-) -> list[DynamicTables]:
-    """Put dynamic tables in the place of this rank's groups of a sharded model.
-
-    With a threshold, ids are exchanged with how often each occurs in this rank's batch as weights,
-    which the look-up takes for counters: those of dynamicemb are exchanged once each, so.
+    If asked for, each id is exchanged with the weight 1, as dynamicemb exchanges its counters.
     """
+    model: Any = sharded(job)
     groups = []
-    for module in model.modules() if threshold else ():
-        if hasattr(module, "_lookups"):
-            module.input_dist = partial(_counted_input_dist, module.input_dist)
+    for module in model.module.tables if counted else ():
+        module.input_dist = partial(_counted_input_dist, module.input_dist)
     for lookup in lookups(model):
         for kernel in lookup._emb_modules:
             count = len(kernel.config.embedding_tables)
-            kernel._emb_module = DynamicTables(count, lines, pooled, rate, threshold)
-            if threshold:
-                kernel.forward = partial(_look_up_counted, kernel)
+            kernel._emb_module = DynamicTables(count, lines, job.options["lr"])
             lookup._need_prefetch = True
             groups.append(kernel._emb_module)
-    return groups
+    return model, groups
 
 
 def _counted_input_dist(input_dist: Any, ctx: Any, features: Any) -> Any:
     counted = copy.copy(features)
-    counted._weights = torch.zeros(len(features.values()))
-    first = 0
-    for length in features.length_per_key():  # the first of equal ids has their number
-        own = features.values()[first : first + length].tolist()
-        for place, row in enumerate(own):
-            if own.index(row) == place:
-                counted._weights[first + place] = own.count(row)
-        first += length
+    counted._weights = torch.ones(len(features.values()))
     return input_dist(ctx, counted)
-
-
-def _look_up_counted(kernel: Any, features: Any) -> Tensor:
-    found: Tensor = kernel._emb_module(
-        features.values().long(), features.offsets().long(), features.weights_or_none()
-    )
-    return found
 
 
 def lookups(model: nn.Module) -> Iterator[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -16,15 +15,12 @@ from swpipe._values.stateful import modules_in
 from swpipe._values.walk import tensors_in
 from swpipe.tasks import torchrec as ours
 from tests.tasks.torchrec.loops import streams_on_a_cpu, theirs
-from tests.tasks.torchrec.models import CPU, Job, batches, everything, put_back, sharded
+from tests.tasks.torchrec.models import CPU, Job, batches, everything, sharded
 from tests.tasks.torchrec.trial import Outcome
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # isort: skip
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage  # isort: skip
-
-CALLS = 20
-"""Batches of a training that is taken over, more than it trains on."""
 
 JOB = Job(optimizer=torch.optim.Adagrad)
 STAGED = "StagedTrainPipeline"
@@ -42,7 +38,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefetch": ("PrefetchTrainPipelineSparseDist", {}),
     "fused": ("TrainPipelineFusedSparseDist", {}),
     "fused, late": ("TrainPipelineFusedSparseDist", {"embedding_lookup_after_data_dist": True}),
-    "semi-sync from 0": ("TrainPipelineSemiSync", {"start_batch": 0}),
     "semi-sync from 4": ("TrainPipelineSemiSync", {"start_batch": 4}),
     "semi-sync from 900": ("TrainPipelineSemiSync", {"start_batch": 900}),
     "semi-sync, stashed": ("TrainPipelineSemiSync", {"start_batch": 4, "stash_gradients": True}),
@@ -67,44 +62,16 @@ def differences(kind: str, schedule: str, where: str, steps: int) -> list[str]:
 def looked_up_with(kind: str, calls: int, *, on_ours: bool) -> list[float]:
     """The rates of the look-ups, in order; that set before call i of ``progress`` is 1 + i."""
     model = sharded(JOB)
-    optimizer, _ = _rates(model, "none", "both")
+    optimizer, _ = optimizer_of(model, "none", "both")
     seen: list[float] = []
     for table in _tables(model):
         table.register_forward_pre_hook(lambda m, _args: seen.append(m.get_learning_rate()))
     with nullcontext() if on_ours else streams_on_a_cpu():
         outputs = _outputs(kind, model, optimizer, calls, on_ours)
         for call in range(calls):
-            _set_rate(optimizer, 1.0 + call)
+            set_rate(optimizer, 1.0 + call)
             next(outputs)
     return [round(rate, 3) for rate in seen]
-
-
-class Training:
-    """One by a class of ours whose rate is set before each call, and that can be taken over."""
-
-    def __init__(self, kind: str) -> None:
-        self.model = sharded(JOB)
-        self.optimizer, _ = _rates(self.model, "none", "both")
-        name, options = KINDS[kind]
-        self.pipeline = getattr(ours, name)(self.model, self.optimizer, CPU, **options)
-        self._data = batches(CALLS)
-
-    def run(self, first: int, last: int) -> list[Tensor]:
-        """The outputs of so many calls."""
-        found = []
-        for call in range(first, last):
-            _set_rate(self.optimizer, 0.3 / (1 + call))
-            found.append(self.pipeline.progress(self._data))
-        return found
-
-    def take_over(self, other: Training, done: int) -> None:
-        """Go on from the state of another, which has trained on so many batches."""
-        self.run(0, 1)  # the momenta of SGD are in its state from the first step on
-        self.pipeline.drain()
-        put_back(self.model, everything(other.model))
-        self.optimizer.load_state_dict(other.optimizer.state_dict())
-        self.pipeline.load_state_dict(other.pipeline.state_dict())
-        self._data = islice(batches(CALLS), done, None)
 
 
 def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Outcome:
@@ -113,7 +80,7 @@ def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) ->
     Losses and outputs; parameters, states of the optimizers, and the rates that the tables hold.
     """
     model = sharded(JOB)
-    optimizer, change = _rates(model, schedule, where)
+    optimizer, change = optimizer_of(model, schedule, where)
     outputs: list[Tensor] = []
     losses: list[Tensor] = []
     model.register_forward_hook(lambda _module, _args, result: losses.append(result[0].detach()))
@@ -156,7 +123,7 @@ def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
         yield output
 
 
-def _rates(model: nn.Module, schedule: str, where: str) -> tuple[Any, Callable[[int], Any]]:
+def optimizer_of(model: nn.Module, schedule: str, where: str) -> tuple[Any, Callable[[int], Any]]:
     """The pipeline's optimizer, and what changes its rates after a step."""
     named = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense: Any = KeyedOptimizerWrapper(named, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -184,12 +151,12 @@ def _warmed(optimizer: Any) -> Any:
 
 def _change(optimizer: Any, schedule: str) -> Callable[[int], Any]:
     if schedule == "by hand":
-        return lambda step: _set_rate(optimizer, 0.3 / (1 + step)) if step % 3 == 1 else None
+        return lambda step: set_rate(optimizer, 0.3 / (1 + step)) if step % 3 == 1 else None
     made = LambdaLR(optimizer, lambda step: 0.9**step) if schedule == "lambda" else None
     return lambda step: None if made is None else made.step()
 
 
-def _set_rate(optimizer: Any, rate: float) -> None:
+def set_rate(optimizer: Any, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 

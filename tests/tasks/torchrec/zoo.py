@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from tests.tasks.torchrec.models import (
     KeyedJaggedTensor,
     bags,
     batches,
-    collection,
     in_backward_optimizer_filter,
 )
 
@@ -34,11 +32,9 @@ with warnings.catch_warnings():
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.types import ShardingEnv
-    from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
     from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-    from torchrec.modules.regroup import KTRegroupAsDict
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 NAMES = [f"f{t}" for t in range(TABLES)]
@@ -57,30 +53,6 @@ class _Head(nn.Module):
         both = torch.cat([self.bottom(batch.dense), self.embed(batch)], dim=1)
         logits = self.top(both).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
-
-
-class Weighted(_Head):
-    """Bags whose ids have weights."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM * TABLES)
-        self.tables = bags(range(TABLES), weighted=True)
-
-    def embed(self, batch: Batch) -> Tensor:
-        return self.tables(batch.ids).values()
-
-
-class Regrouped(_Head):
-    """The embeddings of two collections, put into groups."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM * TABLES)
-        self.one, self.other = bags(range(2)), bags(range(2, TABLES))
-        self.regroup = KTRegroupAsDict([["f0", "f2"], ["f1", "f3"]], ["even", "odd"])
-
-    def embed(self, batch: Batch) -> Tensor:
-        groups = self.regroup([self.one(batch.ids), self.other(batch.ids)])
-        return torch.cat([groups["even"], groups["odd"]], dim=1)
 
 
 class Processed(_Head):
@@ -121,57 +93,9 @@ class Towers(_Head):
         return self.tables(batch.ids)
 
 
-class Recurrent(_Head):
-    """A GRU over the embeddings of each row's ids."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM)
-        self.tables = collection(range(1))
-        self.gru = nn.GRU(DIM, DIM, batch_first=True)
-
-    def embed(self, batch: Batch) -> Tensor:
-        jagged = self.tables(batch.ids)["f0"]
-        padded = jagged.to_padded_dense(desired_length=4)
-        return self.gru(padded)[1][0]
-
-
-class _Train(nn.Module):
-    """TorchRec's DLRM_DCN as its users train it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        dcn = DLRM_DCN(
-            bags(range(TABLES)),
-            dense_in_features=DENSE,
-            dense_arch_layer_sizes=[8, DIM],
-            over_arch_layer_sizes=[8, 1],
-            dcn_num_layers=2,
-            dcn_low_rank_dim=4,
-            dense_device=CPU,
-        )
-        self.train_model = DLRMTrain(dcn)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss, (_, logits, _) = self.train_model(_Parts(batch.dense, batch.ids, batch.labels))
-        return loss, logits
-
-
-@dataclass
-class _Parts:
-    """What ``DLRMTrain`` takes."""
-
-    dense_features: Tensor
-    sparse_features: KeyedJaggedTensor
-    labels: Tensor
-
-
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "weighted bags": Weighted,
-    "KTRegroupAsDict": Regrouped,
     "feature processors": Processed,
     "towers": Towers,
-    "GRU": Recurrent,
-    "DLRM_DCN": _Train,
 }
 
 
@@ -185,7 +109,7 @@ def data(name: str, count: int) -> Iterator[Batch]:
     """Batches that the model takes."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     for batch in batches(count):
-        if name in ("weighted bags", "feature processors"):
+        if name == "feature processors":
             weights = torch.rand(len(batch.ids.values()), generator=draws)
             batch.ids = KeyedJaggedTensor(
                 batch.ids.keys(), batch.ids.values(), weights, lengths=batch.ids.lengths()

@@ -10,7 +10,6 @@ from swpipe.errors import PlanError
 from swpipe.tasks.torchrec import PipelineFactory
 from swpipe.tasks.torchrec.hstu import (
     HSTU_DEFAULT_THREAD_MAP,
-    HSTU_THREAD_MAPS,
     HSTUPipeline,
     HSTUPipelineFactory,
 )
@@ -55,38 +54,24 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
 
 
 def test_after_shutdown_nothing_runs() -> None:
-    """Twice is as good as once; a call of progress is an error."""
-    pipe = _pipeline(prefetch=True)
-    to_the_end(pipe, batches(2))
+    """Twice is as good as once. Until then a watchdog is called for each batch."""
+    called: list[int] = []
+    pipe = _pipeline(watchdog=lambda: called.append(1), thread_map=HSTU_DEFAULT_THREAD_MAP)
+    to_the_end(pipe, batches(3))
+    assert called == [1] * 3
     pipe.shutdown()
     pipe.shutdown()
     with pytest.raises(RuntimeError, match="clos"):
         pipe.progress(batches(2))
 
 
-def test_the_watchdog_is_called_for_each_batch() -> None:
-    """After everything else, on the caller's thread."""
-    called: list[int] = []
-    with _pipeline(watchdog=lambda: called.append(1)) as pipe:
-        to_the_end(pipe, batches(4))
-    assert called == [1] * 4
-
-
-def test_thread_maps_are_given_by_name_or_as_dicts() -> None:
-    """All fourteen names are known, prefetch or not; others are refused."""
-    for given in (None, *HSTU_THREAD_MAPS, HSTU_DEFAULT_THREAD_MAP, "per_task"):
-        for prefetch in (False, True):
-            with _pipeline(thread_map=given, prefetch=prefetch) as pipe:
-                assert len(to_the_end(pipe, batches(2))) == 2
-    with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
-        _pipeline(thread_map={"prefetch": "io"})
-
-
 def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
-    """A depth, a shuffler, and an option that there is not."""
+    """A depth, a shuffler, a task's name, and an option that there is not."""
     with pytest.raises(ValueError, match="prefetch_depth is 0"):
         _pipeline(prefetch_depth=0)
     with pytest.raises(TypeError, match="batch_shuffler is a int"):
         _pipeline(batch_shuffler=3)
+    with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
+        _pipeline(thread_map={"prefetch": "io"})
     with pytest.raises(TypeError, match="lookahead"):
         _pipeline(lookahead=3)

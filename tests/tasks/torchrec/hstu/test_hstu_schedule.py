@@ -29,7 +29,11 @@ from tests.tasks.torchrec.hstu.training import made
 from tests.tasks.torchrec.models import CPU
 
 PREFETCH = "prefetch_embeddings"
-STEPS = 8
+ALWAYS = (
+    "start_input_dist", "global_tokens_allreduce", "wait_input_dist",
+    "forward", "backward", "finalize_model_grads",
+)  # fmt: skip
+"""What communicates, in order."""
 
 # ------------------------------------------------------------------------------- declarations
 
@@ -38,8 +42,7 @@ def _schedule(prefetch: bool = True, depth: int = 1, shuffled: bool = False) -> 
     return hstu_schedule(prefetch=prefetch, prefetch_depth=depth, shuffled=shuffled)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("prefetch", "depth"), [(False, 1), (True, 1), (True, 3)])
 def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
     """Copy and shuffles at K + 1, exchange of ids at K, prefetch at 1, all others at 0."""
     schedule = _schedule(prefetch, depth)
@@ -55,30 +58,15 @@ def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_who_takes_turns_among_the_collectives(shuffled: bool) -> None:
     """Six always, both shuffles with a shuffler that exchanges rows."""
-    always = {
-        "start_input_dist",
-        "wait_input_dist",
-        "global_tokens_allreduce",
-        "forward",
-        "backward",
-        "finalize_model_grads",
-    }
     found = {task.name for task in _schedule(shuffled=shuffled).all_tasks() if task.nccl}
-    assert found == always | ({"start_shuffle", "finish_shuffle"} if shuffled else set())
+    assert found == {*ALWAYS, *(("start_shuffle", "finish_shuffle") if shuffled else ())}
 
 
 def test_tokens_are_counted_while_the_sizes_of_the_next_batch_are_exchanged() -> None:
     """Under every preset: all take turns in this order, in which nobody waits for the sizes."""
     for preset in (*HSTU_THREAD_MAPS, "per_task"):
         schedule = hstu_plan(_schedule(), preset).schedule
-        assert [name for name in schedule if schedule[name].globally_ordered] == [
-            "start_input_dist",
-            "global_tokens_allreduce",
-            "wait_input_dist",
-            "forward",
-            "backward",
-            "finalize_model_grads",
-        ]
+        assert tuple(name for name in schedule if schedule[name].globally_ordered) == ALWAYS
 
 
 def test_the_presets_are_those_of_the_seed() -> None:
@@ -110,7 +98,7 @@ def test_other_maps_of_threads() -> None:
 
 
 def test_wrong_maps_and_depths_are_refused() -> None:
-    """With the value and what to give instead."""
+    """With the value and what to give instead; a declaration alone does not run."""
     with pytest.raises(ScheduleValidationError, match="thread_map names task 'fwd'"):
         hstu_plan(_schedule(), {"fwd": "io"})
     with pytest.raises(ValueError, match="thread_map is 'fast': give one of default, by_stream"):
@@ -120,10 +108,6 @@ def test_wrong_maps_and_depths_are_refused() -> None:
     for depth in (0, 1.5, True):
         with pytest.raises(ValueError, match="give batches, 1 or more"):
             _schedule(depth=depth)  # type: ignore[arg-type]
-
-
-def test_a_declaration_alone_does_not_run() -> None:
-    """It says who has the function."""
     with pytest.raises(RuntimeError, match="HSTUPipeline has its function"):
         StepTask("forward").run(None)  # type: ignore[arg-type]
 
@@ -203,23 +187,24 @@ def _refused(schedule: Callable[..., Schedule], preset: str, streams: bool) -> s
 
 
 @pytest.mark.parametrize(
-    ("preset", "streams"),
-    [("default", True), ("io_prefetch_compute", True), ("io_prefetch_compute", False)],
+    ("schedule", "preset", "streams"),
+    [
+        (_without_the_added_wait, "default", True),
+        (_without_the_added_wait, "io_prefetch_compute", False),
+        (_prefetch_first, "default", False),
+    ],
 )
-def test_without_the_added_wait_the_schedule_is_refused(
-    one_rank: Ranks, preset: str, streams: bool
+def test_a_schedule_that_prefetches_before_or_beside_the_forward_is_refused(
+    one_rank: Ranks, schedule: Any, preset: str, streams: bool
 ) -> None:
-    """The seed's wait of the backward orders forward and prefetch neither way."""
-    (told,) = one_rank.run(_refused, _without_the_added_wait, preset, streams)
+    """Also where one thread runs everything.
+
+    The seed's wait of the backward orders forward and prefetch neither way.
+    """
+    (told,) = one_rank.run(_refused, schedule, preset, streams)
     assert "state 'table cache'" in told
     assert PREFETCH in told
     assert one_rank.run(_refused, hstu_schedule, preset, streams) == ["accepted"]
-
-
-def test_the_wrong_way_round_is_refused(one_rank: Ranks) -> None:
-    """Also where one thread runs everything."""
-    (told,) = one_rank.run(_refused, _prefetch_first, "default", False)
-    assert "state 'table cache'" in told
 
 
 def test_a_prefetch_runs_between_forward_and_backward() -> None:
