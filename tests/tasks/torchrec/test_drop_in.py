@@ -10,16 +10,13 @@ import torch
 from torch import nn
 
 from swpipe.analysis import verify
-from swpipe.errors import PlanError
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
     PipelineFactory,
     SparseDistTasks,
-    TaskOptions,
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
-from swpipe.tasks.torchrec.grad_reduction import Accumulation
 from swpipe.tasks.torchrec.inputs import unwrapped
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import zoo
@@ -30,13 +27,10 @@ from tests.tasks.torchrec.models import (
     batches,
     combined,
     dense_optimizer,
-    everything,
     sharded,
 )
 from tests.tasks.torchrec.trial import (
     EXACT,
-    Outcome,
-    TrainPipelineBase,
     create,
     outcome,
     refusal,
@@ -73,35 +67,25 @@ def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
     assert plans.semi_sync().stale == {"tables": 1, "optimizer": 1}
 
 
-def _on_streams(job: Job, forward: str) -> list[str]:
+def _on_streams(sharding: str) -> list[str]:
     """The ready-made plans that would be refused on a device with streams."""
-    model = sharded(job)
-    step = TrainStep([dense_optimizer(job, model)])
-    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu")
+    model = sharded(Job(sharding))
+    step = TrainStep([dense_optimizer(Job(sharding), model)])
+    tasks = SparseDistTasks(model, step, device="cpu")
     made = {name: plan() for name, plan in plans.PLANS.items() if name != "semi_sync"}
-    if forward != "split":
-        del made["split"]
-    elif not tasks.tables_in_step:
-        made["early"] = plans.split(after_step=False)
-        made["semi_sync"] = plans.semi_sync()
-    refused = []
-    for name, plan in made.items():
-        try:
-            verify(plan, tasks.tasks(), streams=True, pull_ahead=True)
-        except PlanError as error:
-            refused.append(f"{name}: {error}")
-    return refused
+    if not tasks.tables_in_step:
+        made |= {"early": plans.split(after_step=False), "semi_sync": plans.semi_sync()}
+    said = {
+        name: refusal(lambda p=plan: verify(p, tasks.tasks(), streams=True, pull_ahead=True))
+        for name, plan in made.items()
+    }
+    return [f"{name}: {why}" for name, why in said.items() if why != "nothing raised"]
 
 
-@pytest.mark.parametrize(
-    ("sharding", "forward"),
-    [("table_wise", "pipelined"), ("table_wise", "split"), ("data_parallel", "split")],
-)
-def test_the_plans_hold_on_a_device_with_streams(
-    one_rank: Ranks, sharding: str, forward: str
-) -> None:
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str) -> None:
     """Their dependences order every state, also across streams."""
-    assert one_rank.run(_on_streams, Job(sharding), forward) == [[]]
+    assert one_rank.run(_on_streams, sharding) == [[]]
 
 
 # --------------------------------------------------------------------------------------- words
@@ -208,41 +192,6 @@ def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
 def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
     config = train_pipeline.GradientAccumulationConfig(is_enabled=True, num_steps=4)
     return train_pipeline.GradientAccumulationWrapper(pipeline, optimizer, model, config)
-
-
-def _accumulated(steps: int) -> dict[str, list[str]]:
-    model = sharded(Job())
-    optimizer = dense_optimizer(Job(), model)
-    theirs = _wrapped(TrainPipelineBase(model, optimizer, CPU), model, optimizer)
-    wanted = Outcome(to_the_end(theirs, batches(steps)), everything(model))
-    found = {}
-    for name in (SPARSE, EXACT[3]):
-        model = sharded(Job())
-        step = TrainStep([dense_optimizer(Job(), model)], accumulate=4)
-        if where := outcome(create(name, model, step=step), batches(steps)).differences(wanted):
-            found[name] = where
-    return found
-
-
-@pytest.mark.skipif(
-    not hasattr(train_pipeline, "GradientAccumulationWrapper"), reason="newer than this TorchRec"
-)
-def test_accumulation_is_torchrecs(two_ranks: Ranks, one_rank: Ranks) -> None:
-    """On one rank with the rest at the end; on two, TorchRec does not reduce that rest."""
-    assert one_rank.run(_accumulated, 7) == [{}]
-    assert two_ranks.run(_accumulated, 8) == [{}, {}]
-
-
-def test_steps_begin_and_end_by_trained_batches() -> None:
-    """Every third ends one, batches of an evaluation do not count, and a flush begins anew."""
-    three = Accumulation(nn.Linear(1, 1), 3)
-    assert [k for k in range(7) if three.begins(k)] == [0, 3, 6]
-    assert [k for k in range(7) if three.ends(k)] == [2, 5]
-    three.skip()  # iteration 7, after one more batch than two steps have
-    assert [k for k in range(8, 14) if three.ends(k)] == [9, 12]
-    assert three.take_rest(11)
-    assert [k for k in range(11, 17) if three.begins(k)] == [11, 14]
-    assert not three.take_rest(11)
 
 
 # --------------------------------------------------------------------------------- other models

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import islice
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from swpipe.tasks.torchrec import EvenData, TrainStep, UnevenDataError
+from swpipe.tasks.torchrec import TrainStep, UnevenDataError
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.grad_reduction import ddp_modules
 from tests.support.ranks import Ranks
@@ -38,7 +37,6 @@ from tests.tasks.torchrec.models import (
 )
 from tests.tasks.torchrec.trial import (
     EXACT,
-    STALE,
     Outcome,
     TrainPipelineBase,
     by_torchrec,
@@ -266,34 +264,6 @@ def trains_models_of_many_kinds(name: str) -> list[str]:
 # ------------------------------------------------------------- modes, iterators, models in between
 
 
-@of(SPLIT, STALE)
-def an_evaluation_in_mid_epoch_needs_a_drain_and_changes_nothing(name: str) -> list[str]:
-    """Without it, it is refused: batches in flight would take the mode of the moment."""
-    model, found = sharded(Job()), []
-    with create(name, model) as pipeline:
-        data, other = batches(10), batches(3, seed=3)
-        outputs = [pipeline.progress(data) for _ in range(4)]
-        if pipeline.pipe.in_flight:
-            for switch, grad in (("eval", True), ("", False)):
-                model.train(switch != "eval")
-                with torch.set_grad_enabled(grad):
-                    said = refusal(lambda: pipeline.progress(other))
-                model.train()
-                found += [] if "drain()" in said else [f"{switch}: {said}"]
-        outputs += pipeline.drain()
-        before = Outcome([], everything(model))
-        model.eval()
-        with torch.no_grad():
-            evaluated = to_the_end(pipeline, other)
-        model.train()
-        found += Outcome([], everything(model)).differences(before)
-        found += [] if len(evaluated) == 3 else [f"{len(evaluated)} of 3 batches were evaluated"]
-        outputs += to_the_end(pipeline, data)
-    if name == STALE:
-        return [*found, *([] if len(outputs) == 10 else [f"{len(outputs)} outputs"])]
-    return found + Outcome(outputs, everything(model)).differences(by_torchrec(Job(), batches(10)))
-
-
 def _marks(model: nn.Module) -> set[str]:
     """What a rewrite sets on modules."""
     marks = {name for name, m in model.named_modules() if getattr(m, "is_pipelined", False)}
@@ -390,35 +360,6 @@ def uneven_data_is_an_error_on_all_ranks(name: str) -> list[str]:
         if not right or (len(outputs), len(again)) != (fewest, 2):
             found.append(f"{counts}: {len(outputs)}, {len(again)}, {caught.value}")
     return found
-
-
-@of(SPARSE, STALE)
-def no_step_waits_for_the_round_trip_that_it_began(name: str) -> list[str]:
-    """Whether data has ended is asked a step ahead; the batch pulled early counts as in flight."""
-    begun, at_once = [0], [0]
-    real = EvenData.exchange_status
-
-    def exchange(even: EvenData, status: int) -> Any:
-        statuses, work = real(even, status)
-        begun[0] += 1
-        mine = begun[0]
-        watched = Mock(wraps=work)
-
-        def is_completed() -> bool:
-            at_once[0] += begun[0] == mine
-            return work is None or bool(work.is_completed())
-
-        watched.is_completed.side_effect = is_completed
-        return statuses, watched
-
-    with patch.object(EvenData, "exchange_status", exchange), create(name) as pipeline:
-        data = batches(12)
-        for _ in range(6):
-            pipeline.progress(data)
-        waits, flying = at_once[0], pipeline.pipe.in_flight
-        outputs, left = len(pipeline.drain()), len(list(data))
-    right = waits == 0 and outputs == flying + 1 and left == 6 - outputs
-    return [] if right else [str((waits, flying, outputs, left))]
 
 
 # ------------------------------------------------------------------------------------ the table

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.refused_arguments import REASONS
 from tests.support.ranks import Ranks
+from tests.tasks.torchrec.computing import TWO, computing, permutes
 from tests.tasks.torchrec.loops import (
     PIPELINES,
     arguments,
@@ -29,7 +30,6 @@ from tests.tasks.torchrec.loops import (
 from tests.tasks.torchrec.models import (
     CPU,
     Job,
-    Model,
     batches,
     dense_optimizer,
     everything,
@@ -261,22 +261,9 @@ def test_what_scripts_read_is_there(one_rank: Ranks) -> None:
 # ------------------------------------------------------------------------------- what is warned of
 
 
-class _Shifted(Model):
-    """Computes the input of its second module."""
-
-    def forward(self, batch: Any) -> Any:
-        dense, ids = self.bottom(batch.dense), batch.ids
-        other = ids.permute([3, 2, 1, 0])
-        parts = [dense, self.tables[0](ids).values(), self.tables[1](other).values()]
-        logits = self.top(torch.cat(parts, dim=1)).squeeze(1)
-        return self.criterion(logits, batch.labels), logits.detach()
-
-
-def _not_pipelined(name: str) -> list[str]:
-    torch.manual_seed(1)
-    job = Job(modules=2)
-    model = sharded(job, _Shifted(job))
-    pipeline = getattr(ours, name)(model, dense_optimizer(job, model), CPU)
+def _not_pipelined(kind: Any) -> list[str]:
+    model = computing(permutes)
+    pipeline = kind(model, dense_optimizer(TWO, model), CPU)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         to_the_end(pipeline, batches(3))
@@ -285,11 +272,11 @@ def _not_pipelined(name: str) -> list[str]:
 
 def test_a_module_that_is_not_pipelined_is_warned_of(one_rank: Ranks) -> None:
     """Once, with its name and why: the most frequent cause of overlap that is lost."""
-    ((said,),) = one_rank.run(_not_pipelined, SPARSE)
+    ((said,),) = one_rank.run(_not_pipelined, ours.TrainPipelineSparseDist)
     assert said.startswith("sharded modules that are not pipelined")
-    assert "tables.1: its input" in said
-    assert "tables.0" not in said
-    assert one_rank.run(_not_pipelined, "TrainPipelineBase") == [[]]  # pipelines none
+    assert "tables.0: its input" in said
+    assert "tables.1" not in said
+    assert one_rank.run(_not_pipelined, ours.TrainPipelineBase) == [[]]  # pipelines none
 
 
 def _iterators_given(name: str, in_each_call: bool) -> list[str]:
@@ -384,28 +371,3 @@ def _wrapped() -> list[str]:
 def test_torchrecs_gradient_accumulation_wraps_ours(two_ranks: Ranks) -> None:
     """Three batches for each step, and one step with the batch that is left."""
     assert two_ranks.run(_wrapped) == [[], []]
-
-
-def _own_forward() -> list[str]:
-    def halved(pipeline: Any) -> list[Tensor]:
-        pipeline._model_fwd.model = pipeline._model
-        return to_the_end(pipeline, batches(4))
-
-    class Halved:
-        model: Any = None
-
-        def __call__(self, batch: Any) -> tuple[Tensor, Tensor]:
-            losses, output = self.model(batch)
-            return losses / 2, output
-
-    wanted = trained(theirs(SPARSE), halved, custom_model_fwd=Halved())
-    found = []
-    for name in (SPARSE, "TrainPipelineFusedSparseDist"):
-        got = trained(getattr(ours, name), halved, custom_model_fwd=Halved())
-        found += got.differences(wanted)
-    return found
-
-
-def test_the_users_forward_is_called_instead_of_the_model(two_ranks: Ranks) -> None:
-    """As ``custom_model_fwd``."""
-    assert two_ranks.run(_own_forward) == [[], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -230,35 +230,6 @@ def test_batches_that_were_pulled_early_are_in_flight(two_ranks: Ranks) -> None:
     """For the ranks to agree on the end of the data, by the pipeline or the user's EvenData."""
     for own in (False, True):
         assert two_ranks.run(_pulled, own) == [[0] * STEPS] * 2
-
-
-def _rolled_back() -> list[int]:
-    """Batches that were pulled early, after a failure, which is not saved, and after loading."""
-    model = sharded(Job())
-
-    def fails(batch: Batch) -> Any:
-        if len(outputs) == 2:
-            raise ValueError("a failure")
-        return model(batch)
-
-    outputs: list[Any] = []
-    step = TrainStep([dense_optimizer(Job(), model)], forward=fails)
-    with create("jagged_prefetch_sparse_dist", model, step=step) as pipeline:
-        state, data = pipeline.state_dict(), batches(STEPS)
-        with suppress(ValueError):
-            while True:
-                outputs.append(pipeline.progress(data))
-        early = pipeline._agreed.waiting
-        with pytest.raises(RuntimeError, match="iterations 2 to 5 were dropped by a failure"):
-            pipeline.state_dict()
-        pipeline.load_state_dict(state)
-        loaded = pipeline.state_dict()
-        return [early, loaded["in_flight"], loaded["next_iteration"]]
-
-
-def test_a_loaded_state_lets_go_of_what_was_pulled_early(two_ranks: Ranks) -> None:
-    """The data is set back, so the batch comes again."""
-    assert two_ranks.run(_rolled_back) == [[1, 0, 0]] * 2
 
 
 def _kept_when_closed() -> bool:

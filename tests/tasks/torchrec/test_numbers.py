@@ -151,13 +151,13 @@ def _by_turns(name: str) -> tuple[list[int], bool]:
             yield batch
 
     pipeline = made(getattr(ours, name))
-    first, second = (told(k, data) for k, data in enumerate(several(5, 4)))
+    first, second = (told(k, data) for k, data in enumerate(several(8, 4)))
     outputs = [pipeline.progress(data) for data in (first, first, second, second, first)]
     for data in (second, first):
         outputs += to_the_end(pipeline, data)
-    order = list(several(5, 4))
+    order = list(several(8, 4))
     plain = to_the_end(made(theirs(BASE)), iter([next(order[k]) for k in taken]))
-    return taken, len(outputs) == 9 and all(map(torch.equal, outputs, plain))
+    return taken, len(outputs) == 12 and all(map(torch.equal, outputs, plain))
 
 
 def test_no_batch_is_lost_between_two_iterators(two_ranks: Ranks) -> None:

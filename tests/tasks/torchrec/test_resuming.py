@@ -24,7 +24,6 @@ from tests.tasks.torchrec.models import (
     put_back,
     sharded,
 )
-from tests.tasks.torchrec.rates import set_rate
 from tests.tasks.torchrec.trial import Outcome, refusal
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
@@ -79,7 +78,8 @@ class Training:
         """The outputs of some calls."""
         found = []
         for call in range(first, last):
-            set_rate(self.optimizer, 0.3 / (1 + call))
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.3 / (1 + call)
             found.append(self.pipeline.progress(self.data))
         return found
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from swpipe.tasks.torchrec.balance import balanced_partition
 from swpipe.tasks.torchrec.rows import Route
 from swpipe.tasks.torchrec.shuffle import (
     IdentityShuffler,
@@ -96,10 +99,10 @@ def _shuffle() -> list[Any]:
     """Rows and work before and after; all deals start before the first is finished."""
     rank = dist.get_rank()
     shuffler = KarmarkarKarpShuffler(Clicks.work)
-    given = [clicks(rank, seed=seed) for seed in range(2)]
-    tickets = [shuffler.start(batch) for batch in given]
+    dealt = [clicks(rank, seed=seed) for seed in range(2)]
+    tickets = [shuffler.start(batch) for batch in dealt]
     seen = []
-    for batch, ticket in zip(given, tickets, strict=True):
+    for batch, ticket in zip(dealt, tickets, strict=True):
         before = rows_of(batch)
         got = shuffler.finish(batch, ticket)
         assert rows_of(shuffler.finish(batch, ticket)) == rows_of(got)
@@ -229,3 +232,64 @@ def test_a_route_says_who_gets_what() -> None:
     """Rows are counted over all ranks in a deal, and within the rank in a route."""
     route = Route.of([[0, 5, 6], [1, 2, 3], [4, 7, 8]], rank=1)
     assert route == Route(order=(2, 0, 1), sent=[1, 1, 1], received=[2, 1, 0])
+
+
+# ------------------------------------------------------------------- balanced partitions
+
+
+def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
+    """The largest workload of a rank."""
+    return max(sum(workloads[row] for row in share) for share in shares)
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda parts: st.tuples(
+            st.just(parts),
+            st.integers(0, 12).flatmap(
+                lambda rows: st.lists(
+                    st.floats(-1e3, 1e6), min_size=rows * parts, max_size=rows * parts
+                )
+            ),
+        )
+    )
+)
+def test_all_ranks_get_equally_many_rows_and_none_is_lost(
+    case: tuple[int, list[float]],
+) -> None:
+    """Whatever the workloads are."""
+    parts, workloads = case
+    shares = balanced_partition(workloads, parts)
+    assert [len(share) for share in shares] == [len(workloads) // parts] * parts
+    assert sorted(row for share in shares for row in share) == list(range(len(workloads)))
+    assert all(share == sorted(share) for share in shares)
+
+
+@pytest.mark.parametrize(("parts", "rows", "most"), [(2, 6, 1.2), (3, 3, 1.2), (4, 256, 1.001)])
+def test_a_skewed_partition_is_even(parts: int, rows: int, most: float) -> None:
+    """Giant rows are balanced with light ones: so far above the mean, or the giant row, at most."""
+    for seed in range(10):
+        draws = random.Random(seed)
+        workloads = [draws.lognormvariate(3.0, 1.0) for _ in range(parts * rows)]
+        least = max(sum(workloads) / parts, *workloads)
+        assert heaviest(workloads, balanced_partition(workloads, parts)) < most * least
+
+
+def test_equal_workloads_give_a_deterministic_partition() -> None:
+    """Row numbers break ties, so that all ranks compute the same partition."""
+    assert balanced_partition([1.0] * 8, 2) == balanced_partition([1.0] * 8, 2)
+    assert balanced_partition([], 3) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("workloads", "says"),
+    [
+        ([1.0, 2.0, 3.0], "3 rows cannot be divided evenly among 2 ranks"),
+        ([1.0, float("nan")], "the workload of row 1 is nan"),
+        ([float("inf"), 1.0], "the workload of row 0 is inf"),
+    ],
+)
+def test_rows_that_cannot_be_divided_are_refused(workloads: list[float], says: str) -> None:
+    """Uneven numbers of rows, and workloads that are not finite."""
+    with pytest.raises(ValueError, match=says):
+        balanced_partition(workloads, 2)

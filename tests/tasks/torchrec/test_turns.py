@@ -59,16 +59,6 @@ def test_pipelines_on_one_model_take_turns(two_ranks: Ranks) -> None:
     assert two_ranks.run(_ours) == [[], []]
 
 
-def _as_theirs() -> list[str]:
-    mine, its = getattr(ours, TRAIN[0]), theirs(TRAIN[0])
-    return _in_turns([mine] * 2, [mine] * 2).differences(_in_turns([its] * 2, [its] * 2))
-
-
-def test_turns_are_torchrecs(two_ranks: Ranks) -> None:
-    """Four of its class run the same; its other classes fail in mid-pass."""
-    assert two_ranks.run(_as_theirs) == [[], []]
-
-
 def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
     """What another pipeline is told while rows of this one's next batch have been read."""
     one = made(getattr(ours, name), **options)

@@ -26,9 +26,7 @@ from tests.tasks.torchrec.models import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.distributed import DistributedModelParallel, embedding_tower_sharding
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.types import ShardingEnv
@@ -37,11 +35,11 @@ with warnings.catch_warnings():
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-NAMES = [f"f{t}" for t in range(TABLES)]
-
 
 class _Head(nn.Module):
-    """A dense part over embeddings of some width; subclasses compute these in ``embed``."""
+    """A dense part over tables whose embeddings have some width, and are keyed or a tensor."""
+
+    keyed = True
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,8 +48,9 @@ class _Head(nn.Module):
         self.criterion = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        both = torch.cat([self.bottom(batch.dense), self.embed(batch)], dim=1)
-        logits = self.top(both).squeeze(1)
+        embedded = self.tables(batch.ids)
+        found = embedded.values() if self.keyed else embedded
+        logits = self.top(torch.cat([self.bottom(batch.dense), found], dim=1)).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
 
 
@@ -60,13 +59,11 @@ class Processed(_Head):
 
     def __init__(self) -> None:
         super().__init__(DIM * TABLES)
-        processors = PositionWeightedModuleCollection(dict.fromkeys(NAMES, 8), device=CPU)
+        lengths = {f"f{t}": 8 for t in range(TABLES)}
+        processors = PositionWeightedModuleCollection(lengths, device=CPU)
         self.tables = FeatureProcessedEmbeddingBagCollection(
             bags(range(TABLES), weighted=True), processors
         )
-
-    def embed(self, batch: Batch) -> Tensor:
-        return self.tables(batch.ids).values()
 
 
 class _Interaction(nn.Module):
@@ -81,6 +78,8 @@ class _Interaction(nn.Module):
 class Towers(_Head):
     """Towers: each has tables, and an interaction that runs on the rank of its tables."""
 
+    keyed = False
+
     def __init__(self) -> None:
         super().__init__(2 * DIM)
         towers = [
@@ -88,9 +87,6 @@ class Towers(_Head):
             for part in (range(2), range(2, TABLES))
         ]
         self.tables = EmbeddingTowerCollection(towers)
-
-    def embed(self, batch: Batch) -> Tensor:
-        return self.tables(batch.ids)
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
@@ -125,13 +121,9 @@ def sharded(name: str) -> nn.Module:
     """The model over all ranks, with fused tables, as TorchRec's planner shards it."""
     torch.manual_seed(5)
     model = ZOO[name]()
-    optimized = [
-        p for n, p in model.named_parameters() if "embedding_bags" in n or "embeddings." in n
-    ]
+    optimized = [p for name, p in model.named_parameters() if "embedding_bags" in name]
     apply_optimizer_in_backward(torch.optim.SGD, optimized, {"lr": 0.1})
     sharders: list[Any] = [
-        EmbeddingBagCollectionSharder(),
-        EmbeddingCollectionSharder(),
         EmbeddingTowerCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
     ]

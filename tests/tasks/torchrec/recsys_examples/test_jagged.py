@@ -16,11 +16,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from swpipe.profiler import pipeline_breakdown
 from swpipe.tasks.torchrec import recsys_examples as ours
-from swpipe.tasks.torchrec.recsys_examples import collective_assert
+from swpipe.tasks.torchrec.recsys_examples import (
+    TrainPipelineFactory,
+    collective_assert,
+    register_train_pipeline,
+)
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU
@@ -374,3 +378,67 @@ def _as_the_serial_one() -> bool:
 def test_the_serial_pipeline_takes_a_shuffler_and_reports_two(two_ranks: Ranks) -> None:
     """The shuffler was taken for another argument, without a word."""
     assert two_ranks.run(_as_the_serial_one) == [True, True]
+
+
+# ------------------------------------------------------------------------------ the factory
+
+NAMES = (*EXACT, "jagged_semi_sync_sparse_dist")
+MODEL = nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+class _Mine:
+    """A pipeline of the user's, which keeps its arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+
+@pytest.fixture
+def registry() -> Iterator[type[TrainPipelineFactory]]:
+    """The factory; what a test registers is removed after it."""
+    before = TrainPipelineFactory.list_available()
+    yield TrainPipelineFactory
+    TrainPipelineFactory.clear_registry()
+    for name, kind in before.items():
+        TrainPipelineFactory.register(name, kind)
+
+
+def test_the_names_are_those_of_recsys_examples(registry: type[TrainPipelineFactory]) -> None:
+    """Its three, the serial one of its successor, and two of ours; the decorator adds to them."""
+    assert tuple(registry.list_available()) == NAMES
+    registry.list_available().clear()  # of a copy
+    assert register_train_pipeline("mine")(_Mine) is _Mine
+    assert registry.is_registered("mine")
+    registry.unregister("mine")
+    assert tuple(registry.list_available()) == NAMES
+    registry.clear_registry()
+    assert registry.list_available() == {}
+
+
+def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
+    """Arguments are handed on, by position, by keyword, or from a configuration that stays."""
+    registry.register("mine", _Mine)
+    first, config = (MODEL, OPTIMIZER, CPU), {"type": "mine", "depth": 2}
+    wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": CPU, "depth": 2}
+    assert registry.create("mine", *first, depth=2).given == wanted
+    assert registry.create("mine", **wanted).given == wanted
+    assert registry.create_from_config(config, *first).given == wanted
+    assert config == {"type": "mine", "depth": 2}
+
+
+def test_wrong_names_are_refused_with_those_that_exist(
+    registry: type[TrainPipelineFactory],
+) -> None:
+    """A KeyError as in recsys-examples, and a ValueError for a name that is taken."""
+    for call in (
+        lambda: registry.create("none", MODEL, OPTIMIZER, CPU),
+        lambda: registry.unregister("none"),
+        lambda: registry.create_from_config({"type": "none"}, MODEL, OPTIMIZER, CPU),
+    ):
+        with pytest.raises(KeyError, match=r"no pipeline is named 'none'; there are 'jagged_none'"):
+            call()
+    with pytest.raises(KeyError, match=r'needs the entry "type", one of .*; it has .*depth'):
+        registry.create_from_config({"depth": 2}, MODEL, OPTIMIZER, CPU)
+    with pytest.raises(ValueError, match=r"'jagged_none' is registered already"):
+        registry.register("jagged_none", _Mine)
