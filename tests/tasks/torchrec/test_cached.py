@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swpipe import PipelinePlan, SWPipeline, TaskProfiler
-from swpipe.errors import PlanError
+from swpipe import SWPipeline, TaskProfiler
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.plans.torchrec.sparse_dist import EMBED, PREFETCH
@@ -41,6 +39,7 @@ from tests.tasks.torchrec.models import (
     batches,
     dense_optimizer,
     everything,
+    put_back,
 )
 from tests.tasks.torchrec.trial import (
     EXACT,
@@ -55,18 +54,6 @@ STEPS = 8
 JOB = Job("row_wise", pooled=False)
 
 
-def prefetch_first() -> PipelinePlan:
-    """The prefetch plan, but within a period the next batch is prefetched before the lookup."""
-    plan = plans.prefetch()
-    order = [name for name in plan.order if name != PREFETCH]
-    order.insert(order.index(EMBED), PREFETCH)
-    carried = [pair for pair in plan.cross_iter_deps if pair[0] != PREFETCH]
-    return replace(plan, cross_iter_deps=carried, same_period_deps=[], order=order)
-
-
-PLANS = {**plans.PLANS, "prefetch first": prefetch_first}
-
-
 def _by_torchrec() -> tuple[Outcome, list[DynamicTables]]:
     """TorchRec's plain loop, on tables of its own with room for everything."""
     model, groups = dynamic(JOB, 10_000)
@@ -76,7 +63,7 @@ def _by_torchrec() -> tuple[Outcome, list[DynamicTables]]:
 
 def _train(model: Any, groups: list[DynamicTables], plan: str, forward: Kind) -> Outcome:
     owner = _tasks(model, forward)
-    with SWPipeline(PLANS[plan](), owner.tasks(), device="cpu", stall_timeout_s=60.0) as pipe:
+    with SWPipeline(plans.PLANS[plan](), owner.tasks(), device="cpu", stall_timeout_s=60.0) as pipe:
         outputs = [ctx.output for ctx in pipe.iterate(batches(STEPS))]
     owner.rewrite.detach()
     return Outcome(outputs, everything(model) | rows_of(groups))
@@ -87,58 +74,29 @@ def _tasks(model: Any, forward: Kind, **options: Any) -> SparseDistTasks:
     return SparseDistTasks(model, step, TaskOptions(forward=forward, **options), device="cpu")
 
 
-def _behind_cache(plan: str, forward: Kind) -> tuple[list[str], int, int]:
-    """Train with as many lines as the largest batch has keys.
-
-    Returns:
-        What differs from TorchRec's plain loop or is left behind; the most keys that were
-        outstanding, and that any batch had on any rank.
-    """
+def _behind_cache(plan: str, forward: Kind) -> list[str]:
+    """What is wrong with a training with as many lines as the largest batch has keys."""
     wanted, roomy = _by_torchrec()
-    batch = _most(max(group.most for group in roomy))
-    model, groups = dynamic(JOB, batch)
+    lines = torch.tensor(max(group.most for group in roomy))
+    dist.all_reduce(lines, dist.ReduceOp.MAX)
+    model, groups = dynamic(JOB, int(lines), counted=True)
     wrong = _train(model, groups, plan, forward).differences(wanted) + left_behind(groups)
-    return wrong, max(group.most for group in groups), batch
-
-
-def _counted(plan: str, forward: Kind) -> bool:
-    """Whether each prefetch has had the counters of all its ids, and of nothing else."""
-    model, groups = dynamic(JOB, 200, counted=True)
-    _train(model, groups, plan, forward)
-    mine = torch.tensor([sum(batch.ids.lengths()) for batch in batches(STEPS)])
-    dist.all_reduce(mine)
-    got = torch.tensor([group.counters for group in groups])
-    got = got.sum(0)
-    dist.all_reduce(got)
-    return torch.equal(got, mine.float())
-
-
-@pytest.mark.parametrize(("plan", "forward"), [("prefetch", "prefetch"), ("split", "split")])
-def test_a_prefetch_gets_the_counters_of_its_ids(
-    two_ranks: Ranks, plan: str, forward: Kind
-) -> None:
-    """TorchRec's `prefetch` hands none on: each key would count once in a batch."""
-    assert two_ranks.run(_counted, plan, forward) == [True, True]
-
-
-def _most(mine: int) -> int:
-    found = [0] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return max(found)
+    if not all(0 < group.most <= int(lines) for group in groups):
+        wrong.append("more keys were outstanding")
+    given = torch.tensor([sum(batch.ids.lengths()) for batch in batches(STEPS)])
+    counted = torch.tensor([group.counters for group in groups]).sum(0)
+    for counts in (given, counted):
+        dist.all_reduce(counts)
+    return wrong + ([] if torch.equal(counted, given.float()) else [f"{counted} of {given}"])
 
 
 @pytest.mark.parametrize(("plan", "forward"), [("prefetch", "prefetch"), ("split", "split")])
 def test_a_cache_of_one_batch_is_enough(two_ranks: Ranks, plan: str, forward: Kind) -> None:
-    """Each batch is looked up before the next is prefetched; numbers are the plain loop's."""
-    for wrong, most, batch in two_ranks.run(_behind_cache, plan, forward):
-        assert wrong == []
-        assert 0 < most <= batch
+    """Each batch is looked up before the next is prefetched; numbers are the plain loop's.
 
-
-def test_a_plan_that_prefetches_before_the_forward_is_refused(two_ranks: Ranks) -> None:
-    """The tasks declare the cache as a state, so the plan that breaks its order cannot start."""
-    with pytest.raises(PlanError, match="state 'table cache'"):
-        two_ranks.run(_behind_cache, "prefetch first", "prefetch")
+    TorchRec's `prefetch` hands no counters on: each key would count once in a batch.
+    """
+    assert two_ranks.run(_behind_cache, plan, forward) == [[], []]
 
 
 # --------------------------------------------------------------------------- shortcuts
@@ -160,28 +118,22 @@ def _after_shortcut(task: str) -> tuple[list[str], list[str]]:
     pipeline, model, groups = _made(SPLIT)
     capture, restore = saving(groups)
     with pipeline:
-        data = batches(12)
+        data = batches(8)
         for _ in range(2):
             pipeline.progress(data)
         pipeline.pipe.enable_shortcut(task)
-        for _ in range(6):
+        for _ in range(4):
             pipeline.progress(data)
         pipeline.pipe.disable_shortcut()
         to_the_end(pipeline, data)
         left = left_behind(groups)
-        dense, rows = _copied(model), capture()
+        dense, rows = everything(model), capture()
         outputs = to_the_end(pipeline, batches(3, seed=1))
         got = Outcome(outputs, everything(model) | rows_of(groups))
-    with torch.no_grad():
-        for parameter, value in dense:
-            parameter.copy_(value)
+    put_back(model, dense)
     restore(rows)
     wanted = by_torchrec(JOB, batches(3, seed=1), model)
     return left, got.differences(Outcome(wanted.outputs, wanted.state | rows_of(groups)))
-
-
-def _copied(model: Any) -> list[Any]:
-    return [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("task", [EMBED, "EmbBackward"])
@@ -280,25 +232,17 @@ def test_a_prefetch_that_fails_leaves_no_count_behind(two_ranks: Ranks, serially
     assert two_ranks.run(_left_by_overflow, serially) == [[], []]
 
 
-def _left_by_end(how: str) -> list[str]:
+def _left_by_end() -> list[str]:
     pipeline, _, groups = _made(SPLIT)
-    data = batches(8)
-    pipeline.progress(data)
-    assert left_behind(groups)
-    if how == "close":
-        pipeline.close()
-    else:
-        tasks = pipeline.tasks
-        with pytest.warns(ResourceWarning, match="dropped without close"):
-            del pipeline
-        tasks.rewrite.detach()
+    with pipeline:
+        pipeline.progress(batches(8))
+        assert left_behind(groups)
     return left_behind(groups)
 
 
-@pytest.mark.parametrize("how", ["close", "dropped"])
-def test_a_pipeline_that_ends_leaves_no_prefetch_behind(two_ranks: Ranks, how: str) -> None:
-    """Closed, or dropped without."""
-    assert two_ranks.run(_left_by_end, how) == [[], []]
+def test_a_pipeline_that_ends_leaves_no_prefetch_behind(two_ranks: Ranks) -> None:
+    """Its batches are dropped."""
+    assert two_ranks.run(_left_by_end) == [[], []]
 
 
 def _with_foreign_states() -> None:

@@ -14,12 +14,13 @@ from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
     PipelineFactory,
     SparseDistTasks,
+    TaskOptions,
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
+from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.inputs import unwrapped
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec import zoo
 from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, megatrons
 from tests.tasks.torchrec.models import (
     CPU,
@@ -34,7 +35,6 @@ from tests.tasks.torchrec.trial import (
     create,
     outcome,
     refusal,
-    to_the_end,
 )
 
 from torchrec.distributed import train_pipeline  # isort: skip
@@ -86,6 +86,19 @@ def _on_streams(sharding: str) -> list[str]:
 def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str) -> None:
     """Their dependences order every state, also across streams."""
     assert one_rank.run(_on_streams, sharding) == [[]]
+
+
+def _states_of_backward(forward: Kind) -> set[str]:
+    model = sharded(Job())
+    step = TrainStep([dense_optimizer(Job(), model)])
+    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu").tasks()
+    return {str(io.state) for task in tasks if task.name == plans.DENSE_BACK for io in task.io}
+
+
+def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) -> None:
+    """Without the cut it is that of the dense part."""
+    assert "tables" in one_rank.run(_states_of_backward, "ahead")[0]
+    assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
 
 
 # --------------------------------------------------------------------------------------- words
@@ -228,18 +241,3 @@ def test_wrappers_are_taken_off_in_any_nesting() -> None:
         Float16Module(DistributedDataParallel(Float16Module(inner), [])),
     ):
         assert unwrapped(wrapped) is inner
-
-
-def _report(kind: str) -> str:
-    model = zoo.sharded(kind)
-    with create(EXACT[3], model, optimizer=zoo.optimizer(model)) as pipeline:
-        to_the_end(pipeline, zoo.data(kind, 1))
-        return str(pipeline.report)
-
-
-def test_a_module_with_parameters_of_ddp_is_looked_up_with_the_dense_part(
-    one_rank: Ranks,
-) -> None:
-    """The gradients of feature processors came after DDP's backward, and were lost."""
-    assert "DDP reduces parameters of it" in one_rank.run(_report, "feature processors")[0]
-    assert "DDP reduces" not in one_rank.run(_report, "towers")[0]

@@ -45,7 +45,6 @@ PULLED = {
     SPARSE: 3,
     "TrainPipelineFusedSparseDist": 3,
     "TrainPipelineSemiSync": 4,
-    "TrainPipelineSparseDistLite": 2,
 }
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
-from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job
 from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, STALE, differences, inferred_differences
@@ -38,38 +36,27 @@ class Case(NamedTuple):
     saves_memory: bool
 
 
-def _allowed(case: Any) -> bool:
-    """Only the split forward suits the split plan."""
-    _, form, name, forward, *_ = case
-    data_parallel = case[0] == "data_parallel"
-    if data_parallel and form not in ("bags", "bags, stepped"):
-        return False
-    return forward == "split" or name != EXACT[3]
+SERIAL, SPARSE, PREFETCH, SPLIT = EXACT
+CASES = (
+    Case("table_wise", "bags", SPARSE, "split", 1, True, False),
+    Case("row_wise", "collections", PREFETCH, "prefetch", 2, False, True),
+    Case("data_parallel", "bags", SPLIT, "split", 1, False, False),
+    Case("column_wise", "bags, Adagrad", SPLIT, "split", 2, True, True),
+    Case("data_parallel", "bags, stepped", SPARSE, "pipelined", 1, True, True),
+    Case("row_wise", "bags, stepped", SPLIT, "split", 1, False, False),
+    Case("table_wise", "collections, Adagrad", SERIAL, "pipelined", 2, False, False),
+    Case("column_wise", "collections", SPARSE, "prefetch", 1, False, True),
+    Case("table_wise", "bags, stepped", PREFETCH, "split", 2, False, True),
+)
+"""Each value with most values of others. The split plan takes the split forward only."""
+
+STEPS = 6
+"""One more than the deepest pipeline has iterations in flight."""
 
 
-CASES = [
-    Case(*values)
-    for values in pairwise_cases(
-        ("table_wise", "row_wise", "column_wise", "data_parallel"),
-        FORMS,
-        EXACT,
-        ("split", "pipelined", "prefetch"),
-        (1, 2),
-        (False, True),
-        (False, True),
-        allowed=_allowed,
-    )
-]
-QUICK = 6
-"""So many have most pairs."""
-
-STEPS = 7
-"""Two more than the deepest pipeline has iterations in flight."""
-
-
-def _different(cases: list[Case]) -> dict[Case, Any]:
+def _different() -> dict[Case, Any]:
     found = {}
-    for case in cases:
+    for case in CASES:
         job = Job(case.sharding, modules=case.modules, **FORMS[case.form])
         options = {"forward": case.forward, **({"memory": ALL_MEMORY} if case.saves_memory else {})}
         if where := differences(job, STEPS, (case.name,), case.shuffled, **options):
@@ -77,27 +64,12 @@ def _different(cases: list[Case]) -> dict[Case, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [CASES[:QUICK], pytest.param(CASES[QUICK:], marks=pytest.mark.slow)],
-    ids=["most pairs", "the other pairs"],
-)
-def test_every_pipeline_equals_torchrec(two_ranks: Ranks, cases: list[Case]) -> None:
+def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
     """Outputs and all parameters after them are equal in every bit, on each rank.
 
     TorchRec's base pipeline gets the batches as the shuffler deals them, if there is one.
     """
-    assert two_ranks.run(_different, cases, deadline_s=200) == [{}, {}]
-
-
-@pytest.mark.slow
-def test_on_four_ranks_too(four_ranks: Ranks) -> None:
-    """Two of the cases that have not one thing in common."""
-    cases = [
-        Case("row_wise", "collections", EXACT[2], "prefetch", 2, False, False),
-        Case("column_wise", "bags", EXACT[3], "split", 1, True, True),
-    ]
-    assert four_ranks.run(_different, cases, deadline_s=170) == [{}] * 4
+    assert two_ranks.run(_different, deadline_s=200) == [{}, {}]
 
 
 def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
@@ -106,7 +78,7 @@ def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
     Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
     from the one to the other.
     """
-    assert two_ranks.run(inferred_differences, Job(), STEPS, (1, 2)) == [{}, {}]
+    assert two_ranks.run(inferred_differences, Job(), 8, (1, 2)) == [{}, {}]
 
 
 def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:

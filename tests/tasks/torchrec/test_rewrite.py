@@ -147,17 +147,20 @@ def test_a_batch_that_cannot_be_moved_is_reported(one_rank: Ranks) -> None:
     assert said.startswith("TypeError: a batch is a _NoTo without to and record_stream")
 
 
-def _outside() -> str:
-    model = sharded(Job())
-    with create("jagged_sparse_dist", model) as pipeline:
+def _outside(postproc: bool) -> str:
+    model = computing(kinds.one if postproc else kinds.by_flag)
+    with create("jagged_sparse_dist", model, TWO, pipeline_postproc=postproc) as pipeline:
         pipeline.progress(batches(3))
         return refusal(lambda: model(next(batches(1))))
 
 
-def test_calling_an_attached_model_is_an_error(two_ranks: Ranks) -> None:
-    """It must not use the ids of a batch in flight."""
-    for said in two_ranks.run(_outside):
-        assert "module 'tables.0' is called outside of its pipeline" in said
+@pytest.mark.parametrize(("postproc", "module"), [(False, "tables.0"), (True, "augment")])
+def test_calling_an_attached_model_is_an_error(
+    two_ranks: Ranks, postproc: bool, module: str
+) -> None:
+    """It must not use the ids of a batch in flight, nor what was computed for it."""
+    for said in two_ranks.run(_outside, postproc):
+        assert f"module {module!r} is called outside of its pipeline" in said
         assert "detach() the model first" in said
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
-from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
-from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
@@ -47,39 +46,6 @@ def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job
     assert found[WAIT] >= 2 * job.modules
     assert found[EMBED] == job.modules
     assert found[DENSE_BACK] == job.modules + 1
-
-
-def _updates(kind: Kind) -> tuple[set[str], set[str]]:
-    """The tasks that change the tables, and the backward tasks that declare it."""
-    changed: set[str] = set()
-    model = sharded(Job())
-    step = TrainStep([dense_optimizer(Job(), model)])
-    tasks = SparseDistTasks(model, step, TaskOptions(forward=kind), device=CPU)
-    tables = [p for module in tasks.rewrite.sharded.values() for p in module.parameters()]
-
-    def compared(task: PipelineTask) -> PipelineTask:
-        def fn(ctx: IterContext) -> None:
-            before = [table.detach().clone() for table in tables]
-            task.fn(ctx)
-            if not all(map(torch.equal, before, tables)):
-                changed.add(task.name)
-
-        return PipelineTask(task.name, fn, task.io)
-
-    with SWPipeline(PLANS["serial"](), [compared(t) for t in tasks.tasks()], device=CPU) as pipe:
-        pipe.run(batches(2))
-    declared = {task.name for task in tasks.tasks() for io in task.io if io.state == "tables"}
-    return changed, declared & {DENSE_BACK, EMBED_BACK}
-
-
-@pytest.mark.parametrize(("kind", "where"), [("split", EMBED_BACK), ("ahead", DENSE_BACK)])
-def test_the_backward_that_updates_the_tables_says_so(
-    one_rank: Ranks, kind: Kind, where: str
-) -> None:
-    """Without the cut it is that of the dense part."""
-    ((changed, declared),) = one_rank.run(_updates, kind)
-    assert changed == {where}
-    assert where in declared
 
 
 def test_gradients_go_on_from_their_leaves_once() -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, PipelineTask
-from swpipe.analysis import verify
 from swpipe.analysis.verification import verify_for_run
-from swpipe.errors import PlanError
 from swpipe.plans.torchrec.hstu_schedule import (
     HSTU_DEFAULT_THREAD_MAP,
     HSTU_THREAD_MAPS,
@@ -19,7 +17,7 @@ from swpipe.plans.torchrec.hstu_schedule import (
     hstu_plan,
     hstu_schedule,
 )
-from swpipe.schedulable import Schedule, ScheduleValidationError, Stage, Task
+from swpipe.schedulable import Schedule, ScheduleValidationError, Task
 from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.hstu import hstu_groups
@@ -149,62 +147,6 @@ def _all_plans() -> list[str]:
 def test_every_plan_is_proved_by_what_the_tasks_declare(one_rank: Ranks) -> None:
     """With and without streams, at every depth and under every preset."""
     assert one_rank.run(_all_plans) == [[]]
-
-
-# ------------------------------------------------------------------- prefetch after forward
-
-
-def _changed(schedule: Schedule, **fields: dict[str, Any]) -> Schedule:
-    """The schedule with other fields of some tasks, by name."""
-    tasks = []
-    for task in schedule.all_tasks():
-        values = {name: getattr(task, name) for name in Task.__annotations__}
-        tasks.append(StepTask(**{**values, **fields.get(task.name, {})}))
-    return Schedule((Stage(tuple(tasks)),), schedule.stream_slots)
-
-
-def _without_the_added_wait(**options: Any) -> Schedule:
-    """As in the seed: only the backward waits for the prefetch."""
-    return _changed(hstu_schedule(**options), **{PREFETCH: {"same_progress_sync": ()}})
-
-
-def _prefetch_first(**options: Any) -> Schedule:
-    """The wrong way round."""
-    none = {"same_progress_sync": ()}
-    first = {"same_progress_sync": (PREFETCH,), "depends_on": ("zero_grad",)}
-    changes = {PREFETCH: none, "backward": none, "forward": first}
-    return _changed(hstu_schedule(**options), **changes)
-
-
-def _refused(schedule: Callable[..., Schedule], preset: str, streams: bool) -> str:
-    """What verification says of a changed schedule."""
-    plan = hstu_plan(schedule(prefetch=True, prefetch_depth=1, shuffled=False), preset)
-    try:
-        verify(plan, _step_tasks(True).tasks(), streams=streams, pull_ahead=True)
-    except PlanError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "preset", "streams"),
-    [
-        (_without_the_added_wait, "default", True),
-        (_without_the_added_wait, "io_prefetch_compute", False),
-        (_prefetch_first, "default", False),
-    ],
-)
-def test_a_schedule_that_prefetches_before_or_beside_the_forward_is_refused(
-    one_rank: Ranks, schedule: Any, preset: str, streams: bool
-) -> None:
-    """Also where one thread runs everything.
-
-    The seed's wait of the backward orders forward and prefetch neither way.
-    """
-    (told,) = one_rank.run(_refused, schedule, preset, streams)
-    assert "state 'table cache'" in told
-    assert PREFETCH in told
-    assert one_rank.run(_refused, hstu_schedule, preset, streams) == ["accepted"]
 
 
 def test_a_prefetch_runs_between_forward_and_backward() -> None:

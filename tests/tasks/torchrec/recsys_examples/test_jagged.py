@@ -22,7 +22,6 @@ from swpipe.profiler import pipeline_breakdown
 from swpipe.tasks.torchrec import recsys_examples as ours
 from swpipe.tasks.torchrec.recsys_examples import (
     TrainPipelineFactory,
-    collective_assert,
     register_train_pipeline,
 )
 from tests.support.pairs import pairwise_cases
@@ -48,7 +47,7 @@ PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dis
 def _broken_down() -> list[Any]:
     pipeline = created("jagged_sw_serial")
     assert pipeline._sw_pipeline is pipeline.pipe
-    data = list(sequences(3))
+    data = list(sequences(2))
     pipeline.progress(iter(data[:1]))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found = pipeline_breakdown(pipeline, data[1:], num_rounds=2, tasks=["EmbForward"])
@@ -57,7 +56,7 @@ def _broken_down() -> list[Any]:
 
 def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
     """``pipeline_breakdown`` of its trainer: one result for each batch."""
-    assert two_ranks.run(_broken_down) == [[2, True], [2, False]]
+    assert two_ranks.run(_broken_down) == [[1, True], [1, False]]
 
 
 CASES = pairwise_cases(EXACT, ("tokens", "reporting_loss"), (False, True))
@@ -131,25 +130,18 @@ def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> No
     assert two_ranks.run(_own_evaluation, name) == [3, 3]
 
 
-def _left(name: str, count: int) -> int:
-    with closing(created(name, execute_all_batches=False)) as pipeline:
-        return count - len(to_the_end(pipeline, sequences(count)))
+def _left() -> list[int]:
+    """How many of four batches are left, by name."""
+    found = []
+    for name in ("jagged_sparse_dist", "jagged_prefetch_sparse_dist", "jagged_sw_serial"):
+        with closing(created(name, execute_all_batches=False)) as pipeline:
+            found.append(4 - len(to_the_end(pipeline, sequences(4))))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "left"),
-    [
-        ("jagged_sparse_dist", 4, 1),
-        ("jagged_prefetch_sparse_dist", 4, 2),
-        ("jagged_prefetch_sparse_dist", 1, 1),
-        ("jagged_sw_serial", 4, 0),
-    ],
-)
-def test_execute_all_batches_false_leaves_as_many_as_there(
-    two_ranks: Ranks, name: str, count: int, left: int
-) -> None:
+def test_execute_all_batches_false_leaves_as_many_as_there(two_ranks: Ranks) -> None:
     """One, or two with a prefetch: these its pipelines have pulled when the data ends."""
-    assert two_ranks.run(_left, name, count) == [left, left]
+    assert two_ranks.run(_left) == [[1, 2, 0]] * 2
 
 
 class _Rotate:
@@ -179,45 +171,24 @@ def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
     assert two_ranks.run(_rotated) == [{}, {}]
 
 
-def _asserted(false_on: int) -> str:
-    return refusal(lambda: collective_assert(dist.get_rank() != false_on, "a rank is wrong"))
-
-
-def test_an_assertion_that_fails_on_one_rank_is_raised_on_all(two_ranks: Ranks) -> None:
-    """And names it; where it holds on all, nothing is raised."""
-    assert two_ranks.run(_asserted, 1) == ["AssertionError: a rank is wrong (on ranks 1)"] * 2
-    assert two_ranks.run(_asserted, 2) == ["nothing raised"] * 2
-
-
-def _not_a_number(returns: str, checked: str) -> str:
+def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
     """What a loss that is NaN on rank 1 leads to."""
     data = list(sequences(3))
     if dist.get_rank() == 1:
         data[1].dense[:, 1:].fill_(float("nan"))
-    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN=str(int(checked == "there"))):
-        asked = checked == "asked"
+    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN=there):
         pipeline = created("jagged_sparse_dist", returns=returns, assert_nan_loss=asked)
     with closing(pipeline):
         return refusal(lambda: to_the_end(pipeline, iter(data)))
 
 
-@pytest.mark.parametrize(
-    ("returns", "checked", "raised"),
-    [
-        ("tokens", "there", True),
-        ("tokens", "asked", True),
-        ("tokens", "", False),
-        ("reporting_loss", "", True),
-    ],
-)
-def test_a_loss_that_is_nan_is_an_error_on_all_ranks(
-    two_ranks: Ranks, returns: str, checked: str, raised: bool
-) -> None:
+def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
     """Where recsys-examples checks it, or who makes the pipeline asks for it."""
-    wanted = (
-        "AssertionError: losses of batch 1 are NaN (on ranks 1)" if raised else "nothing raised"
-    )
-    assert two_ranks.run(_not_a_number, returns, checked) == [wanted] * 2
+    raised = ["AssertionError: losses of batch 1 are NaN (on ranks 1)"] * 2
+    assert two_ranks.run(_not_a_number, "tokens", False, "1") == raised
+    assert two_ranks.run(_not_a_number, "tokens", True) == raised
+    assert two_ranks.run(_not_a_number, "reporting_loss") == raised
+    assert two_ranks.run(_not_a_number, "tokens") == ["nothing raised"] * 2
 
 
 def _refused() -> list[tuple[str, ...]]:
@@ -329,26 +300,6 @@ def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> No
     assert "finalize=lambda model: finalize_model_grads([model.module], None)" in said
     assert two_ranks.run(_tensor_parallel, True, True) == ["nothing raised"] * 2
     assert two_ranks.run(_tensor_parallel, False, False) == ["nothing raised"] * 2
-
-
-def _finalized() -> list[int]:
-    """How many steps had been finalized after each of them."""
-    calls: list[Any] = []
-
-    def finalize(model: Any) -> None:
-        calls.append(model.module.finish_grad_sync())
-
-    counts = []
-    with closing(created("jagged_none", megatron=True, finalize=finalize)) as pipeline:
-        for batch in sequences(3):
-            pipeline.progress(iter([batch]))
-            counts.append(len(calls))
-    return counts
-
-
-def test_the_users_finalize_is_called_once_per_step(two_ranks: Ranks) -> None:
-    """With the model, in place of Megatron's finish_grad_sync, which may not run twice."""
-    assert two_ranks.run(_finalized) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
