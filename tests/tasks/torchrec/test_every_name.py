@@ -144,8 +144,8 @@ def _by_hand(kind: str) -> Outcome:
             for wrapper in wrappers:
                 wrapper.zero_grad_buffer()
         with ExitStack() as stack:
-            for module in () if last else wrappers or ddp_modules(model):
-                if wrappers or k > 0:  # DDP reduces the first batch by itself
+            if not last and (wrappers or k > 0):  # DDP reduces the first batch by itself
+                for module in wrappers or [*ddp_modules(model)]:
                     stack.enter_context(module.no_sync())
             losses, logits = _losses(model)(batch)
             weighed = _weigh(losses)

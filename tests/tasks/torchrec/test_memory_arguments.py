@@ -181,7 +181,7 @@ def _more(job: Job, names: tuple[str, ...]) -> dict[str, int]:
     """Class to how many bytes ours has more than TorchRec's."""
     found = {}
     for name in names:
-        given = {key: True for key in ARGUMENTS if key in arguments(theirs(name))}
+        given: dict[str, Any] = {k: True for k in ARGUMENTS if k in arguments(theirs(name))}
         given |= {"start_batch": 0} if name == "TrainPipelineSemiSync" else {}
         with streams_on_a_cpu():
             pipeline = made(theirs(name), job, **given)
@@ -277,7 +277,7 @@ def _noting() -> Iterator[Batch]:
 def _copied_on_a_thread() -> list[Any]:
     """Whether the thread is another than the caller's, and what differs from TorchRec's class."""
     given = {"async_inplace_copy": True, "enable_inplace_copy_batch": True}
-    kinds = [(ours.TrainPipelineSparseDistT, {})]
+    kinds: list[tuple[Any, dict[str, Any]]] = [(ours.TrainPipelineSparseDistT, {})]
     if "async_inplace_copy" in arguments(theirs(SPARSE)):  # since 1.9
         kinds.append((ours.TrainPipelineSparseDist, given))
     wanted, found = trained(theirs(SPARSE), 6), []

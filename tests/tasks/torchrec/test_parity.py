@@ -58,8 +58,10 @@ def _different() -> dict[Case, Any]:
     found = {}
     for case in CASES:
         job = Job(case.sharding, modules=case.modules, **FORMS[case.form])
-        options = {"forward": case.forward, **({"memory": ALL_MEMORY} if case.saves_memory else {})}
-        if where := differences(job, STEPS, (case.name,), case.shuffled, **options):
+        options: dict[str, Any] = {"memory": ALL_MEMORY} if case.saves_memory else {}
+        if where := differences(
+            job, STEPS, (case.name,), case.shuffled, forward=case.forward, **options
+        ):
             found[case] = where
     return found
 
