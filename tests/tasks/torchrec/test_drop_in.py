@@ -220,7 +220,7 @@ def _shortcut() -> bool:
         pipeline.pipe.run_one_serial_iter(one)
         cached = wrapper._buffer.clone()
         wrapper._buffer.fill_(7.0)
-        wrapper._ready = True
+        wrapper._ready.add(0)
         pipeline.pipe.run_one_serial_iter(other)
         return bool(cached.any()) and torch.equal(wrapper._buffer, cached)
 

@@ -24,8 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from swpipe.plans.torchrec.sparse_dist import TASKS
-from swpipe.profiler import TaskProfiler
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.inputs import RewriteError
 from tests.support.ranks import Ranks
@@ -294,24 +292,3 @@ def _copied_on_a_thread() -> list[Any]:
 def test_batches_are_copied_on_a_thread(two_ranks: Ranks) -> None:
     """With `async_inplace_copy`, too."""
     assert two_ranks.run(_copied_on_a_thread) == [[], []]
-
-
-# ---------------------------------------------------------------------------- tools of ours
-
-
-def _watched() -> list[str]:
-    """Profiled before a training."""
-    kind, given = ours.PrefetchTrainPipelineSparseDist, dict.fromkeys(ARGUMENTS[:2], True)
-    wanted = trained(kind, 4, **given)
-
-    def loop(pipeline: Any) -> list[Tensor]:
-        replayed, tasks = next(batches(1, seed=5)), TASKS[1:2]
-        TaskProfiler(pipeline.pipe).profile(replayed, 1, 1, 2, True, tasks)
-        return to_the_end(pipeline, batches(4))
-
-    return trained(kind, loop, **given).differences(wanted)
-
-
-def test_profiles_replay_what_went(two_ranks: Ranks) -> None:
-    """A replayed batch has its ids, whatever later tasks let go of."""
-    assert two_ranks.run(_watched, deadline_s=200) == [[], []]

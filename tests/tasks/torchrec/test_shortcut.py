@@ -9,19 +9,20 @@ from torch import Tensor
 from swpipe import TaskProfiler
 from swpipe.plans.torchrec.sparse_dist import TASKS
 from swpipe.profiler import ProfileResult
+from swpipe.tasks.torchrec import MemoryOptions
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job, batches, everything, sharded
-from tests.tasks.torchrec.trial import EXACT, Outcome, create, to_the_end
+from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, Outcome, create, to_the_end
 
 SPLIT, PREFETCH = EXACT[3], EXACT[2]
 ADAGRAD = Job(optimizer=torch.optim.Adagrad)
-SOME = TASKS[::4]
+SOME = (TASKS[1], TASKS[5])
 
 
-def _left_out(name: str, job: Job) -> list[Tensor]:
+def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
     """Outputs of one batch again and again, while each task is left out in turn."""
     (batch,) = batches(1)
-    with create(name, job=job) as pipeline:
+    with create(name, job=job, memory=memory) as pipeline:
         outputs = to_the_end(pipeline, iter([batch]))
         for task in TASKS:
             pipeline.pipe.enable_shortcut(task)
@@ -32,11 +33,18 @@ def _left_out(name: str, job: Job) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("job", "name"), [(Job(), PREFETCH), (Job("row_wise", pooled=False), SPLIT)]
+    ("job", "name", "memory"),
+    [(Job(), PREFETCH, ALL_MEMORY), (Job("row_wise", pooled=False), SPLIT, MemoryOptions())],
+    ids=["bags", "collections"],
 )
-def test_each_task_can_be_left_out_alone(two_ranks: Ranks, job: Job, name: str) -> None:
-    """As many outputs as batches; what a collection remembers of ids is put back, too."""
-    for outputs in two_ranks.run(_left_out, name, job):
+def test_each_task_can_be_left_out_alone(
+    two_ranks: Ranks, job: Job, name: str, memory: MemoryOptions
+) -> None:
+    """As many outputs as batches; what a collection remembers of ids is put back, too.
+
+    A replayed batch has its ids, whatever later tasks let go of.
+    """
+    for outputs in two_ranks.run(_left_out, name, job, memory):
         assert len(outputs) == 1 + 4 * len(TASKS)
         assert all(torch.isfinite(output).all() for output in outputs)
 
