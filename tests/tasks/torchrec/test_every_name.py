@@ -401,7 +401,7 @@ def _marks(model: nn.Module) -> set[str]:
     return marks
 
 
-@of(SERIAL, SPLIT)
+@of(SPLIT)
 def detaching_changes_nothing(name: str) -> list[str]:
     """Evaluations with batches in flight: the model is as before, and the training goes on.
 
@@ -429,7 +429,7 @@ def detaching_changes_nothing(name: str) -> list[str]:
     return found
 
 
-@of(SPARSE, PREFETCH, SPLIT)
+@of(SPARSE, PREFETCH)
 def loading_is_exact_after_a_drain_and_in_flight_exact_or_refused(name: str) -> list[str]:
     """Rows that were looked up before would be trained as if they were the loaded ones."""
     job, found = Job(modules=2), []

@@ -80,7 +80,7 @@ def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
     Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
     from the one to the other.
     """
-    assert two_ranks.run(inferred_differences, Job(), 8, (1, 2)) == [{}, {}]
+    assert two_ranks.run(inferred_differences, Job(), STEPS, (1, 2)) == [{}, {}]
 
 
 def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:

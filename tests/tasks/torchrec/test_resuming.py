@@ -110,7 +110,7 @@ CASES = (
     Case("TrainPipelineSparseDistT", (4,)),
     Case(FUSED, (1, 7)),
     Case(FUSED, (3,), {"execute_all_batches": False}),
-    Case(SEMI_SYNC, (1, 3, 4), {"start_batch": 4}),
+    Case(SEMI_SYNC, (1, 4), {"start_batch": 4}),
     Case(SEMI_SYNC, (5,), {"start_batch": 4}, drains=True),
     Case(SEMI_SYNC, (2,), {"start_batch": 4}, drains=True),
 )

@@ -16,7 +16,8 @@ from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, Outcome, create, to_th
 
 SPLIT, PREFETCH = EXACT[3], EXACT[2]
 ADAGRAD = Job(optimizer=torch.optim.Adagrad)
-SOME = (TASKS[1], TASKS[5])
+MEASURED = {False: TASKS, True: (TASKS[1], TASKS[5])}
+"""Serially and pipelined."""
 
 
 def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
@@ -68,36 +69,34 @@ def test_leaving_out_the_embedding_backward_leaves_the_tables_alone(two_ranks: R
     assert two_ranks.run(_without, "OptimStep") == [False, False]
 
 
-def _profiled(pipelined: bool) -> tuple[ProfileResult, list[str]]:
-    """A profile, and in what a training after it differs from one without."""
-    outcomes = []
+def _profiled() -> tuple[list[ProfileResult], list[str]]:
+    """Profiles, serially and pipelined; and in what a training after them differs."""
+    outcomes, results, changed = [], list[ProfileResult](), list[str]()
     for profiled in (False, True):
         model = sharded(ADAGRAD)
         with create(PREFETCH, model, ADAGRAD, forward="prefetch") as pipeline:
-            before = Outcome([], everything(model))
-            if profiled:
-                (result,) = TaskProfiler(pipeline.pipe).profile_many(
-                    list(batches(1, seed=1)), 1, 1, 2, pipelined, SOME if pipelined else TASKS
-                )
-                changed = Outcome([], everything(model)).differences(before)
+            before, profiler = Outcome([], everything(model)), TaskProfiler(pipeline.pipe)
+            for pipelined, tasks in MEASURED.items() if profiled else ():
+                results += profiler.profile_many([*batches(1, seed=1)], 1, 1, 2, pipelined, tasks)
+                changed += Outcome([], everything(model)).differences(before)
             outputs = to_the_end(pipeline, batches(4))
         outcomes.append(Outcome(outputs, everything(model)))
-    return result, changed + outcomes[1].differences(outcomes[0])
+    return results, changed + outcomes[1].differences(outcomes[0])
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["serial", "pipelined"])
-def test_the_profiler_measures_all_eleven(two_ranks: Ranks, pipelined: bool) -> None:
+def test_the_profiler_measures_all_eleven(two_ranks: Ranks) -> None:
     """On two ranks, and some under the plan; training goes on as if there had been no profile.
 
     Each rank's report has the times of both.
     """
-    ranks = two_ranks.run(_profiled, pipelined)
-    for number, (result, changed) in enumerate(ranks):
-        assert set(result.exposed_s) == set(SOME if pipelined else TASKS)
-        assert result.baseline_s > 0
+    ranks = two_ranks.run(_profiled)
+    for number, (results, changed) in enumerate(ranks):
         assert changed == []
-        assert [of.rank for of in result.ranks] == [0, 1]
-        assert result.ranks == ranks[0][0].ranks
-        assert result.ranks[number].exposed_s.keys() == result.exposed_s.keys()
-        assert {"EmbInputDistStart", "EmbForward", "DenseBackward"} <= set(result.collectives)
-        assert "2 ranks, ms" in result.format_report()
+        for place, (result, tasks) in enumerate(zip(results, MEASURED.values(), strict=True)):
+            assert set(result.exposed_s) == set(tasks)
+            assert result.baseline_s > 0
+            assert [of.rank for of in result.ranks] == [0, 1]
+            assert result.ranks == ranks[0][0][place].ranks
+            assert result.ranks[number].exposed_s.keys() == result.exposed_s.keys()
+            assert {"EmbInputDistStart", "EmbForward", "DenseBackward"} <= set(result.collectives)
+            assert "2 ranks, ms" in result.format_report()
