@@ -19,9 +19,8 @@ from swpipe.tasks.torchrec import (
 )
 from swpipe.tasks.torchrec.drop_in import build
 from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.inputs import unwrapped
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, megatrons
+from tests.tasks.torchrec.megatron import megatrons
 from tests.tasks.torchrec.models import (
     CPU,
     Job,
@@ -228,16 +227,3 @@ def _shortcut() -> bool:
 def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
     """``parameter.grad`` is None with Megatron: that alone would be nothing."""
     assert one_rank.run(_shortcut) == [True]
-
-
-def test_wrappers_are_taken_off_in_any_nesting() -> None:
-    """And a model that merely has a module of that name is not one."""
-    inner = nn.Sequential(nn.Linear(1, 1))
-    inner.module = nn.Linear(1, 1)
-    for wrapped in (
-        inner,
-        Float16Module(inner),
-        DistributedDataParallel(inner, []),
-        Float16Module(DistributedDataParallel(Float16Module(inner), [])),
-    ):
-        assert unwrapped(wrapped) is inner
