@@ -15,9 +15,11 @@ from tests.tasks.torchrec.models import (
     Job,
     KeyedJaggedTensor,
     Model,
+    batches,
     plain_model,
     sharded,
 )
+from tests.tasks.torchrec.trial import create, refusal
 
 TWO = Job(modules=2)
 
@@ -116,8 +118,13 @@ class Computes(Model):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         dense, ids = self.kind(self, batch)
-        looked_up = zip(self.tables, ids, strict=True)
-        parts = [self.bottom(dense), *(table(own).values() for table, own in looked_up)]
+        parts = [self.bottom(dense)]
+        for table, own in zip(self.tables, ids, strict=True):
+            if own is None:
+                parts.append(parts[-1])  # as wide
+                continue
+            found = table(**own) if isinstance(own, dict) else table(own)
+            parts.append(found.values())
         logits = self.top(torch.cat(parts, dim=1)).squeeze(1)
         return self.criterion(logits, batch.labels), logits.detach()
 
@@ -152,6 +159,55 @@ def flagged(self: Any, batch: Batch) -> Inputs:
     ids = batch.ids if self.flag else shifted(batch.ids, 1)
     moved = self.move(ids)
     return batch.dense, [moved, moved]
+
+
+def by_flag(self: Any, batch: Batch) -> Inputs:
+    """Looks other ids up once the flag is off."""
+    ids = batch.ids if self.flag else shifted(batch.ids, 1)
+    return batch.dense, [ids, ids]
+
+
+def by_keyword(self: Any, batch: Batch) -> Inputs:
+    """The same, by keyword."""
+    dense, ids = by_flag(self, batch)
+    return dense, [{"features": one} for one in ids]
+
+
+def calls_twice(self: Any, batch: Batch) -> Inputs:
+    """Calls its first tables once more."""
+    again = self.tables[0](batch.ids).values().sum()
+    return batch.dense + again, [batch.ids, batch.ids]
+
+
+def permutes(self: Any, batch: Batch) -> Inputs:
+    """Computes the input of its first tables, outside of modules."""
+    return batch.dense, [batch.ids.permute([0, 1, 2, 3]), batch.ids]
+
+
+def leaves_out(self: Any, batch: Batch) -> Inputs:
+    """Never calls its second tables."""
+    return batch.dense, [batch.ids, None]
+
+
+def branches(self: Any, batch: Batch) -> Inputs:
+    """Does something else where the data says so."""
+    if batch.labels.sum() < 0:
+        raise ValueError("labels")
+    return batch.dense, [batch.ids, batch.ids]
+
+
+def rewraps(self: Any, batch: Batch) -> Inputs:
+    """Puts the same ids into a new container, which changes nothing."""
+    ids = batch.ids
+    again = ids if self.flag else KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths())
+    return batch.dense, [again, again]
+
+
+def changes(self: Any, batch: Batch) -> Inputs:
+    """Changes its ids in place, after they were exchanged."""
+    if not self.flag:
+        batch.ids.values().remainder_(7)
+    return batch.dense, [batch.ids, batch.ids]
 
 
 def skips(self: Any, batch: Batch) -> Inputs:
@@ -239,3 +295,25 @@ def computing(kind: Kind) -> nn.Module:
     model.more_negatives = Negatives()
     model.scales, model.rebinds = Scales(), Rebinds()
     return sharded(TWO, model)
+
+
+def refused(
+    kind: Kind,
+    name: str = "jagged_split_sparse_dist",
+    flip: int = 9,
+    change: Callable[[nn.Module], object] | None = None,
+    **options: Any,
+) -> str:
+    """What is said in a training of 5 batches, with the flag off from one of them on."""
+    model = computing(kind)
+    data = batches(5)
+
+    def train() -> None:
+        for step in range(5):
+            model.module.flag = step < flip
+            pipeline.progress(data)
+
+    with create(name, model, TWO, **options) as pipeline:
+        if change is not None:
+            change(model.module)
+        return refusal(train)

@@ -34,16 +34,6 @@ with warnings.catch_warnings():
         reason="the classes are compared with those of TorchRec 1.8",
     )
 
-EXACT = (
-    "TrainPipelineBase",
-    "TrainPipelineSparseDist",
-    "TrainPipelineSparseDistLite",
-    "PrefetchTrainPipelineSparseDist",
-    "TrainPipelineFusedSparseDist",
-)
-"""Pipelines whose numbers are those of a plain loop."""
-
-
 PIPELINES = tuple(
     name for name in ours.__all__ if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
 )

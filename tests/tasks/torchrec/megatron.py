@@ -38,7 +38,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._last = True
-        self._ready = False
+        self._ready: set[int] = set()
         self._buffer = torch.zeros(sum(p.numel() for p in parameters))
         start = 0
         for parameter in parameters:
@@ -53,12 +53,14 @@ class DistributedDataParallel(nn.Module):
     def _add(self, parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
-        self._ready |= self._last
+        if self._last and id(parameter) in self._ready:
+            raise RuntimeError("a step has one last backward: run the others under no_sync()")
+        self._ready |= {id(parameter)} if self._last else set()
 
     def zero_grad_buffer(self) -> None:
         """Begin a step."""
         self._buffer.zero_()
-        self._ready = False
+        self._ready.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -73,7 +75,7 @@ class DistributedDataParallel(nn.Module):
         """Average over the ranks."""
         if not self._ready:
             raise RuntimeError("the gradients were reduced already, or no last backward has run")
-        self._ready = False
+        self._ready.clear()
         self._buffer.div_(dist.get_world_size())
         dist.all_reduce(self._buffer)
 

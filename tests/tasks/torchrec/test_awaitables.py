@@ -64,32 +64,20 @@ class TwoStreams:
         self.log.append(("hold", *streams))
 
 
-def test_the_first_wait_returns_the_result_itself() -> None:
-    """With its graph, and nothing copied."""
-    result = torch.ones(2, requires_grad=True) * 2
-    assert Replayable(OneShot(result), CpuDevice()).wait() is result
-
-
 def test_later_waits_return_the_values_without_the_graph() -> None:
-    """As leaves that require grad if the result did, in new containers."""
+    """The first returns the result itself and the filled context; later ones leaves, and a copy."""
     result = {"a": torch.ones(2, requires_grad=True) * 2, "b": torch.ones(1)}
-    handle = Replayable(OneShot(result), CpuDevice())
-    handle.wait()
-    again = handle.wait()
-    assert again is not result
+    context: dict[str, Any] = {}
+    handle = Replayable(OneShot(result, context), CpuDevice(), context)
+    first, filled = handle.wait_with_context()
+    assert first is result
+    assert filled is context
+    again, copied = handle.wait_with_context()
     assert again["a"].is_leaf
     assert (again["a"].requires_grad, again["b"].requires_grad) == (True, False)
     assert torch.equal(again["a"], result["a"])
-
-
-def test_the_context_is_returned_once_it_is_filled() -> None:
-    """Later waits return a copy of it."""
-    context: dict[str, Any] = {}
-    handle = Replayable(OneShot(1, context), CpuDevice(), context)
-    first, second = handle.wait_with_context()[1], handle.wait_with_context()[1]
-    assert first is context
-    assert second is not context
-    assert torch.equal(second["filled"], torch.ones(1))
+    assert copied is not context
+    assert torch.equal(copied["filled"], torch.ones(1))
 
 
 def test_only_one_of_two_threads_waits() -> None:

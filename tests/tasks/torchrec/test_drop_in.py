@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 
 from swpipe.analysis import verify
-from swpipe.errors import PlanError
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
     PipelineFactory,
@@ -18,28 +18,22 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec.drop_in import build
-from swpipe.tasks.torchrec.grad_reduction import Accumulation
-from swpipe.tasks.torchrec.inputs import unwrapped
+from swpipe.tasks.torchrec.forwards import Kind
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec import zoo
-from tests.tasks.torchrec.megatron import DistributedDataParallel, Float16Module, megatrons
+from tests.tasks.torchrec.megatron import megatrons
 from tests.tasks.torchrec.models import (
     CPU,
     Job,
     batches,
     combined,
     dense_optimizer,
-    everything,
     sharded,
 )
 from tests.tasks.torchrec.trial import (
     EXACT,
-    Outcome,
-    TrainPipelineBase,
     create,
     outcome,
     refusal,
-    to_the_end,
 )
 
 from torchrec.distributed import train_pipeline  # isort: skip
@@ -51,20 +45,6 @@ SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
 
 
 # ----------------------------------------------------------------------------- names and plans
-
-
-def _functions(name: str) -> list[str]:
-    with create(name) as pipeline:
-        parts = pipeline.tasks.parts()
-        assert list(parts) == [task.name for task in pipeline.pipe.tasks]
-        return [f"{n}: {[f.__qualname__ for f in fns]}" for n, fns in parts.items()]
-
-
-def test_only_the_plans_differ(one_rank: Ranks) -> None:
-    """All exact pipelines run the same eleven functions."""
-    functions = [one_rank.run(_functions, name)[0] for name in EXACT]
-    assert len(functions[0]) == 11
-    assert all(other == functions[0] for other in functions)
 
 
 def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
@@ -86,72 +66,63 @@ def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
     assert plans.semi_sync().stale == {"tables": 1, "optimizer": 1}
 
 
-def _on_streams(job: Job, forward: str) -> list[str]:
+def _on_streams(sharding: str) -> list[str]:
     """The ready-made plans that would be refused on a device with streams."""
-    model = sharded(job)
-    step = TrainStep([dense_optimizer(job, model)])
-    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu")
+    model = sharded(Job(sharding))
+    step = TrainStep([dense_optimizer(Job(sharding), model)])
+    tasks = SparseDistTasks(model, step, device="cpu")
     made = {name: plan() for name, plan in plans.PLANS.items() if name != "semi_sync"}
-    if forward != "split":
-        del made["split"]
-    elif not tasks.tables_in_step:
-        made["early"] = plans.split(after_step=False)
-        made["semi_sync"] = plans.semi_sync()
-    refused = []
-    for name, plan in made.items():
-        try:
-            verify(plan, tasks.tasks(), streams=True, pull_ahead=True)
-        except PlanError as error:
-            refused.append(f"{name}: {error}")
-    return refused
+    if not tasks.tables_in_step:
+        made |= {"early": plans.split(after_step=False), "semi_sync": plans.semi_sync()}
+    said = {
+        name: refusal(lambda p=plan: verify(p, tasks.tasks(), streams=True, pull_ahead=True))
+        for name, plan in made.items()
+    }
+    return [f"{name}: {why}" for name, why in said.items() if why != "nothing raised"]
 
 
-@pytest.mark.parametrize("forward", ["pipelined", "prefetch", "split"])
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
-def test_the_plans_hold_on_a_device_with_streams(
-    one_rank: Ranks, sharding: str, forward: str
-) -> None:
+def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str) -> None:
     """Their dependences order every state, also across streams."""
-    assert one_rank.run(_on_streams, Job(sharding), forward) == [[]]
+    assert one_rank.run(_on_streams, sharding) == [[]]
+
+
+def _states_of_backward(forward: Kind) -> set[str]:
+    model = sharded(Job())
+    step = TrainStep([dense_optimizer(Job(), model)])
+    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu").tasks()
+    return {str(io.state) for task in tasks if task.name == plans.DENSE_BACK for io in task.io}
+
+
+def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) -> None:
+    """Without the cut it is that of the dense part."""
+    assert "tables" in one_rank.run(_states_of_backward, "ahead")[0]
+    assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
 
 
 # --------------------------------------------------------------------------------------- words
 
-WORDS = {
-    "neither optimizer nor step": (
-        lambda: PipelineFactory.create(SERIAL, model=LAYER),
-        "ValueError: give either optimizer= or step=TrainStep(...)",
-    ),
-    "both": (
-        lambda: PipelineFactory.create(SERIAL, model=LAYER, optimizer=SGD, step=TrainStep([SGD])),
-        "ValueError: give either optimizer= or step=TrainStep(...)",
-    ),
-    "a step without optimizers": (lambda: TrainStep([]), "ValueError: a TrainStep without an opt"),
-    "no batches per step": (lambda: TrainStep([SGD], accumulate=0), "ValueError: accumulate is 0"),
-    "no interval": (lambda: TrainStep([SGD], sync_interval=0), "ValueError: sync_interval is 0"),
-    "half an interval": (
-        lambda: TrainStep([SGD], sync_interval=1.5),  # type: ignore[arg-type]
-        "ValueError: sync_interval is 1.5",
-    ),
-    "a float as loss": (
-        lambda: TrainStep([SGD]).total(3.0),
-        "TypeError: the losses are 3.0; give a tensor or a dict of tensors (TrainStep.on",
-    ),
-    "no losses": (
-        lambda: TrainStep([SGD]).total({}),
-        "TypeError: the losses are {}",
-    ),
-    "an int in a dict": (
-        lambda: TrainStep([SGD]).total({"a": 1}),
-        "TypeError: the losses are {'a': 1}",
-    ),
-}
 
-
-@pytest.mark.parametrize("what", WORDS)
-def test_what_is_wrong_is_said_when_it_is_made(what: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: PipelineFactory.create(SERIAL, model=LAYER), "ValueError: give either optimizer="),
+        (
+            lambda: PipelineFactory.create(
+                SERIAL, model=LAYER, optimizer=SGD, step=TrainStep([SGD])
+            ),
+            "ValueError: give either optimizer= or step=TrainStep(...)",
+        ),
+        (lambda: TrainStep([]), "ValueError: a TrainStep without an opt"),
+        (lambda: TrainStep([SGD], accumulate=0), "ValueError: accumulate is 0"),
+        (lambda: TrainStep([SGD], sync_interval=0), "ValueError: sync_interval is 0"),
+        (lambda: TrainStep([SGD]).total(3.0), "TypeError: the losses are 3.0; give a tensor or"),
+        (lambda: TrainStep([SGD]).total({}), "TypeError: the losses are {}"),
+        (lambda: TrainStep([SGD]).total({"a": 1}), "TypeError: the losses are {'a': 1}"),
+    ],
+)
+def test_what_is_wrong_is_said_when_it_is_made(call: Callable[[], Any], said: str) -> None:
     """With the value and the mend."""
-    call, said = WORDS[what]
     assert refusal(call).startswith(said)
 
 
@@ -203,17 +174,10 @@ def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
 # ------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize(
-    ("losses", "total"),
-    [
-        (torch.tensor(2.0), 2.0),
-        (torch.tensor([2.0, 3.0]), 5.0),
-        ({"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}, 9.0),
-    ],
-)
-def test_losses_become_one_number(losses: Any, total: float) -> None:
+def test_losses_become_one_number() -> None:
     """A number, one per row, or a dict of these."""
-    assert TrainStep([SGD]).total(losses).item() == total
+    both = {"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}
+    assert [TrainStep([SGD]).total(one).item() for one in (both["a"], both["b"], both)] == [2, 7, 9]
 
 
 def test_clipping_may_be_a_function_of_the_parameters() -> None:
@@ -242,41 +206,6 @@ def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
     return train_pipeline.GradientAccumulationWrapper(pipeline, optimizer, model, config)
 
 
-def _accumulated(steps: int) -> dict[str, list[str]]:
-    model = sharded(Job())
-    optimizer = dense_optimizer(Job(), model)
-    theirs = _wrapped(TrainPipelineBase(model, optimizer, CPU), model, optimizer)
-    wanted = Outcome(to_the_end(theirs, batches(steps)), everything(model))
-    found = {}
-    for name in EXACT:
-        model = sharded(Job())
-        step = TrainStep([dense_optimizer(Job(), model)], accumulate=4)
-        if where := outcome(create(name, model, step=step), batches(steps)).differences(wanted):
-            found[name] = where
-    return found
-
-
-@pytest.mark.skipif(
-    not hasattr(train_pipeline, "GradientAccumulationWrapper"), reason="newer than this TorchRec"
-)
-def test_accumulation_is_torchrecs(two_ranks: Ranks, one_rank: Ranks) -> None:
-    """On one rank with the rest at the end; on two, TorchRec does not reduce that rest."""
-    assert one_rank.run(_accumulated, 7) == [{}]
-    assert two_ranks.run(_accumulated, 8) == [{}, {}]
-
-
-def test_steps_begin_and_end_by_trained_batches() -> None:
-    """Every third ends one, batches of an evaluation do not count, and a flush begins anew."""
-    three = Accumulation(nn.Linear(1, 1), 3)
-    assert [k for k in range(7) if three.begins(k)] == [0, 3, 6]
-    assert [k for k in range(7) if three.ends(k)] == [2, 5]
-    three.skip()  # iteration 7, after one more batch than two steps have
-    assert [k for k in range(8, 14) if three.ends(k)] == [9, 12]
-    assert three.take_rest(11)
-    assert [k for k in range(11, 17) if three.begins(k)] == [11, 14]
-    assert not three.take_rest(11)
-
-
 # --------------------------------------------------------------------------------- other models
 
 
@@ -290,7 +219,7 @@ def _shortcut() -> bool:
         pipeline.pipe.run_one_serial_iter(one)
         cached = wrapper._buffer.clone()
         wrapper._buffer.fill_(7.0)
-        wrapper._ready = True
+        wrapper._ready.add(0)
         pipeline.pipe.run_one_serial_iter(other)
         return bool(cached.any()) and torch.equal(wrapper._buffer, cached)
 
@@ -298,31 +227,3 @@ def _shortcut() -> bool:
 def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
     """``parameter.grad`` is None with Megatron: that alone would be nothing."""
     assert one_rank.run(_shortcut) == [True]
-
-
-def test_wrappers_are_taken_off_in_any_nesting() -> None:
-    """And a model that merely has a module of that name is not one."""
-    inner = nn.Sequential(nn.Linear(1, 1))
-    inner.module = nn.Linear(1, 1)
-    for wrapped in (
-        inner,
-        Float16Module(inner),
-        DistributedDataParallel(inner, []),
-        Float16Module(DistributedDataParallel(Float16Module(inner), [])),
-    ):
-        assert unwrapped(wrapped) is inner
-
-
-def _report(kind: str) -> str:
-    model = zoo.sharded(kind)
-    with create(EXACT[3], model, optimizer=zoo.optimizer(model)) as pipeline:
-        to_the_end(pipeline, zoo.data(kind, 1))
-        return str(pipeline.report)
-
-
-def test_a_module_with_parameters_of_ddp_is_looked_up_with_the_dense_part(
-    one_rank: Ranks,
-) -> None:
-    """The gradients of feature processors came after DDP's backward, and were lost."""
-    assert "DDP reduces parameters of it" in one_rank.run(_report, "feature processors")[0]
-    assert "DDP reduces" not in one_rank.run(_report, "weighted bags")[0]

@@ -1,38 +1,47 @@
-"""What TorchRec's arguments that save memory do here: no more bytes than there, the same bits."""
+"""What TorchRec's arguments that save memory do here: no more bytes than there, the same bits.
+
+The bytes are those that a pipeline has made and that are still there, by storage, as operators run.
+Batches are large beside all else, all of one size, and copied: on a CPU, their copies are what a
+device would hold. A period is a call of ``progress``; its figure is the most at any operator. A
+thread of gloo may hold a buffer a little longer than its exchange takes, so of several periods,
+which all do the same, the least counts.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from swpipe._values.walk import tensors_in
-from swpipe.plans.torchrec.sparse_dist import TASKS
-from swpipe.profiler import TaskProfiler
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.inputs import RewriteError
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.alive import run
 from tests.tasks.torchrec.loops import (
-    PIPELINES,
     arguments,
     made,
     streams_on_a_cpu,
     theirs,
-    train_pipelines,
     trained,
 )
 from tests.tasks.torchrec.models import (
     CPU,
+    DENSE,
+    ROWS,
+    TABLES,
     Batch,
     Job,
+    KeyedJaggedTensor,
     Model,
     batches,
     dense_optimizer,
@@ -41,6 +50,114 @@ from tests.tasks.torchrec.models import (
     sharded,
 )
 from tests.tasks.torchrec.trial import Outcome, to_the_end
+
+ROW_IDS, BATCH_ROWS = 40, 64
+
+
+@dataclass
+class CopiedBatch(Batch):
+    """A batch whose copy to the CPU is one."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> CopiedBatch:
+        ids = KeyedJaggedTensor(
+            self.ids.keys(),
+            self.ids.values().clone(),
+            lengths=self.ids.lengths().clone(),
+            stride=self.ids.stride(),
+        )
+        copied = CopiedBatch(self.dense.clone(), ids, self.labels.clone())
+        Alive.add_all([copied.dense, ids.values(), ids.lengths(), copied.labels])
+        return copied
+
+
+def large_batches(count: int) -> list[CopiedBatch]:
+    """This rank's batches."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    lengths = torch.full((TABLES * BATCH_ROWS,), ROW_IDS)
+    return [
+        CopiedBatch(
+            torch.rand(BATCH_ROWS, DENSE, generator=draws),
+            KeyedJaggedTensor.from_lengths_sync(
+                [f"f{t}" for t in range(TABLES)],
+                torch.randint(0, ROWS, (int(lengths.sum()),), generator=draws),
+                lengths,
+            ),
+            torch.randint(0, 2, (BATCH_ROWS,), generator=draws).float(),
+        )
+        for _ in range(count)
+    ]
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered; ``peak`` is the most while it measures, since it was set to 0."""
+
+    only_watches = True
+    _entered: Alive | None = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.measures = False
+        self.peak = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __enter__(self) -> Alive:
+        Alive._entered = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        Alive._entered = None
+        super().__exit__(*failure)
+
+    @classmethod
+    def add_all(cls, tensors: list[Tensor]) -> None:
+        """Count tensors that another thread has made, perhaps."""
+        if cls._entered is not None:
+            for tensor in tensors:
+                cls._entered._add(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            self._add(tensor)
+        if made and self.measures:
+            self.peak = max(self.peak, self._bytes())
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made:
+            self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _bytes(self) -> int:
+        found = 0
+        for number, reference in list(self._made.items()):
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._made[number]
+            else:
+                found += storage.nbytes()  # 0 where TorchRec has emptied it
+        return found
+
+
+CALLS = 6
+STEADY = (1, 2)
+"""The calls of ``progress`` in which all stages of every class work on a batch."""
+
+
+def peak(pipeline: Any) -> int:
+    """The least of the peaks of steady periods of one pass."""
+    data, peaks = iter(large_batches(CALLS)), []
+    with Alive() as alive:
+        for call in range(CALLS):
+            alive.peak, alive.measures = 0, call in STEADY
+            pipeline.progress(data)
+            peaks.append(alive.peak)
+    return min(peaks[call] for call in STEADY)
+
 
 ARGUMENTS = ("free_features_storage_early", "clear_data_dist_inputs", "enable_inplace_copy_batch")
 SPARSE = "TrainPipelineSparseDist"
@@ -51,121 +168,52 @@ ANSWERS = 8
 WATCH = 4096
 """Bytes, at most, that the watch of pure tasks holds while one of the first iterations runs."""
 
-FAILS_THERE = {
-    "EvalPipelineSparseDist": ["free_features_storage_early"],  # it exchanges batch 0 twice
-}
+COMPARED = (
+    SPARSE, "TrainPipelineSemiSync",
+    "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist",
+)  # fmt: skip
+"""One for each plan in which batches are exchanged ahead."""
 
 
-class _Inline:
-    """An executor without a thread, so that a copy comes when it is asked for."""
-
-    def submit(self, fn: Any, *args: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args))
-        return done
-
-
-class _Loader:
-    """TorchRec's thread that copies for evaluations, where it is quick: one batch is ahead."""
-
-    def __init__(self, *, dataloader_iter: Any, **_: Any) -> None:
-        self._data = dataloader_iter
-
-    def start(self) -> None:
-        self._next = self._copied()
-
-    def stop(self) -> None:
-        self._next = None
-
-    def get_next_batch(self) -> Any:
-        taken, self._next = self._next, None
-        self._next = self._copied()
-        return taken
-
-    def _copied(self) -> Any:
-        batch = next(self._data, None)
-        return None if batch is None else batch.to(CPU)
-
-
-def _given(name: str) -> dict[str, Any]:
-    """The arguments of one class that it takes to save memory."""
-    return {key: True for key in ARGUMENTS if key in arguments(theirs(name))}
-
-
-def _options(name: str) -> dict[str, Any]:
-    return {"start_batch": 0} if name == "TrainPipelineSemiSync" else {}
-
-
-def _by_torchrec(name: str, job: Job, given: dict[str, Any]) -> tuple[int, Outcome]:
-    given = {key: value for key, value in given.items() if key not in FAILS_THERE.get(name, ())}
-    on_a_cpu = nullcontext() if name.endswith("T") else streams_on_a_cpu()
-    with on_a_cpu, mock.patch.object(train_pipelines, "DataLoadingThread", _Loader):
-        pipeline = made(theirs(name), job, **given, **_options(name))
-        if name.startswith("Prefetch"):  # it prefetches nothing where streams are None
-            pipeline._data_dist_stream = mock.Mock()
-            pipeline._stream_context = lambda _stream: nullcontext()
-        if name.endswith("T"):
-            pipeline._copy_executor = _Inline()
-        return _ran(pipeline)
-
-
-def _ran(pipeline: Any) -> tuple[int, Outcome]:
-    peak, outputs = run(pipeline)
-    state = {f"state {k}": t for k, t in enumerate(tensors_in(pipeline._optimizer.state_dict()))}
-    fused = getattr(pipeline._model, "fused_optimizer", None)
-    if fused is not None:
-        held = [value for one in fused.state_dict()["state"].values() for value in one.values()]
-        shards = [s.tensor for v in held if hasattr(v, "local_shards") for s in v.local_shards()]
-        state |= {f"fused {k}": tensor for k, tensor in enumerate(shards)}
-    return peak, Outcome(outputs, everything(pipeline._model) | state)
-
-
-def _compared(job: Job, names: tuple[str, ...]) -> dict[str, tuple[int, list[str]]]:
-    """Class to how many bytes ours has more than TorchRec's, and what differs."""
+def _more(job: Job, names: tuple[str, ...]) -> dict[str, int]:
+    """Class to how many bytes ours has more than TorchRec's."""
     found = {}
     for name in names:
-        given = _given(name)
-        there, wanted = _by_torchrec(name, job, given)
-        peak, got = _ran(made(getattr(ours, name), job, **given, **_options(name)))
-        found[name] = peak - there, got.differences(wanted)
+        given: dict[str, Any] = {k: True for k in ARGUMENTS if k in arguments(theirs(name))}
+        given |= {"start_batch": 0} if name == "TrainPipelineSemiSync" else {}
+        with streams_on_a_cpu():
+            pipeline = made(theirs(name), job, **given)
+            if name.startswith("Prefetch"):  # it prefetches nothing where streams are None
+                pipeline._data_dist_stream = mock.Mock()
+                pipeline._stream_context = lambda _stream: nullcontext()
+            there = peak(pipeline)
+        found[name] = peak(made(getattr(ours, name), job, **given)) - there
     return found
 
 
-def _judge(found: dict[str, tuple[int, list[str]]], ranks: int) -> None:
-    assert {name: where for name, (_, where) in found.items() if where} == {}
-    most = WATCH + (ANSWERS * ranks if ranks > 1 else 0)
-    assert {name: more for name, (more, _) in found.items() if more > most} == {}
-
-
-SHARDINGS: dict[str, Job] = {
-    "table_wise": Job(**WITH_STATE),
-    "row_wise": Job("row_wise", **WITH_STATE),
-    "in_order": Job("in_order", **WITH_STATE),
-    "two modules": Job(modules=2, **WITH_STATE),
-}
+TABLE_WISE = Job(**WITH_STATE)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "ranks"),
+    ("ranks", "job", "names"),
     [
-        *[("table_wise", 1), ("table_wise", 2)],
-        pytest.param("row_wise", 2, marks=pytest.mark.slow),
-        pytest.param("in_order", 2, marks=pytest.mark.slow),
-        pytest.param("two modules", 1, marks=pytest.mark.slow),
+        (1, TABLE_WISE, COMPARED[::3]),
+        (2, TABLE_WISE, COMPARED),
+        pytest.param(2, Job("in_order", **WITH_STATE), COMPARED[1:3], marks=pytest.mark.slow),
     ],
+    ids=["alone", "table_wise", "in_order"],
 )
 def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
-    request: pytest.FixtureRequest, sharding: str, ranks: int
+    request: pytest.FixtureRequest, ranks: int, job: Job, names: tuple[str, ...]
 ) -> None:
-    """In every class, with all its arguments that save memory; numbers are those of TorchRec's.
+    """With all arguments that save memory. Numbers are compared in test_rates and test_parity.
 
-    Each class is tried with two shardings or more. On one rank nothing is sent, and ids that the
-    module permutes go.
+    On one rank nothing is sent, and ids that the module permutes go.
     """
     group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
-    names = PIPELINES[([*SHARDINGS].index(sharding) + ranks) % 2 :: 2]
-    for found in group.run(_compared, SHARDINGS[sharding], names, deadline_s=300):
-        _judge(found, ranks)
+    most = WATCH + (ANSWERS * ranks if ranks > 1 else 0)
+    for found in group.run(_more, job, names, deadline_s=300):
+        assert {name: more for name, more in found.items() if more > most} == {}
 
 
 # ------------------------------------------------------------------------ what reads them, after
@@ -224,45 +272,23 @@ def _noting() -> Iterator[Batch]:
     return (_Noting(batch.dense, batch.ids, batch.labels) for batch in batches(6))
 
 
-def _copied_on_a_thread(name: str) -> tuple[bool, list[str]]:
-    """Whether it is another than the caller's, and what differs from TorchRec's class."""
+def _copied_on_a_thread() -> list[Any]:
+    """Whether the thread is another than the caller's, and what differs from TorchRec's class."""
     given = {"async_inplace_copy": True, "enable_inplace_copy_batch": True}
-    wanted = trained(theirs(SPARSE), 6, async_inplace_copy=True)
-    _Noting.threads.clear()
-    pipeline = made(getattr(ours, name), **given)
-    outputs = to_the_end(pipeline, _noting())
-    apart = bool(_Noting.threads) and threading.get_ident() not in _Noting.threads
-    return apart, Outcome(outputs, everything(pipeline._model)).differences(wanted)
+    kinds: list[tuple[Any, dict[str, Any]]] = [(ours.TrainPipelineSparseDistT, {})]
+    if "async_inplace_copy" in arguments(theirs(SPARSE)):  # since 1.9
+        kinds.append((ours.TrainPipelineSparseDist, given))
+    wanted, found = trained(theirs(SPARSE), 6), []
+    for kind, options in kinds:
+        _Noting.threads.clear()
+        pipeline = made(kind, **options)
+        outputs = to_the_end(pipeline, _noting())
+        if not _Noting.threads or threading.get_ident() in _Noting.threads:
+            found.append(kind)
+        found += Outcome(outputs, everything(pipeline._model)).differences(wanted)
+    return found
 
 
-@pytest.mark.skipif(
-    "async_inplace_copy" not in arguments(theirs(SPARSE)), reason="TorchRec has it since 1.9"
-)
-@pytest.mark.parametrize(
-    "name", [SPARSE, "TrainPipelineSparseDistLite", "PrefetchTrainPipelineSparseDist"]
-)
-def test_batches_are_copied_on_a_thread(two_ranks: Ranks, name: str) -> None:
-    """With `async_inplace_copy`, in each class that has it, to the bits of TorchRec's class."""
-    assert two_ranks.run(_copied_on_a_thread, name) == [(True, []), (True, [])]
-
-
-# ---------------------------------------------------------------------------- tools of ours
-
-
-def _watched() -> list[str]:
-    """Profiled, shortcut and measured in the middle of a training."""
-    kind, given = ours.PrefetchTrainPipelineSparseDist, _given("PrefetchTrainPipelineSparseDist")
-    wanted = trained(kind, 4, **given)
-
-    def loop(pipeline: Any) -> list[Tensor]:
-        pipe = pipeline.pipe
-        for pipelined in (False, True):
-            TaskProfiler(pipe).profile(next(batches(1, seed=5)), 1, 1, 2, pipelined, TASKS[1:5])
-        return to_the_end(pipeline, batches(4))
-
-    return trained(kind, loop, **given).differences(wanted)
-
-
-def test_profiles_replay_what_went(two_ranks: Ranks) -> None:
-    """A replayed batch has its ids, whatever later tasks let go of."""
-    assert two_ranks.run(_watched, deadline_s=200) == [[], []]
+def test_batches_are_copied_on_a_thread(two_ranks: Ranks) -> None:
+    """With `async_inplace_copy`, too."""
+    assert two_ranks.run(_copied_on_a_thread) == [[], []]

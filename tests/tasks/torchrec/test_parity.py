@@ -2,121 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 
-from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import Job
-from tests.tasks.torchrec.trial import (
-    EXACT,
-    differences,
-    inferred_differences,
+from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, STALE, differences, inferred_differences
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bags": {},
+    "bags, stepped": {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "fused": False},
+    "bags, Adagrad": {"optimizer": torch.optim.Adagrad},
+    "collections": {"pooled": False},
+    "collections, Adagrad": {"pooled": False, "optimizer": torch.optim.Adagrad},
+}
+"""fbgemm's fused Adam does not run on a CPU: tables that have it are stepped by torch's.
+
+On a CPU fbgemm 1.8 pools what is not to be pooled, or crashes, where tables are not fused with
+their optimizer. So collections are fused, and are never data-parallel.
+"""
+
+
+class Case(NamedTuple):
+    """One training: the job, the pipeline, and its options."""
+
+    sharding: str
+    form: str
+    name: str
+    forward: str
+    modules: int
+    shuffled: bool
+    saves_memory: bool
+
+
+SERIAL, SPARSE, PREFETCH, SPLIT = EXACT
+CASES = (
+    Case("table_wise", "bags", SPARSE, "split", 1, True, False),
+    Case("row_wise", "collections", PREFETCH, "prefetch", 2, False, True),
+    Case("data_parallel", "bags", SPLIT, "split", 1, False, False),
+    Case("column_wise", "bags, Adagrad", SPLIT, "split", 2, True, True),
+    Case("data_parallel", "bags, stepped", SPARSE, "pipelined", 1, True, True),
+    Case("row_wise", "bags, stepped", SPLIT, "split", 1, False, False),
+    Case("table_wise", "collections, Adagrad", SERIAL, "pipelined", 2, False, False),
+    Case("column_wise", "collections", SPARSE, "prefetch", 1, False, True),
+    Case("table_wise", "bags, stepped", PREFETCH, "split", 2, False, True),
 )
+"""Each value with most values of others. The split plan takes the split forward only."""
 
-ADAM = {"optimizer": torch.optim.Adam, "options": {"lr": 0.01}, "fused": False}
-"""fbgemm's fused Adam does not run on a CPU: these tables are stepped by torch's."""
-
-QUICK = (
-    Job(),
-    Job("row_wise", modules=2),
-    Job("column_wise", optimizer=torch.optim.Adagrad),
-    Job("data_parallel"),
-    Job(pooled=False),
-    Job(**ADAM),
-)
-
-# On a CPU fbgemm 1.8 pools what is not to be pooled, or crashes, where tables are not fused with
-# their optimizer. So collections have Adagrad, which is fused there, and are never data-parallel.
-MATRIX = (
-    *(
-        Job(sharding, **optimizer)
-        for sharding in ("table_wise", "row_wise", "column_wise", "data_parallel")
-        for optimizer in ({}, ADAM)
-    ),
-    *(
-        Job(sharding, pooled=False, optimizer=optimizer)
-        for sharding in ("table_wise", "row_wise", "column_wise")
-        for optimizer in (torch.optim.SGD, torch.optim.Adagrad)
-    ),
-)
+STEPS = 6
+"""One more than the deepest pipeline has iterations in flight."""
 
 
-STEPS = 10
-"""Twice as many as the deepest pipeline has iterations in flight."""
+def _different() -> dict[Case, Any]:
+    found = {}
+    for case in CASES:
+        job = Job(case.sharding, modules=case.modules, **FORMS[case.form])
+        options: dict[str, Any] = {"memory": ALL_MEMORY} if case.saves_memory else {}
+        if where := differences(
+            job, STEPS, (case.name,), case.shuffled, forward=case.forward, **options
+        ):
+            found[case] = where
+    return found
 
 
-FORMS = list(dict.fromkeys((job.pooled, job.optimizer) for job in MATRIX))
+def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
+    """Outputs and all parameters after them are equal in every bit, on each rank.
+
+    TorchRec's base pipeline gets the batches as the shuffler deals them, if there is one.
+    """
+    assert two_ranks.run(_different, deadline_s=200) == [{}, {}]
 
 
-def _job(sharding: str, form: tuple[bool, type[torch.optim.Optimizer]]) -> Job | None:
-    """The job of the matrix with these, if there is one."""
-    found = (j for j in MATRIX if (j.sharding, (j.pooled, j.optimizer)) == (sharding, form))
-    return next(found, None)
-
-
-FOUR = pairwise_cases(
-    dict.fromkeys(job.sharding for job in MATRIX),
-    FORMS,
-    EXACT,
-    allowed=lambda case: _job(*case[:2]) is not None,
-)
-"""Sharding, form and pipeline: each pair of these that the matrix has."""
-
-
-def _id(job: Job) -> str:
-    kind = "bags" if job.pooled else "collections"
-    return f"{job.sharding}-{kind}-{job.optimizer.__name__}"
-
-
-@pytest.mark.parametrize("job", QUICK, ids=_id)
-def test_every_pipeline_equals_torchrec(two_ranks: Ranks, job: Job) -> None:
-    """Outputs of ten batches and all parameters after them are equal in every bit, on each rank."""
-    assert two_ranks.run(differences, job, 10) == [{}, {}]
-
-
-@pytest.mark.parametrize("forward", ["pipelined", "prefetch"])
-def test_every_forward_gives_the_same(two_ranks: Ranks, forward: str) -> None:
-    """Also the forwards that do not cut the graph, under the plans that support them."""
-    assert two_ranks.run(_with_forward, forward) == [{}, {}]
-
-
-def _with_forward(forward: str) -> dict[str, list[str]]:
-    return differences(Job(modules=2), 6, EXACT[:3], forward=forward)
-
-
-def test_a_shuffler_assigns_the_same_rows_under_every_plan(two_ranks: Ranks) -> None:
-    """TorchRec's base pipeline, given the batches as the shuffler deals them, agrees."""
-    assert two_ranks.run(differences, Job(), 6, EXACT, True) == [{}, {}]
-
-
-@pytest.mark.parametrize(
-    "job", [QUICK[0], *(pytest.param(job, marks=pytest.mark.slow) for job in QUICK[2::2])], ids=_id
-)
-def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks, job: Job) -> None:
-    """Random stages and threads, and no dependence but those that a recording found.
+def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
+    """Random stages and threads, late tasks, no dependence but those that a recording found.
 
     Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
     from the one to the other.
     """
-    assert two_ranks.run(inferred_differences, job, 8, (1, 2)) == [{}, {}]
+    assert two_ranks.run(inferred_differences, Job(), STEPS, (1, 2)) == [{}, {}]
 
 
 def test_a_stale_plan_gives_other_results(two_ranks: Ranks) -> None:
     """One batch of staleness changes all outputs but the first: these comparisons can fail."""
-    found = two_ranks.run(differences, Job(), 4, ("jagged_semi_sync_sparse_dist",))
+    found = two_ranks.run(differences, Job(), 4, (STALE,))
     for of_rank in found:
-        where = of_rank["jagged_semi_sync_sparse_dist"]
-        assert "output 0" not in where
-        assert {"output 1", "output 2", "output 3"} <= set(where)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "form", "name"), FOUR)
-def test_steps_on_four_ranks(four_ranks: Ranks, sharding: str, form: Any, name: str) -> None:
-    """Each pair of the matrix's shardings and forms, and of the pipelines."""
-    job = _job(sharding, form)
-    assert job is not None
-    assert four_ranks.run(differences, job, STEPS, (name,), deadline_s=170) == [{}] * 4
+        assert "output 0" not in of_rank[STALE]
+        assert {"output 1", "output 2", "output 3"} <= set(of_rank[STALE])

@@ -32,21 +32,7 @@ from tests.tasks.torchrec.models import (
     dense_optimizer,
     sharded,
 )
-from tests.tasks.torchrec.trial import differences, to_the_end
-
-ALL = MemoryOptions(
-    enable_inplace_copy_batch=True, free_features_storage_early=True, clear_data_dist_inputs=True
-)
-
-
-@pytest.mark.parametrize("job", [Job(), Job("row_wise", pooled=False, modules=2)])
-def test_every_exact_pipeline_trains_to_torchrecs_bits(two_ranks: Ranks, job: Job) -> None:
-    """With all that saves memory."""
-    assert two_ranks.run(_trained, job) == [{}, {}]
-
-
-def _trained(job: Job) -> dict[str, list[str]]:
-    return differences(job, 5, memory=ALL)
+from tests.tasks.torchrec.trial import ALL_MEMORY, to_the_end
 
 
 def test_the_names_of_every_torchrec_are_known() -> None:
@@ -56,7 +42,7 @@ def test_the_names_of_every_torchrec_are_known() -> None:
     )
     assert not MemoryOptions.of({"model": None})
     given = dict.fromkeys(MemoryOptions.__dataclass_fields__, True)
-    assert MemoryOptions.of(given) == ALL
+    assert MemoryOptions.of(given) == ALL_MEMORY
 
 
 def test_what_went_has_shape_type_and_device_and_no_memory() -> None:
@@ -91,7 +77,7 @@ def test_what_went_is_known_in_a_new_container() -> None:
 def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
     """And the batch's ids keep the lists that the first has computed of them."""
     ids = KeyedJaggedTensor(["f0", "f1"], torch.arange(4), lengths=torch.tensor([1, 3]))
-    releases = Releases(ALL, CpuDevice())
+    releases = Releases(ALL_MEMORY, CpuDevice())
     ((copied,), _), ((kept,), _) = (releases.lent(([ids], {})) for _ in range(2))
     assert copied.length_per_key() == [1, 3]
     inputs = {"tables": CallInputs([ids], {})}

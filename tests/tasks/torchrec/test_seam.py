@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
-from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, EMBED_BACK, PLANS, START, WAIT
-from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
-from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
@@ -39,7 +37,7 @@ def _issued(job: Job) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-@pytest.mark.parametrize("job", [Job(), Job(pooled=False), Job("row_wise", modules=2)], ids=str)
+@pytest.mark.parametrize("job", [Job(pooled=False), Job("row_wise", modules=2)], ids=str)
 def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job: Job) -> None:
     """One exchange of each kind, sizes fused, and DDP's all-reduce; none is left for later."""
     found = two_ranks.run(_issued, job)[0]
@@ -50,57 +48,16 @@ def test_gradients_are_sent_before_the_dense_backward_ends(two_ranks: Ranks, job
     assert found[DENSE_BACK] == job.modules + 1
 
 
-def _updates(kind: Kind) -> tuple[set[str], set[str]]:
-    """The tasks that change the tables, and the backward tasks that declare it."""
-    changed: set[str] = set()
-    model = sharded(Job())
-    step = TrainStep([dense_optimizer(Job(), model)])
-    tasks = SparseDistTasks(model, step, TaskOptions(forward=kind), device=CPU)
-    tables = [p for module in tasks.rewrite.sharded.values() for p in module.parameters()]
-
-    def compared(task: PipelineTask) -> PipelineTask:
-        def fn(ctx: IterContext) -> None:
-            before = [table.detach().clone() for table in tables]
-            task.fn(ctx)
-            if not all(map(torch.equal, before, tables)):
-                changed.add(task.name)
-
-        return PipelineTask(task.name, fn, task.io)
-
-    with SWPipeline(PLANS["serial"](), [compared(t) for t in tasks.tasks()], device=CPU) as pipe:
-        pipe.run(batches(2))
-    declared = {task.name for task in tasks.tasks() for io in task.io if io.state == "tables"}
-    return changed, declared & {DENSE_BACK, EMBED_BACK}
-
-
-@pytest.mark.parametrize(("kind", "where"), [("split", EMBED_BACK), ("ahead", DENSE_BACK)])
-def test_the_backward_that_updates_the_tables_says_so(
-    one_rank: Ranks, kind: Kind, where: str
-) -> None:
-    """Without the cut it is that of the dense part."""
-    ((changed, declared),) = one_rank.run(_updates, kind)
-    assert changed == {where}
-    assert where in declared
-
-
-def test_a_gradient_goes_on_from_its_leaf_to_what_made_it() -> None:
-    """Without an exchange the graph stays in one piece until the embedding half goes on."""
-    table = torch.ones(3, requires_grad=True)
-    seam = Seam()
-    leaf = seam.cut(table * 2)
-    functional.mse_loss(leaf, torch.zeros(3), reduction="sum").backward()
-    assert table.grad is None
-    run_embedding_backward([seam])
-    assert torch.equal(table.grad, torch.full((3,), 8.0))
-
-
-def test_a_leaf_that_the_loss_does_not_use_is_left_out() -> None:
-    """The others go on."""
+def test_gradients_go_on_from_their_leaves_once() -> None:
+    """A leaf that the loss does not use is left out; what needs no gradient is not cut."""
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
     seam = Seam()
+    assert seam.cut(output := torch.ones(2)) is output
     used, _unused = seam.cut(first * 3), seam.cut(second * 3)
     used.sum().backward()
-    run_embedding_backward([seam])
+    assert first.grad is None
+    for _ in range(2):
+        run_embedding_backward([seam])
     assert torch.equal(first.grad, torch.full((2,), 3.0))
     assert second.grad is None
 
@@ -136,19 +93,3 @@ def test_tables_with_and_without_an_exchange_go_on_together() -> None:
     run_embedding_backward([seam])
     assert torch.equal(far.grad, torch.full((2,), 5.0))
     assert torch.equal(near.grad, torch.full((2,), 3.0))
-
-
-def test_gradients_go_on_once() -> None:
-    """A seam that was gone through has nothing left."""
-    table = torch.ones(2, requires_grad=True)
-    seam = Seam()
-    seam.cut(table * 1).sum().backward()
-    run_embedding_backward([seam])
-    run_embedding_backward([seam])
-    assert torch.equal(table.grad, torch.ones(2))
-
-
-def test_what_needs_no_gradient_is_not_cut() -> None:
-    """As in evaluation."""
-    output = torch.ones(2)
-    assert Seam().cut(output) is output

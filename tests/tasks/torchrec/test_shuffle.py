@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from swpipe.tasks.torchrec.balance import balanced_partition
 from swpipe.tasks.torchrec.rows import Route
 from swpipe.tasks.torchrec.shuffle import (
     IdentityShuffler,
@@ -92,37 +95,23 @@ def rows_of(batch: Clicks) -> dict[int, Any]:
     }
 
 
-class Seen(NamedTuple):
-    before: dict[int, Any]
-    after: dict[int, Any]
-    work: tuple[float, float]
-    rest: tuple[Any, ...]
-
-
-def _shuffle(batches: int) -> list[Seen]:
-    """Start all deals before the first is finished, as a pipelined plan does."""
+def _shuffle() -> list[Any]:
+    """Rows and work before and after; all deals start before the first is finished."""
     rank = dist.get_rank()
     shuffler = KarmarkarKarpShuffler(Clicks.work)
-    given = [clicks(rank, seed=seed) for seed in range(batches)]
-    tickets = [shuffler.start(batch) for batch in given]
+    dealt = [clicks(rank, seed=seed) for seed in range(2)]
+    tickets = [shuffler.start(batch) for batch in dealt]
     seen = []
-    for batch, ticket in zip(given, tickets, strict=True):
+    for batch, ticket in zip(dealt, tickets, strict=True):
         before = rows_of(batch)
         got = shuffler.finish(batch, ticket)
-        again = shuffler.finish(batch, ticket)
-        assert rows_of(again) == rows_of(got)
+        assert rows_of(shuffler.finish(batch, ticket)) == rows_of(got)
         assert rows_of(batch) == before
-        rest = (
-            got.note,
-            got.nested["size"],
-            got.nested["pair"][1],
-            tuple(got.nested["empty"].shape),
-            got.sparse.lengths().dtype,
-            got.flags.dtype,
-            got.sparse.stride(),
-        )
-        work = (float(batch.work().sum()), float(got.work().sum()))
-        seen.append(Seen(before, rows_of(got), work, rest))
+        assert (got.note, got.nested["size"], got.nested["pair"][1]) == (batch.note, 3, None)
+        assert got.nested["empty"].shape == (ROWS, 0)
+        assert (got.sparse.lengths().dtype, got.flags.dtype) == (torch.int32, torch.bool)
+        assert got.sparse.stride() == ROWS
+        seen.append([before, rows_of(got), float(batch.work().sum()), float(got.work().sum())])
     shuffler.close()
     shuffler.close()
     return seen
@@ -130,84 +119,55 @@ def _shuffle(batches: int) -> list[Seen]:
 
 def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
     """Equal rows per rank, every row whole and none lost, rank 0's long rows spread."""
-    for seen in zip(*two_ranks.run(_shuffle, 3), strict=True):
-        assert [len(s.after) for s in seen] == [ROWS] * len(seen)
-        before = {row: what for s in seen for row, what in s.before.items()}
-        after = {row: what for s in seen for row, what in s.after.items()}
-        assert after == before
-        mean = sum(s.work[0] for s in seen) / len(seen)
-        assert max(s.work[0] for s in seen) > 1.5 * mean
-        assert max(s.work[1] for s in seen) <= 1.01 * mean + 1
-        assert seen[0].rest == (
-            "of the whole batch", 3, None, (ROWS, 0), torch.int32, torch.bool, ROWS
-        )  # fmt: skip
+    for seen in zip(*two_ranks.run(_shuffle), strict=True):
+        befores, afters, loads, shares = zip(*seen, strict=True)
+        assert [len(after) for after in afters] == [ROWS] * 2
+        assert afters[0] | afters[1] == befores[0] | befores[1]
+        mean = sum(loads) / 2
+        assert max(loads) > 1.5 * mean
+        assert max(shares) <= 1.01 * mean + 1
 
 
-def _told(make: Callable[[int], Clicks], workload: Callable[[Clicks], Tensor]) -> str:
-    """What a shuffler says of a batch."""
-    shuffler = KarmarkarKarpShuffler(workload)
-    batch = make(dist.get_rank())
-    try:
-        shuffler.finish(batch, shuffler.start(batch))
-    except ValueError as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
-    finally:
-        shuffler.close()
-    return ""
-
-
-def _uneven_rows(rank: int) -> Clicks:
-    return clicks(rank, rows=4 + rank)
-
-
-def _whole_batch_tensor(rank: int) -> Clicks:
-    batch = clicks(rank, rows=4)
-    batch.nested["temperature"] = torch.tensor([0.5])
-    return batch
-
-
-def _variable_strides(rank: int) -> Clicks:
-    batch = clicks(rank, rows=4)
-    batch.sparse = KeyedJaggedTensor(
+def _told() -> list[tuple[str, str]]:
+    """What a shuffler says of batches, and a part of what it is to say."""
+    rank = dist.get_rank()
+    mixed, strided, four = (clicks(rank, rows=4) for _ in range(3))
+    mixed.nested["temperature"] = torch.tensor([0.5])
+    strided.sparse = KeyedJaggedTensor(
         ["a", "b"],
         torch.arange(3),
         lengths=torch.tensor([1, 1, 1]),
         stride_per_key_per_rank=[[1], [2]],
     )
-    return batch
 
+    def said(batch: Clicks, workload: Callable[[Clicks], Tensor] = _ones) -> str:
+        shuffler = KarmarkarKarpShuffler(workload)
+        try:
+            shuffler.finish(batch, shuffler.start(batch))
+        except ValueError as error:
+            return "\n".join([str(error), *getattr(error, "__notes__", [])])
+        finally:
+            shuffler.close()
+        return ""
 
-def _four_rows(rank: int) -> Clicks:
-    return clicks(rank, rows=4)
+    return [
+        (said(clicks(rank, rows=4 + rank)), "the ranks' batches have [4, 5] rows"),
+        (said(mixed), "batch.nested.temperature has 1 rows, and the batch has 4"),
+        (said(strided), "batch.sparse has another number of samples for each key"),
+        (said(four, lambda batch: _ones(batch) * torch.nan), "the workload of row 0 is nan"),
+        (said(four, lambda batch: batch.dense), "has shape [4, 3]: give one number per row"),
+    ]
 
 
 def _ones(batch: Clicks) -> Tensor:
     return torch.ones(len(batch.ids))
 
 
-def _no_numbers(batch: Clicks) -> Tensor:
-    return torch.full((len(batch.ids),), float("nan"))
-
-
-def _two_dimensions(batch: Clicks) -> Tensor:
-    return batch.dense
-
-
-@pytest.mark.parametrize(
-    ("make", "workload", "says"),
-    [
-        (_uneven_rows, _ones, "the ranks' batches have [4, 5] rows"),
-        (_whole_batch_tensor, _ones, "batch.nested.temperature has 1 rows, and the batch has 4"),
-        (_variable_strides, _ones, "batch.sparse has another number of samples for each key"),
-        (_four_rows, _no_numbers, "the workload of row 0 is nan"),
-        (_four_rows, _two_dimensions, "workload(batch) has shape [4, 3]: give one number per row"),
-    ],
-)
-def test_what_cannot_be_shuffled_is_told_on_all_ranks(
-    two_ranks: Ranks, make: Callable[..., Clicks], workload: Callable[..., Tensor], says: str
-) -> None:
+def test_what_cannot_be_shuffled_is_told_on_all_ranks(two_ranks: Ranks) -> None:
     """Every rank gets the error, which names the value and the mend; none hangs."""
-    assert all(says in told for told in two_ranks.run(_told, make, workload))
+    for told in two_ranks.run(_told):
+        for said, wanted in told:
+            assert wanted in said
 
 
 def _late_workloads() -> str:
@@ -247,3 +207,64 @@ def test_a_route_says_who_gets_what() -> None:
     """Rows are counted over all ranks in a deal, and within the rank in a route."""
     route = Route.of([[0, 5, 6], [1, 2, 3], [4, 7, 8]], rank=1)
     assert route == Route(order=(2, 0, 1), sent=[1, 1, 1], received=[2, 1, 0])
+
+
+# ------------------------------------------------------------------- balanced partitions
+
+
+def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
+    """The largest workload of a rank."""
+    return max(sum(workloads[row] for row in share) for share in shares)
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda parts: st.tuples(
+            st.just(parts),
+            st.integers(0, 12).flatmap(
+                lambda rows: st.lists(
+                    st.floats(-1e3, 1e6), min_size=rows * parts, max_size=rows * parts
+                )
+            ),
+        )
+    )
+)
+def test_all_ranks_get_equally_many_rows_and_none_is_lost(
+    case: tuple[int, list[float]],
+) -> None:
+    """Whatever the workloads are."""
+    parts, workloads = case
+    shares = balanced_partition(workloads, parts)
+    assert [len(share) for share in shares] == [len(workloads) // parts] * parts
+    assert sorted(row for share in shares for row in share) == list(range(len(workloads)))
+    assert all(share == sorted(share) for share in shares)
+
+
+@pytest.mark.parametrize(("parts", "rows", "most"), [(2, 6, 1.2), (3, 3, 1.2), (4, 256, 1.001)])
+def test_a_skewed_partition_is_even(parts: int, rows: int, most: float) -> None:
+    """Giant rows are balanced with light ones: so far above the mean, or the giant row, at most."""
+    for seed in range(10):
+        draws = random.Random(seed)
+        workloads = [draws.lognormvariate(3.0, 1.0) for _ in range(parts * rows)]
+        least = max(sum(workloads) / parts, *workloads)
+        assert heaviest(workloads, balanced_partition(workloads, parts)) < most * least
+
+
+def test_equal_workloads_give_a_deterministic_partition() -> None:
+    """Row numbers break ties, so that all ranks compute the same partition."""
+    assert balanced_partition([1.0] * 8, 2) == balanced_partition([1.0] * 8, 2)
+    assert balanced_partition([], 3) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("workloads", "says"),
+    [
+        ([1.0, 2.0, 3.0], "3 rows cannot be divided evenly among 2 ranks"),
+        ([1.0, float("nan")], "the workload of row 1 is nan"),
+        ([float("inf"), 1.0], "the workload of row 0 is inf"),
+    ],
+)
+def test_rows_that_cannot_be_divided_are_refused(workloads: list[float], says: str) -> None:
+    """Uneven numbers of rows, and workloads that are not finite."""
+    with pytest.raises(ValueError, match=says):
+        balanced_partition(workloads, 2)

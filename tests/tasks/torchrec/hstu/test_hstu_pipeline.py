@@ -1,21 +1,22 @@
-"""HSTU's pipeline as its users call it; and its factory."""
+"""HSTU's pipeline and its factory; its numbers are those of a synchronous loop, bit for bit."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from swpipe.errors import PlanError
 from swpipe.tasks.torchrec import PipelineFactory
 from swpipe.tasks.torchrec.hstu import (
     HSTU_DEFAULT_THREAD_MAP,
-    HSTU_THREAD_MAPS,
     HSTUPipeline,
     HSTUPipelineFactory,
 )
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
-from tests.tasks.torchrec.hstu.training import batches, made
+from tests.support.ranks import Ranks
+from tests.tasks.torchrec.hstu.training import Case, batches, by_hand, by_pipeline, made
 from tests.tasks.torchrec.models import CPU
 from tests.tasks.torchrec.trial import to_the_end
 
@@ -55,38 +56,77 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
 
 
 def test_after_shutdown_nothing_runs() -> None:
-    """Twice is as good as once; a call of progress is an error."""
-    pipe = _pipeline(prefetch=True)
-    to_the_end(pipe, batches(2))
+    """Twice is as good as once. Until then a watchdog is called for each batch."""
+    called: list[int] = []
+    pipe = _pipeline(watchdog=lambda: called.append(1), thread_map=HSTU_DEFAULT_THREAD_MAP)
+    to_the_end(pipe, batches(3))
+    assert called == [1] * 3
     pipe.shutdown()
     pipe.shutdown()
     with pytest.raises(RuntimeError, match="clos"):
         pipe.progress(batches(2))
 
 
-def test_the_watchdog_is_called_for_each_batch() -> None:
-    """After everything else, on the caller's thread."""
-    called: list[int] = []
-    with _pipeline(watchdog=lambda: called.append(1)) as pipe:
-        to_the_end(pipe, batches(4))
-    assert called == [1] * 4
-
-
-def test_thread_maps_are_given_by_name_or_as_dicts() -> None:
-    """All fourteen names are known, prefetch or not; others are refused."""
-    for given in (None, *HSTU_THREAD_MAPS, HSTU_DEFAULT_THREAD_MAP, "per_task"):
-        for prefetch in (False, True):
-            with _pipeline(thread_map=given, prefetch=prefetch) as pipe:
-                assert len(to_the_end(pipe, batches(2))) == 2
-    with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
-        _pipeline(thread_map={"prefetch": "io"})
-
-
 def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
-    """A depth, a shuffler, and an option that there is not."""
+    """A depth, a shuffler, a task's name, and an option that there is not."""
     with pytest.raises(ValueError, match="prefetch_depth is 0"):
         _pipeline(prefetch_depth=0)
     with pytest.raises(TypeError, match="batch_shuffler is a int"):
         _pipeline(batch_shuffler=3)
+    with pytest.raises(PlanError, match="thread_map names task 'prefetch'"):
+        _pipeline(thread_map={"prefetch": "io"})
     with pytest.raises(TypeError, match="lookahead"):
         _pipeline(lookahead=3)
+
+
+# ------------------------------------------------------------------------------- the numbers
+
+CASES = (
+    Case("default", True, 3, True),
+    Case("by_stream", True, 2),
+    Case("io_prefetch_compute", True, 1, True),
+    Case("io_data_dist_compute", False, 1),
+    Case("io_data_dist_prefetch_compute", True, 1, wrapper="megatron"),
+    Case("by_stream", False, 2, True, wrapper="plain"),
+)
+"""Each preset; the last model has no sharded modules, and is within DDP."""
+
+
+def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:
+    """For each case that differs from the synchronous loop, where it does."""
+    wanted: dict[Any, Any] = {}
+    found = {}
+    for case in cases:
+        loop = (case.balanced, case.wrapper)
+        if loop not in wanted:
+            wanted[loop] = by_hand(steps, *loop)
+        if where := by_pipeline(case, steps).differences(wanted[loop]):
+            found[case] = where
+    return found
+
+
+def test_each_preset_trains_the_loops_numbers(two_ranks: Ranks) -> None:
+    """(loss, tokens, output) and parameters, however late each task is on each rank.
+
+    Other combinations of options are proved by what the tasks declare: test_hstu_schedule.
+    """
+    assert two_ranks.run(_differences, CASES, 6, deadline_s=200) == [{}, {}]
+
+
+def _one_rank_exchanges_late() -> list[str]:
+    """A thread for each task; on rank 0 the exchange of ids begins long after all else."""
+    rank = dist.get_rank()
+    outcome = by_pipeline(
+        Case("per_task"), 6, lambda name: 0.1 * (name == "start_input_dist" and rank == 0)
+    )
+    return outcome.differences(by_hand(6))
+
+
+def test_a_forwards_exchange_keeps_its_place_among_the_collectives(two_ranks: Ranks) -> None:
+    """Also where each task has a thread, and on one rank another exchange could come after it."""
+    assert two_ranks.run(_one_rank_exchanges_late) == [[], []]
+
+
+def test_no_process_group_is_needed_for_a_plain_model() -> None:
+    """In this process."""
+    assert _differences((Case(wrapper="plain"),), 6) == {}

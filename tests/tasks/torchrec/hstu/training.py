@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import random
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
-from unittest import mock
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
-from swpipe import PipelineTask
 from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
-from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler, SparseDistTasks
+from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.torchrec.hstu import HSTUPipeline
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
 from tests.tasks.torchrec.megatron import within_megatrons
 from tests.tasks.torchrec.models import CPU, everything
-from tests.tasks.torchrec.trial import Outcome, to_the_end
+from tests.tasks.torchrec.trial import Late, Outcome, late_tasks, to_the_end
 
 BATCH = 4
 
@@ -135,26 +130,3 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
 def flat(found: list[Any]) -> list[Tensor]:
     """Loss, tokens, logits and labels of each step."""
     return [part for loss, tokens, output in found for part in (loss, tokens, *output)]
-
-
-Late: TypeAlias = Callable[[str], float]
-"""From a task's name to the seconds that it begins late, once for each run."""
-
-
-@contextmanager
-def late_tasks(late: Late) -> Iterator[None]:
-    """Within the block tasks begin late."""
-    own = SparseDistTasks.tasks
-
-    def delayed(task: PipelineTask) -> PipelineTask:
-        def fn(ctx: Any) -> None:
-            time.sleep(late(task.name))
-            task.fn(ctx)
-
-        return replace(task, fn=fn)
-
-    def tasks(self: SparseDistTasks) -> tuple[PipelineTask, ...]:
-        return tuple(delayed(task) for task in own(self))
-
-    with mock.patch.object(SparseDistTasks, "tasks", tasks):
-        yield

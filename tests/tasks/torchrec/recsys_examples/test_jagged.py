@@ -16,11 +16,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from swpipe.profiler import pipeline_breakdown
 from swpipe.tasks.torchrec import recsys_examples as ours
-from swpipe.tasks.torchrec.recsys_examples import collective_assert
+from swpipe.tasks.torchrec.recsys_examples import (
+    TrainPipelineFactory,
+    register_train_pipeline,
+)
+from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU
 from tests.tasks.torchrec.recsys_examples.trainer import (
@@ -43,7 +47,7 @@ PIPELINES = [getattr(ours, name) for name in ours.__all__ if name.endswith(("Dis
 def _broken_down() -> list[Any]:
     pipeline = created("jagged_sw_serial")
     assert pipeline._sw_pipeline is pipeline.pipe
-    data = list(sequences(3))
+    data = list(sequences(2))
     pipeline.progress(iter(data[:1]))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found = pipeline_breakdown(pipeline, data[1:], num_rounds=2, tasks=["EmbForward"])
@@ -52,26 +56,25 @@ def _broken_down() -> list[Any]:
 
 def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
     """``pipeline_breakdown`` of its trainer: one result for each batch."""
-    assert two_ranks.run(_broken_down) == [[2, True], [2, False]]
+    assert two_ranks.run(_broken_down) == [[1, True], [1, False]]
 
 
-def _differences(returns: str, megatron: bool, **options: Any) -> dict[str, list[str]]:
-    wanted = by_hand(6, megatron, returns)
+CASES = pairwise_cases(EXACT, ("tokens", "reporting_loss"), (False, True))
+"""Names, results, and whether Megatron's wrappers are around the model."""
+
+
+def _differences() -> dict[str, list[str]]:
     found = {}
-    for name in EXACT:
-        outcome = trained(name, 6, megatron, returns=returns, **options)
-        if where := outcome.differences(wanted):
-            found[name] = where
+    for name, returns, megatron in CASES:
+        outcome = trained(name, 4, megatron, returns=returns)
+        if where := outcome.differences(by_hand(4, megatron, returns)):
+            found[f"{name}, {returns}, {megatron}"] = where
     return found
 
 
-@pytest.mark.parametrize("megatron", [False, True], ids=["ddp", "megatron"])
-@pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
-def test_every_pipeline_trains_and_reports_as_recsys_examples_does(
-    two_ranks: Ranks, returns: str, megatron: bool
-) -> None:
+def test_every_pipeline_trains_and_reports_as_recsys_examples_does(two_ranks: Ranks) -> None:
     """(loss, tokens, output), or (reporting_loss, output), and parameters, bit for bit."""
-    assert two_ranks.run(_differences, returns, megatron) == [{}, {}]
+    assert two_ranks.run(_differences) == [{}, {}]
 
 
 def _slices(source: Iterator[Any], count: int) -> Iterator[Iterator[Any]]:
@@ -84,12 +87,12 @@ def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
     """As its trainer: a part of the data, an evaluation, the next part."""
     found: list[Tensor] = []
     with closing(created(name, returns=returns)) as pipeline:
-        for part in _slices(sequences(7), 3):
+        for part in _slices(sequences(5), 3):
             pipeline._model.train()
             found += flat(to_the_end(pipeline, part))
             pipeline._model.eval()
             with torch.no_grad():
-                evaluated = to_the_end(pipeline, islice(sequences(9, seed=1), 4))
+                evaluated = to_the_end(pipeline, islice(sequences(9, seed=1), 2))
             if returns == "tokens":
                 assert all(tokens is None for _, tokens, _ in evaluated)
                 evaluated = [(loss, output) for loss, _, output in evaluated]
@@ -99,14 +102,12 @@ def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
 def test_training_with_evaluations_in_between(two_ranks: Ranks, returns: str) -> None:
-    """Evaluations report their losses, and no tokens; all pipelines agree."""
+    """Evaluations report their losses, and no tokens; the pipelines agree."""
     wanted = two_ranks.run(_trained_and_evaluated, "jagged_none", returns)
-    for name in EXACT[1:]:
-        for found, right in zip(
-            two_ranks.run(_trained_and_evaluated, name, returns), wanted, strict=True
-        ):
-            assert len(found) == len(right) == (7 * 3 if returns == "tokens" else 7 * 2) + 12 * 2
-            assert all(map(torch.equal, found, right))
+    ahead = two_ranks.run(_trained_and_evaluated, "jagged_prefetch_sparse_dist", returns)
+    for found, right in zip(ahead, wanted, strict=True):
+        assert len(found) == len(right) == (5 * 3 if returns == "tokens" else 5 * 2) + 4 * 2
+        assert all(map(torch.equal, found, right))
 
 
 def _own_evaluation(name: str) -> int:
@@ -129,26 +130,18 @@ def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> No
     assert two_ranks.run(_own_evaluation, name) == [3, 3]
 
 
-def _left(name: str, count: int) -> int:
-    with closing(created(name, execute_all_batches=False)) as pipeline:
-        return count - len(to_the_end(pipeline, sequences(count)))
+def _left() -> list[int]:
+    """How many of four batches are left, by name."""
+    found = []
+    for name in ("jagged_sparse_dist", "jagged_prefetch_sparse_dist", "jagged_sw_serial"):
+        with closing(created(name, execute_all_batches=False)) as pipeline:
+            found.append(4 - len(to_the_end(pipeline, sequences(4))))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "left"),
-    [
-        ("jagged_sparse_dist", 5, 1),
-        ("jagged_sparse_dist", 1, 1),
-        ("jagged_prefetch_sparse_dist", 5, 2),
-        ("jagged_prefetch_sparse_dist", 1, 1),
-        ("jagged_sw_serial", 5, 0),
-    ],
-)
-def test_execute_all_batches_false_leaves_as_many_as_there(
-    two_ranks: Ranks, name: str, count: int, left: int
-) -> None:
+def test_execute_all_batches_false_leaves_as_many_as_there(two_ranks: Ranks) -> None:
     """One, or two with a prefetch: these its pipelines have pulled when the data ends."""
-    assert two_ranks.run(_left, name, count) == [left, left]
+    assert two_ranks.run(_left) == [[1, 2, 0]] * 2
 
 
 class _Rotate:
@@ -166,7 +159,7 @@ def _rotated() -> dict[str, list[str]]:
     found = {}
     shuffled = [_Rotate().shuffle(batch, dist.group.WORLD) for batch in sequences(5)]
     plain = ran("jagged_none", iter(shuffled))
-    for name in EXACT:
+    for name in (EXACT[1], EXACT[4]):
         mine = ran(name, sequences(5), batch_shuffler=_Rotate(), returns="tokens")
         if not all(map(torch.equal, mine, plain)):
             found[name] = ["outputs"]
@@ -178,68 +171,50 @@ def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
     assert two_ranks.run(_rotated) == [{}, {}]
 
 
-def _asserted(false_on: int) -> str:
-    return refusal(lambda: collective_assert(dist.get_rank() != false_on, "a rank is wrong"))
-
-
-def test_an_assertion_that_fails_on_one_rank_is_raised_on_all(two_ranks: Ranks) -> None:
-    """And names it; where it holds on all, nothing is raised."""
-    assert two_ranks.run(_asserted, 1) == ["AssertionError: a rank is wrong (on ranks 1)"] * 2
-    assert two_ranks.run(_asserted, 2) == ["nothing raised"] * 2
-
-
-def _not_a_number(returns: str, checked: str) -> str:
+def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
     """What a loss that is NaN on rank 1 leads to."""
     data = list(sequences(3))
     if dist.get_rank() == 1:
         data[1].dense[:, 1:].fill_(float("nan"))
-    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN=str(int(checked == "there"))):
-        asked = checked == "asked"
+    with mock.patch.dict("os.environ", ASSERT_LOSS_HAS_NAN=there):
         pipeline = created("jagged_sparse_dist", returns=returns, assert_nan_loss=asked)
     with closing(pipeline):
         return refusal(lambda: to_the_end(pipeline, iter(data)))
 
 
-@pytest.mark.parametrize(
-    ("returns", "checked", "raised"),
-    [
-        ("tokens", "there", True),
-        ("tokens", "asked", True),
-        ("tokens", "", False),
-        ("reporting_loss", "", True),
-    ],
-)
-def test_a_loss_that_is_nan_is_an_error_on_all_ranks(
-    two_ranks: Ranks, returns: str, checked: str, raised: bool
-) -> None:
+def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
     """Where recsys-examples checks it, or who makes the pipeline asks for it."""
-    wanted = (
-        "AssertionError: losses of batch 1 are NaN (on ranks 1)" if raised else "nothing raised"
-    )
-    assert two_ranks.run(_not_a_number, returns, checked) == [wanted] * 2
+    raised = ["AssertionError: losses of batch 1 are NaN (on ranks 1)"] * 2
+    assert two_ranks.run(_not_a_number, "tokens", False, "1") == raised
+    assert two_ranks.run(_not_a_number, "tokens", True) == raised
+    assert two_ranks.run(_not_a_number, "reporting_loss") == raised
+    assert two_ranks.run(_not_a_number, "tokens") == ["nothing raised"] * 2
 
 
-def _without_tokens() -> str:
+def _refused() -> list[tuple[str, ...]]:
+    """What is said, and what it has to have in it."""
+
+    def said(**options: Any) -> str:
+        return refusal(lambda: created("jagged_sparse_dist", **options))
+
     labelled = (super(Sequences, batch).to(CPU) for batch in sequences(2))
-    return refusal(lambda: ran("jagged_none", labelled))
+    uncounted = refusal(lambda: ran("jagged_none", labelled))
+    kind = "JaggedMegatronTrainPipelineSparseDist"
+    return [
+        (uncounted, "TypeError: a Batch has no num_loss_tokens()", "returns='reporting_loss'"),
+        (said(returns="loss"), "ValueError: returns is 'loss'; give 'tokens'"),
+        (said(batch_shuffler=3), "TypeError: batch_shuffler is a int: give one of"),
+        (said(apply_jit=True), f"NotImplementedError: {kind}(apply"),
+        (said(pipeline_depth=2), f"TypeError: {kind}() got an unexp"),
+        (_averaged("tokens"), "TypeError: the model returned tensor(", "one loss per token"),
+        (_averaged("reporting_loss"), "TypeError: the model returned tensor("),
+    ]
 
 
-def test_a_batch_that_does_not_count_its_tokens_is_refused(one_rank: Ranks) -> None:
-    """The error names the method, and what to do without it."""
-    (said,) = one_rank.run(_without_tokens)
-    assert said.startswith("TypeError: a Batch has no num_loss_tokens()")
-    assert "returns='reporting_loss'" in said
-
-
-def test_wrong_arguments_are_refused_by_name(one_rank: Ranks) -> None:
-    """With what to give instead."""
-    for options, wanted in (
-        ({"returns": "loss"}, "ValueError: returns is 'loss'; give 'tokens'"),
-        ({"batch_shuffler": 3}, "TypeError: batch_shuffler is a int: give one of"),
-        ({"apply_jit": True}, "NotImplementedError: JaggedMegatronTrainPipelineSparseDist(apply"),
-        ({"pipeline_depth": 2}, "TypeError: JaggedMegatronTrainPipelineSparseDist() got an unexp"),
-    ):
-        assert one_rank.run(_made_with, options)[0].startswith(wanted)
+def test_what_is_wrong_is_refused_by_name(one_rank: Ranks) -> None:
+    """With what to give instead; an averaged loss would be divided by the tokens once more."""
+    for said, *parts in one_rank.run(_refused)[0]:
+        assert all(part in said for part in parts), said
 
 
 class _Mean(SequenceModel):
@@ -256,14 +231,6 @@ def _averaged(returns: str) -> str:
     pipeline = ours.JaggedMegatronTrainNonePipeline(model, optimizer, CPU, returns=returns)
     with closing(pipeline):
         return refusal(lambda: pipeline.progress(sequences(1)))
-
-
-@pytest.mark.parametrize("returns", ["tokens", "reporting_loss"])
-def test_a_loss_that_is_averaged_already_is_refused(one_rank: Ranks, returns: str) -> None:
-    """It would be divided by the tokens once more."""
-    (said,) = one_rank.run(_averaged, returns)
-    assert said.startswith("TypeError: the model returned tensor(")
-    assert "return a tensor with one loss per token" in said
 
 
 class _Counted(Sequences):
@@ -291,10 +258,6 @@ def _counts() -> list[bool]:
 def test_a_batch_may_be_trained_on_twice(two_ranks: Ranks) -> None:
     """The sum over the ranks does not replace the batch's own number."""
     assert two_ranks.run(_counts) == [[True, True]] * 2
-
-
-def _made_with(options: dict[str, Any]) -> str:
-    return refusal(lambda: created("jagged_sparse_dist", **options))
 
 
 def _state(tensor_parallel: int) -> Any:
@@ -339,26 +302,6 @@ def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> No
     assert two_ranks.run(_tensor_parallel, False, False) == ["nothing raised"] * 2
 
 
-def _finalized() -> list[int]:
-    """How many steps had been finalized after each of them."""
-    calls: list[Any] = []
-
-    def finalize(model: Any) -> None:
-        calls.append(model.module.finish_grad_sync())
-
-    counts = []
-    with closing(created("jagged_none", megatron=True, finalize=finalize)) as pipeline:
-        for batch in sequences(3):
-            pipeline.progress(iter([batch]))
-            counts.append(len(calls))
-    return counts
-
-
-def test_the_users_finalize_is_called_once_per_step(two_ranks: Ranks) -> None:
-    """With the model, in place of Megatron's finish_grad_sync, which may not run twice."""
-    assert two_ranks.run(_finalized) == [[1, 2, 3]] * 2
-
-
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> None:
     """With their defaults; what is ours is by keyword."""
@@ -386,3 +329,67 @@ def _as_the_serial_one() -> bool:
 def test_the_serial_pipeline_takes_a_shuffler_and_reports_two(two_ranks: Ranks) -> None:
     """The shuffler was taken for another argument, without a word."""
     assert two_ranks.run(_as_the_serial_one) == [True, True]
+
+
+# ------------------------------------------------------------------------------ the factory
+
+NAMES = (*EXACT, "jagged_semi_sync_sparse_dist")
+MODEL = nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+class _Mine:
+    """A pipeline of the user's, which keeps its arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+
+@pytest.fixture
+def registry() -> Iterator[type[TrainPipelineFactory]]:
+    """The factory; what a test registers is removed after it."""
+    before = TrainPipelineFactory.list_available()
+    yield TrainPipelineFactory
+    TrainPipelineFactory.clear_registry()
+    for name, kind in before.items():
+        TrainPipelineFactory.register(name, kind)
+
+
+def test_the_names_are_those_of_recsys_examples(registry: type[TrainPipelineFactory]) -> None:
+    """Its three, the serial one of its successor, and two of ours; the decorator adds to them."""
+    assert tuple(registry.list_available()) == NAMES
+    registry.list_available().clear()  # of a copy
+    assert register_train_pipeline("mine")(_Mine) is _Mine
+    assert registry.is_registered("mine")
+    registry.unregister("mine")
+    assert tuple(registry.list_available()) == NAMES
+    registry.clear_registry()
+    assert registry.list_available() == {}
+
+
+def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
+    """Arguments are handed on, by position, by keyword, or from a configuration that stays."""
+    registry.register("mine", _Mine)
+    first, config = (MODEL, OPTIMIZER, CPU), {"type": "mine", "depth": 2}
+    wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": CPU, "depth": 2}
+    assert registry.create("mine", *first, depth=2).given == wanted
+    assert registry.create("mine", **wanted).given == wanted
+    assert registry.create_from_config(config, *first).given == wanted
+    assert config == {"type": "mine", "depth": 2}
+
+
+def test_wrong_names_are_refused_with_those_that_exist(
+    registry: type[TrainPipelineFactory],
+) -> None:
+    """A KeyError as in recsys-examples, and a ValueError for a name that is taken."""
+    for call in (
+        lambda: registry.create("none", MODEL, OPTIMIZER, CPU),
+        lambda: registry.unregister("none"),
+        lambda: registry.create_from_config({"type": "none"}, MODEL, OPTIMIZER, CPU),
+    ):
+        with pytest.raises(KeyError, match=r"no pipeline is named 'none'; there are 'jagged_none'"):
+            call()
+    with pytest.raises(KeyError, match=r'needs the entry "type", one of .*; it has .*depth'):
+        registry.create_from_config({"depth": 2}, MODEL, OPTIMIZER, CPU)
+    with pytest.raises(ValueError, match=r"'jagged_none' is registered already"):
+        registry.register("jagged_none", _Mine)

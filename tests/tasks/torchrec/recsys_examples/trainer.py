@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def trained(name: str, steps: int, megatron: bool = False, **options: Any) -> Ou
         return Outcome(outputs, everything(pipeline._model))
 
 
+@cache
 def by_hand(steps: int, megatron: bool, returns: str) -> Outcome:
     """The loop of recsys-examples, of this version or of the one before."""
     model, optimizer = made(megatron)
