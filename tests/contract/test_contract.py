@@ -158,6 +158,8 @@ if find_spec("torchrec"):
 
     KINDS = (*WAYS, *NAMED)
 CASES = [(kind, loader) for kind in KINDS for loader in kind.loaders]
+EXAMPLES = {"list": 6, "drawing": 6, "own generator": 4, "default generator": 4, "workers": 2}
+"""So many programs of each kind of loader find each guard of the loops that is taken out."""
 
 
 def check(kind: type[Way], loader: str, program: list[Act]) -> None:
@@ -171,7 +173,7 @@ def check(kind: type[Way], loader: str, program: list[Act]) -> None:
 @pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
     """Whatever is asked of it."""
-    examples = 3 if loader == "workers" else 10
+    examples = EXAMPLES[loader] if kind in WAYS else 3
 
     @settings(max_examples=examples, derandomize=True, deadline=None, phases=PHASES)
     @given(PROGRAMS)
