@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
@@ -25,7 +25,6 @@ import swpipe
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import Rows, batches
-from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -212,29 +211,6 @@ def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
         assert list(loop) == [0, 1, 2, 3]
 
 
-EXITS = """
-import sys, threading, time, swpipe
-def loader():
-    for number in range(100):
-        if number > 3:
-            pulling.set()
-            time.sleep(0.2)
-        yield number
-pulling = threading.Event()
-for batch in swpipe.ahead(loader(), lambda x: x, device="cpu"):
-    if batch == 2:
-        pulling.wait(30)
-        sys.exit(3)
-"""
-
-
-def test_the_interpreter_may_end_while_a_batch_is_pulled(scripts: Scripts) -> None:
-    """With its own exit code, and soon."""
-    done = scripts.run(Script(EXITS), deadline_s=60)
-    assert done.returncode == 3, done.stderr
-    assert "Fatal" not in done.stderr
-
-
 # --------------------------------------------------------------------------------- errors
 
 
@@ -305,7 +281,7 @@ def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
 # --------------------------------------------------------------------------------------- draws
 
 
-class Views(nn.Module):
+class Views:
     """Noise of kinds, of which some operators take no generator."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import swpipe
-from swpipe import EvenData
+from swpipe import EvenData, PipelineTask
 from swpipe.loops import RankDataError, pad_with
 from tests.support.ranks import Ranks
 
@@ -49,7 +49,7 @@ class Training:
 def own_loader() -> DataLoader[Any]:
     """This rank's data, in an order that is drawn anew for each pass."""
     rows = torch.arange(1.0, 1 + ROWS[dist.get_rank()])
-    return DataLoader(rows, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    return DataLoader(rows, batch_size=4, shuffle=True)
 
 
 def made_even(loader: Iterable[Any], ends: str) -> list[Any]:
@@ -95,7 +95,7 @@ def trained(ends: Any, way: str, then: str) -> list[Tensor]:
     def loop_of(even: EvenData) -> Any:
         loader = even.loader(own_loader())
         if way == "task":
-            train = swpipe.task(lambda ctx: training.step(ctx.batch), name="train")
+            train = PipelineTask("train", lambda ctx: training.step(ctx.batch))
             return swpipe.overlap(loader, [train], pull_ahead=True)
         return swpipe.ahead(loader, torch.clone) if way == "ahead" else loader
 
