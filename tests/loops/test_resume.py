@@ -6,7 +6,6 @@ Of most of these loaders the library alone, torchdata 0.11 or datasets, goes on 
 from __future__ import annotations
 
 import copy
-import io
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -30,6 +29,10 @@ from swpipe.loops import OverlappedLoop, ResumableLoop
 from swpipe.loops.batch_memory import checksum_of
 from swpipe.loops.place_in_pass import PlacesPulled
 from swpipe.plans import prefetch_plan
+from tests.contract.test_contract import Act, check
+from tests.contract.training import ROWS, Failing
+from tests.contract.training import Rows as ContractRows
+from tests.contract.ways import Looped, Overlap, OverlapInTurn, Way
 from tests.loops.ordinary_loops import StatefulRows, torchdata, with_generator
 from tests.support.plans_for_tests import NOBODY_ELSE
 
@@ -38,36 +41,33 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated",
     "ignore:the loader draws from",
     "ignore:the state of the loader",
+    "ignore:nothing runs ahead",
 )
 
-ROWS, EPOCHS = 20, 2  # a loader is asked for its state after 8 batches, and after 16
 
+class Rows(ContractRows):
+    """Those of the contract."""
 
-class Rows(Dataset[float]):
-    """Their numbers."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> float:
-        return float(index)
+    def __init__(self) -> None:
+        super().__init__(Failing())
 
 
 class Noisy(Rows):
     """They have noise by a generator of their own."""
 
     def __init__(self, draws: Any) -> None:
+        super().__init__()
         self.draws = draws
 
-    def __getitem__(self, index: int) -> float:
-        return index + float(self.draws.random())
+    def __getitem__(self, row: int) -> Tensor:
+        return super().__getitem__(row) + float(self.draws.random())
 
 
 class NoisyInWorkers(Rows):
     """By Python's generator, of which each worker has its own."""
 
-    def __getitem__(self, index: int) -> float:
-        return index + random.random()
+    def __getitem__(self, row: int) -> Tensor:
+        return super().__getitem__(row) + random.random()
 
 
 _UNKNOWN = [np.random.default_rng(3)]
@@ -76,8 +76,8 @@ _UNKNOWN = [np.random.default_rng(3)]
 class Unknown(Rows):
     """By a generator of the module."""
 
-    def __getitem__(self, index: int) -> float:
-        return index + float(_UNKNOWN[0].random())
+    def __getitem__(self, row: int) -> Tensor:
+        return super().__getitem__(row) + float(_UNKNOWN[0].random())
 
 
 class Permuted(Sampler[int]):
@@ -93,20 +93,21 @@ class Permuted(Sampler[int]):
         return ROWS
 
 
-class Buffered(IterableDataset[float]):
+class Buffered(IterableDataset[Tensor]):
     """From a buffer of four rows, which is filled anew when its state is loaded."""
 
     def __init__(self) -> None:
         self.epoch, self.at, self.draws = -1, 0, random.Random()
 
-    def __iter__(self) -> Iterator[float]:
+    def __iter__(self) -> Iterator[Tensor]:
         if not self.at:
             self.epoch += 1
             self.draws.seed(self.epoch)
-        buffer: list[float] = []
+        rows = Rows()
+        buffer: list[Tensor] = []
         while self.at < ROWS or buffer:
             while len(buffer) < 4 and self.at < ROWS:
-                buffer.append(float(self.at))
+                buffer.append(rows[self.at])
                 self.at += 1
             yield buffer.pop(self.draws.randrange(len(buffer)))
         self.at = 0
@@ -138,10 +139,11 @@ class BeginsWhereItWasSet(IterableDataset[float]):
 
 def nodes() -> Any:
     """Of torchdata."""
-    from torchdata.nodes import Batcher, Loader, MapStyleWrapper
+    from torchdata.nodes import Batcher, Loader, Mapper, MapStyleWrapper
 
     sampler = RandomSampler(Rows(), generator=with_generator())
-    return Loader(Batcher(MapStyleWrapper(Rows(), sampler), 1))
+    batches = Batcher(MapStyleWrapper(Rows(), sampler), 1)
+    return Loader(Mapper(batches, torch.stack))
 
 
 def stateful(rows: Any = None, **options: Any) -> Any:
@@ -149,7 +151,7 @@ def stateful(rows: Any = None, **options: Any) -> Any:
     return torchdata(rows or Rows(), **{"batch_size": 1, "shuffle": None, **options})
 
 
-def plain(rows: Any = None, **options: Any) -> DataLoader[float]:
+def plain(rows: Any = None, **options: Any) -> DataLoader[Tensor]:
     """Without a state."""
     return DataLoader(rows or Rows(), **{"batch_size": 1, **options})
 
@@ -177,125 +179,27 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-PLANS: dict[str, Callable[[list[str]], PipelinePlan]] = {
-    "serial": lambda names: PipelinePlan.serial(names),
-    "prefetched": lambda names: prefetch_plan(names[:2], names[2:]),
-}
-
-
-class Job:
-    """Everything of one process: a loop, what it trains, and the rows that came."""
-
-    def __init__(self, make: Callable[[], Any], how: str, seed: int) -> None:
-        for draw in (torch.manual_seed, random.seed, np.random.seed):
-            draw(seed)
-        self.weight = torch.zeros(1)
-        tasks = [
-            PipelineTask("decode", self.decode, pure=True),
-            PipelineTask("noise", self.noise, io=[NOBODY_ELSE], random=True, pure=True),
-            PipelineTask("train", self.train),
-        ]
-        if how in PLANS:
-            names = [task.name for task in tasks]
-            pipe = SWPipeline(PLANS[how](names), tasks, device="cpu", seed=seed)
-            self.loop: ResumableLoop[Any] = ResumableLoop(pipe, make())
-        else:
-            ahead = how == "ahead"
-            self.loop = swpipe.overlap(make(), tasks, pull_ahead=ahead, device="cpu", seed=seed)
-        self.epoch, self.rows = 0, list[Any]()
-
-    def decode(self, ctx: Any) -> None:
-        ctx.x = torch.as_tensor(ctx.batch) * 2
-
-    def noise(self, ctx: Any) -> None:
-        ctx.x = ctx.x + torch.rand(1)
-
-    def train(self, ctx: Any) -> None:
-        self.weight.mul_(0.9).add_(ctx.x.sum())
-
-    def run(self) -> Iterator[None]:
-        """To the end; yields after each iteration and each pass, when a state may be saved."""
-        while self.epoch < EPOCHS:
-            for ctx in self.loop:
-                self.rows.append(torch.as_tensor(ctx.batch).tolist())
-                yield
-            self.epoch += 1
-            yield
-
-    def save(self) -> bytes:
-        file = io.BytesIO()
-        torch.save([self.loop.state_dict(), self.weight, self.epoch, len(self.rows)], file)
-        return file.getvalue()
-
-    def load(self, saved: bytes) -> int:
-        state, self.weight, self.epoch, done = torch.load(io.BytesIO(saved), weights_only=True)
-        self.loop.load_state_dict(state)
-        return int(done)
-
-    def close(self) -> None:
-        self.loop.pipe.close()  # type: ignore[attr-defined]
-
-
-HOWS = ("in turn", "ahead", *PLANS)
 KNOWN_BEFORE = [one for one in LOADERS if "default" in one or "given" in one or "user" in one]
 """Those of which a state from before the first pass leads to it: others have begun then."""
 
 
-def hows(name: str) -> tuple[str, ...]:
-    """The ways in which a loader's run is saved: ahead, and the others in turn."""
-    others = [how for how in HOWS if how != "ahead"]
-    return ("ahead", others[[*LOADERS].index(name) % len(others)])
-
-
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None:
-    """Rows and parameters are bit-equal, after stops in mid-pass and between passes.
+    """Losses and parameters are bit-equal, after stops in mid-pass and between passes.
 
     One is at the last batch, where a loader that is ahead knows that there are no more. Each is
-    gone on with under another plan, in a process that has drawn other numbers.
+    gone on with in another way, in a process that has drawn other numbers.
     """
-    draws, expected = random.Random(name), None
-    for how in hows(name):
-        job = Job(LOADERS[name], how, 1)
-        before = [job.save()] if name in KNOWN_BEFORE else []
-        saved = [*before, *(job.save() for _ in job.run())]
-        job.close()
-        expected = expected or job
-        assert job.rows == expected.rows
-        assert torch.equal(job.weight, expected.weight)
-        last = len(job.rows) // EPOCHS - 1 + len(before)
-        for place in ([last] if how == "ahead" else []) + [draws.randrange(len(saved))]:
-            other = Job(LOADERS[name], then := draws.choice(HOWS), 2)
-            torch.rand(draws.randrange(5))
-            done = other.load(saved[place])
-            for _ in other.run():
-                pass
-            other.close()
-            assert other.rows == job.rows[done:], (how, then, place)
-            assert torch.equal(other.weight, job.weight)
-
-
-def test_rows_come_from_workers_that_draw() -> None:
-    """Their generators are in no state: the pass is begun again, which is said."""
-
-    def make() -> Any:
-        return stateful(NoisyInWorkers(), num_workers=2)
-
-    job = Job(make, "in turn", 1)
-    saved = [job.save() for _ in job.run()]
-    other = Job(make, "in turn", 2)
-    done = other.load(saved[12])
-    with pytest.warns(RuntimeWarning, match="13 batches of the pass are read again"):
-        for _ in other.run():
-            pass
-    assert other.rows == job.rows[done:]
-    job.close()
-    other.close()
-
-
-def living(rows: Any) -> Any:
-    """One worker for all passes."""
-    return stateful(rows, num_workers=1, persistent_workers=True)
+    draws = random.Random(name)
+    others: list[type[Way]] = [OverlapInTurn, Looped]
+    kinds: list[tuple[type[Way], type[Way]]] = [(Overlap, Looped), (draws.choice(others), Overlap)]
+    for kind, then in kinds:
+        stops = sorted({0, draws.randrange(1, ROWS), ROWS, draws.randrange(ROWS + 1, 2 * ROWS)})
+        ends = [*stops[1:], 2 * ROWS + 2]
+        program = [Act("resume")] if name in KNOWN_BEFORE else []
+        for begin, end in zip(stops, ends, strict=True):
+            program += [Act("steps", end - begin), Act("resume")]
+        check(kind, lambda _: LOADERS[name](), program[:-1], then)
 
 
 def use(ctx: Any) -> None:
@@ -305,6 +209,22 @@ def use(ctx: Any) -> None:
 def over(loader: Any) -> OverlappedLoop[Any]:
     """A loop whose rows are looked at in the body."""
     return swpipe.overlap(loader, [use], pull_ahead=False, device="cpu")
+
+
+def test_rows_come_from_workers_that_draw() -> None:
+    """Their generators are in no state: the pass is begun again, which is said."""
+    with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
+        seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
+    with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
+        loop.load_state_dict(seen[12][1])
+        with pytest.warns(RuntimeWarning, match="13 batches of the pass are read again"):
+            rest = [ctx.batch for ctx in loop]
+    torch.testing.assert_close(rest, [batch for batch, _ in seen[13:]], rtol=0, atol=0)
+
+
+def living(rows: Any) -> Any:
+    """One worker for all passes."""
+    return stateful(rows, num_workers=1, persistent_workers=True)
 
 
 def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
@@ -319,7 +239,7 @@ def test_later_passes_have_all_rows_where_workers_live_on() -> None:
         state = [copy.deepcopy(loop.state_dict()) for _ in loop][11]
     with over(living(BeginsWhereItWasSet())) as loop:
         loop.load_state_dict(state)
-        assert [sum(1 for _ in loop) for _ in range(EPOCHS)] == [8, 20]
+        assert [sum(1 for _ in loop) for _ in range(2)] == [8, 20]
 
 
 REFUSED = "does not lead to the batches|begun again, does not give the batches"
