@@ -8,10 +8,12 @@ default generator's state must be equal, bit for bit.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -47,19 +49,26 @@ PROGRAMS = st.lists(ACTS, min_size=1, max_size=8)
 
 
 class Trial:
-    """A program, run by swpipe and then by the plain loop, which follows it act for act."""
+    """A program, run by swpipe and then by the plain loop, which follows it act for act.
 
-    def __init__(self, kind: type[Way], loader: str) -> None:
+    Args:
+        kind: The way to run.
+        loader: The name of its loader, or what makes it.
+        then: The way in which it is resumed; None for the same.
+    """
+
+    def __init__(self, kind: type[Way], loader: Any, then: type[Way] | None) -> None:
         self._kind, self._loader = kind, loader
+        self._then = then or kind
         self.found: list[Any] = []
 
     def _training(self) -> Training:
-        return Training(self._loader, draws=self._kind.draws)
+        return Training(self._loader, draws=self._kind.draws and self._then.draws)
 
     def by_swpipe(self, program: list[Act]) -> dict[str, Any]:
         """Note what comes of each act; the state in the end."""
         way = self._kind(self._training())
-        torch.manual_seed(2)
+        seed(2)
         replayed = False
         for act in program:
             if way.drains and act.what not in ("steps", "leave", "fail"):
@@ -90,9 +99,9 @@ class Trial:
         way.leave()
         way.close()
         training = self._training()
-        torch.manual_seed(99)
+        seed(99)
         training.load_state_dict(saved[1])
-        way = self._kind(training)
+        way = self._then(training)
         torch.set_rng_state(draws)
         way.load_state_dict(saved[0])
         return way
@@ -100,7 +109,7 @@ class Trial:
     def by_plain_loop(self, program: list[Act]) -> dict[str, Any]:
         """Make sure that all of it is what a plain loop gives; its state in the end."""
         plain = PlainLoop(self._training())
-        torch.manual_seed(2)
+        seed(2)
         found = iter(self.found)
         for act in program:
             if self._kind.drains and act.what not in ("steps", "leave", "fail"):
@@ -138,6 +147,13 @@ def _until_it_fails(of: Way | PlainLoop, failure: Failure) -> list[Any]:
     return found
 
 
+def seed(number: int) -> None:
+    """All default generators."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
 def _end(training: Training) -> dict[str, Any]:
     return {"parts": training.state_dict(), "draws": torch.get_rng_state()}
 
@@ -158,11 +174,13 @@ if find_spec("torchrec"):
 
     KINDS = (*WAYS, *NAMED)
 CASES = [(kind, loader) for kind in KINDS for loader in kind.loaders]
+EXAMPLES, FEW = 10, 3
+"""How many programs each way runs; few where processes are started, and by TorchRec's names."""
 
 
-def check(kind: type[Way], loader: str, program: list[Act]) -> None:
+def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | None = None) -> None:
     """One program, by both."""
-    trial = Trial(kind, loader)
+    trial = Trial(kind, loader, then)
     end = trial.by_swpipe(program)
     assert_equal(trial.by_plain_loop(program), end, Act("end"))
 
@@ -171,7 +189,7 @@ def check(kind: type[Way], loader: str, program: list[Act]) -> None:
 @pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
     """Whatever is asked of it."""
-    examples = 3 if loader == "workers" else 10
+    examples = EXAMPLES if kind in WAYS and loader != "workers" else FEW
 
     @settings(max_examples=examples, derandomize=True, deadline=None, phases=PHASES)
     @given(PROGRAMS)

@@ -83,10 +83,11 @@ LOADERS: dict[str, Callable[[Failing], Any]] = {
 class Training:
     """Model, optimizer, scheduler and loader; a step in the order in which people write it."""
 
-    def __init__(self, loader: str, *, draws: bool) -> None:
+    def __init__(self, loader: str | Callable[[Failing], Any], *, draws: bool) -> None:
         torch.manual_seed(1)
         self.failing = Failing()
-        self.loader = LOADERS[loader](self.failing)
+        make = LOADERS[loader] if isinstance(loader, str) else loader
+        self.loader = make(self.failing)
         hidden = nn.Dropout() if draws else nn.Tanh()
         self.model = nn.Sequential(nn.Linear(WIDTH, 6), hidden, nn.Linear(6, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)

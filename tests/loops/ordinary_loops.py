@@ -6,7 +6,6 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,39 +39,17 @@ class NoisyRows(Rows):
         return super().__getitem__(index) + 0.1 * random.random() * torch.rand(4)
 
 
-class HarderRows(Rows):
-    """Rows that training makes harder as it goes on."""
-
-    level = 1.0
-
-    def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) * self.level
-
-
 def batches(rows: Dataset[Tensor] | None = None, **options: Any) -> DataLoader[Tensor]:
     """Batches of 4 rows."""
     return DataLoader(rows or Rows(), **{"batch_size": 4, **options})
 
 
-@dataclass
 class Training:
-    """The usual parts of a loop; a loop replaces some of them.
+    """The usual parts of a loop, with a model from 4 numbers to 1; a loop replaces some of them."""
 
-    Attributes:
-        model: From 4 numbers to 1.
-        optimizer: Of all its parameters.
-        kept: Whatever else the loop keeps, for ``state``.
-    """
-
-    model: Any = field(
-        default_factory=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-    )
-    optimizer: Any = None
-    kept: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
 
     def decode(self, ctx: Any) -> None:
         ctx.x = ctx.batch * 2
@@ -105,8 +82,7 @@ class Training:
         return [swpipe.task(pure=True)(decode), *rest]
 
     def state(self) -> Any:
-        kept = [one.state_dict() if isinstance(one, nn.Module) else one for one in self.kept]
-        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict(), kept])
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
 
 class StatefulRows:

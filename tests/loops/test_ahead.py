@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,17 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import swpipe
-from swpipe._engine import watchdog
-from swpipe.errors import PlanError
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import Rows, batches
-from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -54,8 +50,7 @@ def same(found: Any, expected: Any) -> None:
 # ------------------------------------------------------------------------------- the body runs on
 
 
-@pytest.mark.parametrize("functions", [(), (lambda batch: batch,)])
-@pytest.mark.parametrize("prefetch", [2, 3, 5])
+@pytest.mark.parametrize(("prefetch", "functions"), [(2, ()), (5, (lambda batch: batch,))])
 def test_so_many_batches_are_made_while_the_body_runs(
     prefetch: int, functions: tuple[Callable[[Any], Any], ...]
 ) -> None:
@@ -88,32 +83,6 @@ def test_functions_run_in_order_and_have_names() -> None:
         assert list(loop) == [-1, -3, -5]
         assert loop.overlap.ahead == ("add", "Twice", "lambda", "add 2")
         assert str(loop.overlap) == "ahead: the loader, add, Twice, lambda, add 2"
-
-
-def threads() -> set[str]:
-    """Of pipelines."""
-    return {one.name for one in threading.enumerate() if one.name.startswith("swpipe-")}
-
-
-def test_no_thread_is_left_when_the_body_fails_while_a_batch_is_pulled() -> None:
-    """Nobody has closed the loop."""
-    before, pulling = threads(), threading.Event()
-
-    def loader() -> Iterator[int]:
-        yield from range(3)
-        pulling.set()
-        time.sleep(0.1)  # a disk, a network
-        yield 3
-
-    found = []
-    with suppress(KeyError):
-        for batch in swpipe.ahead(loader(), device="cpu"):
-            found.append(batch)
-            if batch == 2:
-                assert pulling.wait(30)
-                raise KeyError(batch)
-    assert found == [0, 1, 2]
-    assert threads() == before
 
 
 def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was_left() -> None:
@@ -242,69 +211,6 @@ def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
         assert list(loop) == [0, 1, 2, 3]
 
 
-class BodysTime:
-    """The watchdog's ``time``, which goes on only while the body stops."""
-
-    def __init__(self) -> None:
-        self.now_s, self.goes = 0.0, False
-        self._looks, self._looked = 0, threading.Condition()
-
-    def monotonic(self) -> float:
-        """Called once for each look."""
-        with self._looked:
-            self._looks += 1
-            self.now_s += self.goes
-            self._looked.notify_all()
-        return self.now_s
-
-    def await_looks(self) -> None:
-        """More than make a stall, where nothing moves and time goes on."""
-        with self._looked:
-            enough = self._looks + 20
-            assert self._looked.wait_for(lambda: self._looks >= enough, 60)
-
-
-def test_a_body_that_stops_for_long_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A debugger, or an evaluation: nothing moves, and nobody waits."""
-    clock = BodysTime()
-    monkeypatch.setattr(watchdog, "time", clock)
-    with swpipe.ahead(range(6), device="cpu") as loop:
-        loop.pipe._stall_timeout_s = loop.pipe._driver._stall_timeout_s = 0.01
-        for batch in loop:
-            if batch == 2:
-                clock.goes = True
-                clock.await_looks()
-                clock.goes = False
-    assert batch == 5
-
-
-EXITS = """
-import sys, threading, time, swpipe
-def loader():
-    for number in range(100):
-        if number > 3:
-            pulling.set()
-            time.sleep({pull})
-        yield number
-pulling = threading.Event()
-loop = swpipe.ahead(loader(), lambda x: x, device="cpu")
-for batch in loop:
-    if batch == 2:
-        pulling.wait(30)
-        {leaves}
-print("left", flush=True)
-"""
-
-
-def test_the_interpreter_may_end_while_a_batch_is_pulled(scripts: Scripts) -> None:
-    """With its own exit code, and soon."""
-    ends = [("sys.exit(3)", 3), ("raise KeyError(2)", 1), ("break", 0)]
-    codes = [EXITS.format(leaves=leaves, pull=pull) for pull in (0.0, 0.2) for leaves, _ in ends]
-    for k, done in enumerate(scripts.run_together([*map(Script, codes)], deadline_s=60)):
-        assert done.returncode == ends[k % 3][1], done.stderr
-        assert "Fatal" not in done.stderr
-
-
 # --------------------------------------------------------------------------------- errors
 
 
@@ -375,7 +281,7 @@ def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
 # --------------------------------------------------------------------------------------- draws
 
 
-class Views(nn.Module):
+class Views:
     """Noise of kinds, of which some operators take no generator."""
 
     @staticmethod
@@ -480,7 +386,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @pytest.mark.filterwarnings("ignore:the last pass was left")
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(programs())
 def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
     """By the loader, the body or both, whatever the timing, wherever the passes are left.
@@ -528,7 +434,7 @@ def test_a_loader_that_draws_beside_a_body_that_does_not_is_ahead_after_four_pul
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize("kind", TORCHS)
+@pytest.mark.parametrize("kind", ["rand", "mixed"])
 def test_a_pull_that_goes_on_out_of_turn_leaves_the_generator_as_it_was(kind: str) -> None:
     """Whoever lets it go on, as ``settle`` does, may look at the state, and save it."""
 
@@ -651,28 +557,6 @@ def test_what_is_known_of_a_loader_is_kept_with_it() -> None:
             meet.wait()
 
 
-def test_a_body_that_begins_to_draw_is_an_error_at_the_next_batch() -> None:
-    """Batches have been drawn ahead of it."""
-
-    def loader() -> Iterator[Tensor]:
-        for _ in range(20):
-            yield torch.rand(1)
-
-    found: list[int] = []
-    loop = swpipe.ahead(loader(), device="cpu")
-    with pytest.raises(RuntimeError, match="both draw from torch's default generators.*_workers"):
-        found.extend(map(partial(begin_late, loop), loop, itertools.count()))
-    assert found == [*range(13)]
-
-
-def begin_late(loop: AheadLoop[Any], batch: Any, number: int) -> int:
-    """A body that draws at the 13th batch, when others have been drawn ahead."""
-    if number == 12:
-        loop.pipe.settle()
-        torch.rand(1)
-    return number
-
-
 def test_a_loader_whose_pulls_wait_is_told_once() -> None:
     """With what to do."""
 
@@ -696,27 +580,6 @@ def test_a_loader_whose_pulls_wait_is_told_once() -> None:
 
 
 # ----------------------------------------------------------------------------- what is not apart
-
-
-def test_a_tensor_that_the_loader_reads_and_the_body_changes_is_an_error() -> None:
-    """Before the batch that was made of the old one is used."""
-    weight = torch.ones(2)
-
-    def loader() -> Iterator[Tensor]:
-        for number in range(30):
-            yield weight * number
-
-    def body(number: int) -> int:
-        if number == 5:
-            loop.pipe.settle()
-            weight.mul_(2)
-        return number
-
-    used: list[int] = []
-    loop = swpipe.ahead(loader(), device="cpu")
-    with pytest.raises(RuntimeError, match=r"changed a tensor that the loader reads \(float32 \[2"):
-        used.extend(body(number) for number, _ in enumerate(loop))
-    assert used == [*range(6)]
 
 
 def test_what_the_loader_itself_changes_is_none() -> None:
@@ -767,16 +630,6 @@ def test_a_write_of_the_loader_that_is_not_counted_yet_is_none(
         if number == 8:
             goes_on.set()
     assert len(found) == 12
-
-
-def test_a_function_that_draws_is_refused() -> None:
-    """It has the mend."""
-
-    def noise(batch: Tensor) -> Tensor:
-        return batch + torch.rand(2)
-
-    with pytest.raises(PlanError, match="'noise'.*pure"):
-        list(swpipe.ahead(list(torch.split(Rows().rows, 2)), noise, device="cpu"))
 
 
 def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None:

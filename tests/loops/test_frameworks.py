@@ -1,38 +1,181 @@
-"""Loops of Accelerate, Fabric and Lightning give the same numbers when they are overlapped.
+"""Loops of Accelerate and Fabric, as their documentation writes them, give their own numbers.
 
 Each runs for two epochs of ten batches, accumulates four of them, lowers its rate and evaluates in
-the middle of an epoch. Accelerate steps at the end of an epoch, whatever it has accumulated: it
-once stepped at other iterations, since its loader tells of the batch that was pulled last.
+the middle of an epoch: overlapped, or under a plan of one's own. Accelerate steps at the end of an
+epoch, whatever it has accumulated. A pipeline that pulled its loader ahead accumulated over other
+iterations without a word: it stepped at [3, 7] where the plain loop steps at [3, 7, 9], and in the
+second epoch at others, since the loader tells of the batch that was pulled last.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import accelerate
+import lightning
 import pytest
 import torch
-from accelerate.state import GradientState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
-from tests.loops.framework_loops import (
-    EPOCHS,
-    OfAccelerate,
-    OfFabric,
-    decode,
-    loaders,
-    plainly,
-    train,
-)
+from swpipe import IterContext, PipelinePlan, SWPipeline, TaskSchedule
+from swpipe.errors import PlanError
+from swpipe.plans import prefetch_plan
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning.*",
     "ignore::FutureWarning:lightning.*",
     "ignore::UserWarning:torch.optim.lr_scheduler",
 )
+
+ROWS = 38
+EPOCHS = 2
+MIDDLE = 4
+STEPS = [3, 7, 9, 13, 17, 19]
+
+
+def network() -> nn.Module:
+    """A model with random numbers of its own."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+
+
+def loaders(rows: int = ROWS, **options: Any) -> list[DataLoader[Any]]:
+    """For training and for evaluation; the last batches are smaller."""
+    data = TensorDataset(torch.randn(rows, 4))
+    return [DataLoader(data, batch_size=4, shuffle=True, **options), DataLoader(data, batch_size=8)]
+
+
+@swpipe.task(pure=True)
+def decode(ctx: Any) -> None:
+    """The part that needs no model."""
+    ctx.x = ctx.batch[0] * 2
+
+
+def declared(tasks: list[Any]) -> list[swpipe.PipelineTask]:
+    """Functions as tasks; tasks as they are."""
+    return [one if isinstance(one, swpipe.PipelineTask) else swpipe.task(one) for one in tasks]
+
+
+class OfAccelerate:
+    """As its documentation writes a loop."""
+
+    def __init__(self, rows: int = ROWS, **options: Any) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self.loader: Any
+        if "gradient_accumulation_plugin" not in options:
+            options["gradient_accumulation_steps"] = 4
+        self.accelerator = accelerate.Accelerator(cpu=True, **options)
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.model, self.optimizer, self.scheduler, self.loader, self.rows = (
+            self.accelerator.prepare(model, optimizer, scheduler, *loaders(rows))
+        )
+        self.steps: list[int] = []
+        self.tasks = [decode, self.forward, self.backward, self.step]
+
+    def forward(self, ctx: Any) -> None:
+        with self.accelerator.accumulate(self.model):
+            ctx.loss = self.model(ctx.x).square().mean()
+
+    def backward(self, ctx: Any) -> None:
+        self.accelerator.backward(ctx.loss)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def step(self, ctx: Any) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def body(self, ctx: Any) -> Any:
+        """What the loop asks for after the tasks: all of it may differ by iteration."""
+        if self.accelerator.sync_gradients:
+            self.steps.append(ctx.iter_idx)
+        state = self.accelerator.gradient_state
+        return [
+            *(state.in_dataloader, state.end_of_dataloader, state.remainder),
+            self.accelerator.gather_for_metrics(ctx.x).clone(),
+            self.optimizer.param_groups[0]["lr"],
+        ]
+
+    def evaluate(self) -> list[Tensor]:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.accelerator.gather_for_metrics(self.model(b)) for (b,) in self.rows]
+        self.model.train()
+        return found
+
+
+class OfFabric:
+    """With its wrappers of the model, the optimizer and the loaders."""
+
+    def __init__(self) -> None:
+        self.fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        self.fabric.launch()
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.loader, self.rows = self.fabric.setup_dataloaders(*loaders())  # type: ignore[misc]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        self.tasks = [decode, self.forward_backward, self.step]
+
+    def forward_backward(self, ctx: Any) -> None:
+        with self.fabric.no_backward_sync(self.model, enabled=(ctx.iter_idx + 1) % 4 != 0):
+            ctx.loss = self.model(ctx.x).square().mean()
+            self.fabric.backward(ctx.loss / 4)
+
+    def step(self, ctx: Any) -> None:
+        if (ctx.iter_idx + 1) % 4 == 0:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def body(self, ctx: Any) -> Any:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def evaluate(self) -> list[Tensor]:
+        self.model.eval()
+        with torch.no_grad():
+            found = [self.model(batch) for (batch,) in self.rows]
+        self.model.train()
+        return found
+
+
+def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
+    """The body of both runs; returns all numbers that they show."""
+    seen = []
+    for contexts in passes:
+        for ctx in contexts:
+            seen.append([ctx.loss.detach(), loop.body(ctx)])
+            if ctx.iter_idx % 10 == MIDDLE:
+                seen.append(loop.evaluate())
+    return [seen, loop.model.state_dict(), loop.optimizer.state_dict(), torch.get_rng_state()]
+
+
+def plainly(loop: Any) -> list[Any]:
+    """As the tool's own users do."""
+    numbers = count()
+
+    def contexts() -> Iterator[Any]:
+        for batch in loop.loader:
+            ctx = IterContext(batch, next(numbers))
+            for function in loop.tasks:
+                function(ctx)
+            yield ctx
+
+    return train(loop, (contexts() for _ in range(EPOCHS)))
+
+
+# ------------------------------------------------------------------------------ overlapped
 
 
 def overlapped(loop: Any) -> list[Any]:
@@ -84,7 +227,7 @@ def test_a_loop_over_a_prepared_loader_that_is_left_begins_anew() -> None:
     assert [type(batch) for batch in loop.loader] == [list] * 10
 
 
-@pytest.mark.parametrize("stopped", [0, 6, 9, 12, 18])
+@pytest.mark.parametrize("stopped", [6, 9, 12])
 def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None:
     """In the middle of an accumulation, at the end of an epoch, and in the second one."""
 
@@ -141,3 +284,107 @@ def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
         with pytest.raises(RuntimeError, match="Accelerate prepared.*or ahead the loader itself"):
             list(contexts)
     assert not GradientState().in_dataloader
+
+
+# ------------------------------------------------------------------------------ plans of one's own
+
+
+UNPACK, SHOW = "unpack batch", "show end_of_dataloader"
+
+
+def not_at_ends() -> OfAccelerate:
+    """It accumulates over the end of an epoch."""
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    return OfAccelerate(gradient_accumulation_plugin=plugin)
+
+
+class Skipping(OfAccelerate):
+    """A pass that begins in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loader = self.accelerator.skip_first_batches(self.loader, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (OfAccelerate, STEPS),
+        (lambda: OfAccelerate(rows=4), [0, 1]),
+        (not_at_ends, [3, 7, 11, 15, 19]),
+        (Skipping, [3, 6, 10, 13]),
+    ],
+)
+def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(make: Any, steps: list[int]) -> None:
+    """Losses, rates, flags, gathered rows, evaluations in mid-epoch by another prepared loader."""
+    torch.manual_seed(3)
+    expected = plainly(make())
+    torch.manual_seed(3)
+    loop = make()
+    loader = swpipe.loops.AccelerateLoader(loop.loader)
+    tasks = loader.tasks(declared(loop.tasks))
+    names = [task.name for task in tasks]
+    plan = prefetch_plan([UNPACK, "decode"], [SHOW, *names[3:]], depth=5)
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        contexts = swpipe.loops.ResumableLoop(pipe, loader)
+        found = train(loop, (contexts for _ in range(EPOCHS)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not GradientState().in_dataloader
+    assert loop.steps == steps
+
+
+# ------------------------------------------------------------------------------------- refused
+
+
+def through_a_generator(loader: Any) -> Iterator[Any]:
+    """As user code may wrap it."""
+    yield from loader
+
+
+def used(ctx: Any) -> None:
+    """Any task."""
+
+
+def made(pull_group: str | None = None) -> SWPipeline[Any]:
+    """A pipeline that pulls a batch ahead."""
+    plan = PipelinePlan({"used": TaskSchedule(0)}, pipeline_depth=2, pull_group=pull_group)
+    return SWPipeline(plan, [swpipe.task(used)], device="cpu")
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, enumerate, through_a_generator])
+def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: Callable[[Any], Any]) -> None:
+    """Whatever wraps it; Accelerate forgets the pass, and other loaders are taken then."""
+    loader = OfAccelerate().loader
+    with made("loader") as pipe:
+        for call in (pipe.run, lambda given: pipe.fill_pipeline(iter(given))):
+            with pytest.raises(RuntimeError, match=r"Accelerate prepared.*AccelerateLoader\("):
+                call(wrap(loader))
+            assert not GradientState().in_dataloader
+        assert pipe.run(range(5)).iterations == 5
+
+
+def test_an_iterator_that_has_begun_is_refused() -> None:
+    """By its generator: it is known to Accelerate already. So is a batch that is pushed."""
+    batches = iter(OfAccelerate().loader)
+    batch = next(batches)
+    for call in (lambda: pipe.progress(batches), lambda: pipe.push(batch)):
+        with made() as pipe, pytest.raises(RuntimeError, match="Accelerate prepared"):
+            call()
+
+
+def test_the_adapter_is_iterated_over_by_a_loop() -> None:
+    """Which lets Accelerate forget the pass; a loader that was not prepared needs no adapter."""
+    loader = swpipe.loops.AccelerateLoader(OfAccelerate().loader)
+    with made() as pipe, pytest.raises(RuntimeError, match="swpipe.loops.ResumableLoop"):
+        pipe.run(loader)
+    with pytest.raises(TypeError, match="a loader that Accelerator.prepare returned, not a Data"):
+        swpipe.loops.AccelerateLoader(loaders()[0])
+
+
+def test_tasks_that_ask_before_the_flags_are_shown_are_refused() -> None:
+    """The plan is verified for it: a task of which nothing is declared may ask."""
+    loop = OfAccelerate()
+    tasks = swpipe.loops.AccelerateLoader(loop.loader).tasks(declared(loop.tasks))
+    plan = prefetch_plan([UNPACK, "decode", "forward"], [SHOW, "backward", "step"])
+    with pytest.raises(PlanError, match="'forward'.*Accelerate's GradientState"):
+        SWPipeline(plan, tasks, device="cpu")

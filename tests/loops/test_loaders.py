@@ -27,7 +27,6 @@ import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import (
-    ROWS,
     Fn,
     Rows,
     Training,
@@ -64,7 +63,6 @@ def refused(why: str) -> Callable[[Script], Script]:
 def train(
     over: Over,
     loader: Any,
-    parts: Training | None = None,
     *,
     epochs: int = 1,
     body: Fn = lambda ctx: None,
@@ -72,7 +70,7 @@ def train(
     **functions: Fn,
 ) -> Any:
     """Some epochs; each is left after every so many iterations."""
-    parts = parts or Training()
+    parts = Training()
     losses, seen = [], 0
     with over(loader, parts.tasks(**functions)) as loop:
         for _ in range(epochs):
@@ -104,53 +102,25 @@ def passes_that_are_left_at_their_last_batch(over: Over) -> Any:
     return [train(over, loader, epochs=3, every=11), torch.rand(1, generator=draws)]
 
 
+class LateRows(Rows):
+    """Rows that draw when they are told to."""
+
+    draw = False
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) * (random.random() if self.draw else 1.0)
+
+
 @ahead
 def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
     """Augmentation that the loop switches on between two passes, beside a body that draws."""
-    rows = LateRows(random.random, after=ROWS)
+    rows = LateRows()
     parts, losses = Training(), []
     with over(batches(rows), parts.tasks()) as loop:
         for _ in range(3):
             losses += [(ctx.loss.item(), random.random()) for ctx in loop]
-            rows.after = 0
+            rows.draw = True
     return [losses, parts.state()]
-
-
-class LateRows(Rows):
-    """Rows that draw after so many."""
-
-    def __init__(self, draw: Callable[[], Any], after: int = 16) -> None:
-        super().__init__()
-        self.draw, self.after = draw, after
-
-    def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) * (1.0 if index < self.after else float(self.draw()))
-
-
-def with_dropout() -> Training:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(), torch.nn.Linear(6, 1))
-    return Training(model)
-
-
-@ahead
-def a_teacher_in_the_loader_beside_dropout(over: Over) -> Any:
-    """In evaluation, so that its dropout draws nothing; it counts what it saw in a buffer."""
-    teacher = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 4)).eval()
-    seen = torch.zeros(())
-
-    def loader() -> Iterator[Tensor]:
-        for part in PARTS * 4:
-            seen.add_(1)
-            yield teacher(part).detach() + seen
-
-    return train(over, loader(), with_dropout())
-
-
-@ahead
-def the_body_draws_from_the_generator_that_was_given(over: Over) -> Any:
-    draws = torch.Generator().manual_seed(3)
-    loader = batches(num_workers=1, shuffle=True, generator=draws)
-    return train(over, loader, body=lambda ctx: torch.rand(1, generator=draws))
 
 
 # ------------------------------------------------------------------------------ passes
@@ -230,11 +200,6 @@ def an_iterator_whose_batches_were_modified(over: Over) -> Any:
 
 
 @refused(TWICE)
-def a_list_whose_batches_were_modified(over: Over) -> Any:
-    return left(over, [*map(torch.clone, PARTS)], double)
-
-
-@refused(TWICE)
 def a_holder_whose_arrays_were_modified(over: Over) -> Any:
     return left(over, Holder(part.numpy().copy() for part in PARTS), double_array)
 
@@ -269,12 +234,13 @@ def the_body_changes_the_size_of_batches(over: Over) -> Any:
 
 
 class Replay:
-    """What an agent has seen, which the loop adds to."""
+    """What an agent has seen, which the loop adds to; its length takes long, on a busy machine."""
 
     def __init__(self) -> None:
         self.rows = list(Rows().rows)
 
     def __len__(self) -> int:
+        time.sleep(0.001)
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -285,20 +251,6 @@ class Replay:
 @refused("the loop has changed the length of the loader or of its dataset")
 def a_replay_buffer_that_grows(over: Over) -> Any:
     buffer = Replay()
-    return train(over, buffer, body=lambda ctx: buffer.rows.append(torch.ones(4)))
-
-
-class Busy(Replay):
-    """One whose length takes long, though it does little, as on a busy machine."""
-
-    def __len__(self) -> int:
-        time.sleep(0.001)
-        return super().__len__()
-
-
-@refused("the loop has changed the length of the loader or of its dataset")
-def a_replay_buffer_on_a_busy_machine(over: Over) -> Any:
-    buffer = Busy()
     return train(over, buffer, body=lambda ctx: buffer.rows.append(torch.ones(4)))
 
 
@@ -323,19 +275,6 @@ def one_buffer_for_all_batches(over: Over) -> Any:
         buffer = torch.empty(4, 4)
         for part in PARTS[:-1]:
             yield buffer.copy_(part)
-
-    return train(over, loader())
-
-
-@refused("made a batch in the memory of an earlier one")
-def one_array_for_all_tensors(over: Over) -> Any:
-    """Nothing counts that they are written."""
-    buffer = np.empty((4, 4), np.float32)
-
-    def loader() -> Iterator[Tensor]:
-        for part in PARTS[:-1]:
-            buffer[:] = part
-            yield torch.from_numpy(buffer)
 
     return train(over, loader())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule, overlap
 from swpipe.loops import OverlappedLoop, ResumableLoop
@@ -227,27 +227,6 @@ def test_a_pass_of_a_plan_that_changes_state_ahead_stays_in_flight() -> None:
         assert (state["batches"], state["pipeline"]["next_iteration"]) == (2, 2)
 
 
-def body_fails(loop: ResumableLoop[Any]) -> None:
-    """At the fifth batch."""
-    for ctx in loop:
-        _ = 1 / (ctx.batch - 4)
-
-
-def test_a_failure_in_the_loop_is_not_saved_and_one_in_the_body_is() -> None:
-    """The iteration of the body is done."""
-    with failing(at=3) as pipe:
-        loop = ResumableLoop(pipe, range(9))
-        with pytest.raises(KeyError):
-            list(loop)
-        with pytest.raises(RuntimeError, match="were dropped by a failure"):
-            loop.state_dict(rest=True)
-    loop = loop_over(range(9))
-    with pytest.raises(ZeroDivisionError):
-        body_fails(loop)
-    assert loop.state_dict(rest=True)["batches"] == 5
-    loop.pipe.close()
-
-
 # ----------------------------------------------------------------------------- how a state is used
 
 
@@ -279,35 +258,6 @@ def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None
         for _ in range(2):
             with pytest.raises(ValueError, match=said):
                 iter(other)
-
-
-def test_a_plan_that_changes_the_model_ahead_is_drained_before_it_is_saved() -> None:
-    """What the drain hands out counts as handed out."""
-
-    def train(weight: torch.Tensor, loop: ResumableLoop[Any], save_at: int = -1) -> Any:
-        for ctx in loop:
-            if ctx.iter_idx == save_at:
-                loop.pipe.drain()  # type: ignore[attr-defined]
-                return weight.clone(), loop.state_dict()
-        return weight
-
-    def make(weight: torch.Tensor) -> ResumableLoop[Any]:
-        def add(ctx: Any) -> None:
-            weight.mul_(2).add_(ctx.batch)
-
-        io = {"add": [DeclaredIO(state="weight", mode="rw", others="")]}
-        return ResumableLoop(ahead(add, read, **io), range(1, 10))
-
-    first, second = torch.zeros(1), torch.zeros(1)
-    expected = train(first, whole := make(first))
-    saved, state = train(second, stopped := make(second), save_at=3)
-    assert (state["batches"], state["pipeline"]["next_iteration"]) == (5, 5)
-    third = saved.clone()
-    resumed = make(third)
-    resumed.load_state_dict(state)
-    assert torch.equal(train(third, resumed), expected)
-    for loop in (whole, stopped, resumed):
-        loop.pipe.close()  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
@@ -361,49 +311,6 @@ def test_a_state_of_another_kind_of_loader_is_refused() -> None:
         loop.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="was saved of one without a state of its own"):
         loop_over(StatefulRows()).load_state_dict(other.state_dict())
-
-
-def sharded() -> tuple[DataLoader[Any], DistributedSampler[Any]]:
-    """The second of two ranks' loaders, without a process group."""
-    sampler: DistributedSampler[Any] = DistributedSampler(Rows(), num_replicas=2, rank=1)
-    return batches(sampler=sampler), sampler
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_an_epoch_that_is_set_holds(ahead: bool) -> None:
-    """Between two passes, and before and after a state is loaded."""
-
-    def made() -> tuple[OverlappedLoop[Any], Callable[[int], object]]:
-        loader, sampler = sharded()
-        return overlap(
-            loader, tasks_of(read, use), pull_ahead=ahead, device="cpu"
-        ), sampler.set_epoch
-
-    loader, sampler = sharded()
-    expected, states = [], []
-    for epoch in range(5, 8):
-        sampler.set_epoch(epoch)
-        expected += list(loader)
-    loop, set_epoch = made()
-    seen = []
-    for epoch in range(5, 8):
-        set_epoch(epoch)
-        for ctx in loop:
-            seen.append(ctx.batch)
-            states.append(copy.deepcopy(loop.state_dict()))
-    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
-    for before in (True, False):
-        other, set_epoch = made()
-        if before:
-            set_epoch(6)
-        other.load_state_dict(states[3])
-        rest = []
-        for epoch in range(6, 8):
-            set_epoch(epoch)
-            rest += [ctx.batch for ctx in other]
-        torch.testing.assert_close(rest, expected[4:], rtol=0, atol=0)
-        other.close()
-    loop.close()
 
 
 def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +18,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import swpipe
-from swpipe import PipelinePlan, PipelineTask, SWPipeline
-from swpipe.loops import ResumableLoop, StopRequest, saved_state, stop_request
+from swpipe import PipelineTask
+from swpipe.loops import StopRequest, saved_state, stop_request
 from tests.loops.ordinary_loops import Rows
-from tests.loops.stop_jobs import Stopped, stop_at_random
 from tests.support.ranks import Ranks
-from tests.support.scripts import Script, Scripts, as_torchrun
+from tests.support.scripts import ROOT, Script, Scripts, as_torchrun
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "stop_and_resume.py"
+EXAMPLE = ROOT / "docs" / "examples" / "stop_and_resume.py"
 TASKS = [PipelineTask("decode", lambda ctx: None, pure=True)]
 
 
@@ -37,33 +33,30 @@ def sent(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
-def pipeline() -> SWPipeline[Any]:
-    """One that has no threads to end."""
-    return SWPipeline(PipelinePlan.serial(TASKS), TASKS, device="cpu")
+def a_generator() -> Iterator[int]:
+    """Six steps."""
+    yield from range(6)
 
 
-ITERABLES: dict[str, Callable[[SWPipeline[Any]], Iterable[Any]]] = {
-    "a list": lambda pipe: [*range(6)],
-    "a generator": lambda pipe: (k for k in range(6)),
-    "a DataLoader": lambda pipe: DataLoader(range(6)),
-    "a pipeline": lambda pipe: pipe.iterate(range(6)),
-    "an overlapped loop": lambda pipe: swpipe.overlap(range(6), TASKS, device="cpu"),
-    "a loop over a pipeline": lambda pipe: ResumableLoop(pipe, range(6)),
-}
+def overlapped() -> Iterable[Any]:
+    """The same steps."""
+    return swpipe.overlap(range(6), TASKS, device="cpu")
 
 
-@pytest.mark.parametrize("name", ITERABLES)
-def test_a_loop_ends_after_the_step_in_which_the_signal_came(name: str) -> None:
+@pytest.mark.parametrize("make", [a_generator, overlapped])
+def test_a_loop_ends_after_the_step_in_which_the_signal_came(
+    make: Callable[[], Iterable[Any]],
+) -> None:
     """The step is whole; a later pass has no step."""
     before, done = signal.getsignal(signal.SIGTERM), 0
-    with pipeline() as pipe, StopRequest() as stop:
-        for _ in stop.watch(ITERABLES[name](pipe)):
+    with StopRequest() as stop:
+        for _ in stop.watch(make()):
             if done == 2:
                 sent()
             assert not stop.requested
             done += 1
         assert (done, stop.requested, stop.reason) == (3, True, "SIGTERM")
-        assert [*stop.watch(ITERABLES[name](pipe))] == []
+        assert [*stop.watch(make())] == []
         sent()  # another one changes nothing
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -247,7 +240,8 @@ def _agreed(stop: StopRequest) -> None:
     stop._ranks._thread.join(60)
 
 
-def _one_is_asked(asked: int) -> tuple[int, str]:
+def _some_are_asked(asked: dict[int, int]) -> tuple[int, str]:
+    """Ranks and the steps in which they are asked."""
     _look_often()
     done = 0
     with StopRequest() as stop:
@@ -255,18 +249,18 @@ def _one_is_asked(asked: int) -> tuple[int, str]:
             total = torch.tensor(1.0)
             dist.all_reduce(total)  # a rank that stops alone would be missed
             done += 1
-            if k == 3 and dist.get_rank() == asked:
+            if k == asked.get(dist.get_rank()):
                 sent()
         return done, stop.reason
 
 
-@pytest.mark.parametrize("asked", [1, 3])
-def test_all_ranks_stop_where_one_is_asked(four_ranks: Ranks, asked: int) -> None:
+@pytest.mark.parametrize("asked", [{0: 0}, {3: 7}, {1: 2, 2: 2}])
+def test_all_ranks_stop_where_some_are_asked(four_ranks: Ranks, asked: dict[int, int]) -> None:
     """After the same step, though each step needs all ranks."""
-    ends = four_ranks.run(_one_is_asked, asked)
+    ends = four_ranks.run(_some_are_asked, asked)
     assert len({*ends}) == 1
-    assert ends[0][0] > 3
-    assert ends[0][1] == f"SIGTERM on rank {asked}"
+    assert ends[0][0] > max(asked.values())
+    assert ends[0][1] in [f"SIGTERM on rank {rank}" for rank in asked]
 
 
 def _one_has_ended() -> tuple[int, bool]:
@@ -345,81 +339,56 @@ def test_a_rank_that_does_not_answer_is_an_error(two_ranks: Ranks) -> None:
     assert "each rank enters as many" in told
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [("one_rank", "prefetched"), ("two_ranks", "overlapped")]
-)
-def test_a_job_that_is_stopped_goes_on_bit_for_bit(
-    request: pytest.FixtureRequest, ranks: str, kind: str
-) -> None:
-    """At random moments, one or all ranks being asked: the same losses and parameters."""
-    group: Ranks = request.getfixturevalue(ranks)
-    by_rank: list[Stopped] = group.run(stop_at_random, kind, 3, 0.4, deadline_s=360.0)
-    assert all(one.same for one in by_rank)
-    assert len({tuple(one.after) for one in by_rank}) == 1
-    assert by_rank[0].stops >= 3
-
-
 # ------------------------------------------------------------------------- under torchrun
 
 
-def _as_under_torchrun(scripts: Scripts, folder: Path) -> list[str]:
-    """The last losses that two ranks print, without the launcher, and without workers."""
-    job = Script(path=str(folder / "job.py"), folder=str(folder))
-    ranks = [{**told, "WORKERS": "0", "WAITS_S": "0"} for told in as_torchrun(2)]
-    ended = scripts.run_together([replace(job, environment=told) for told in ranks])
-    said = "".join(one.stdout for one in ended)
-    return sorted(line for line in said.splitlines() if "last loss" in line)
-
-
-def _torchrun(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{EXAMPLE.parents[2]}"}
-    return subprocess.Popen(
-        [*command, "--nproc-per-node=2", "job.py"],
-        cwd=folder,
-        # So that the signal comes in the first pass, most often: each pass begins a worker.
-        env={**os.environ, **told, "WORKERS": "1", "WAITS_S": "0.2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
+ASKS = """
+def asks_launcher(stop, rank):
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    while not stop._asked:
+        threading.Event().wait(1e-3)
+"""
+IN_STEP = 'if "ASKS" in os.environ and ctx.iter_idx == 3: asks_launcher(stop, rank)'
 # CPython 3.11 can hang in a child that is forked beside other threads.
-OF_WORKERS = """
-        num_workers=(workers := int(os.environ["WORKERS"])),
+OF_RANK_0 = """
+        num_workers=(workers := int(rank == 0 and "ASKS" in os.environ)),
         multiprocessing_context="spawn" if workers else None"""
-WAITS = "threading.Event().wait(float(os.environ['WAITS_S'])); loss = ctx.loss.item()"
 
 
 @pytest.mark.slow
 def test_torchrun_stops_the_job_of_the_guide(scripts: Scripts, tmp_path: Path) -> None:
-    """SIGTERM to the launcher, which sends it to ranks and workers; started again it goes on.
+    """SIGTERM to the launcher, which sends it to ranks and a worker; started again it goes on.
 
     Rows have no noise: what workers draw would need a worker in each run, and is tested elsewhere.
     """
     code = EXAMPLE.read_text(encoding="utf-8")
     for old, new in {
-        "import os\n": "import os\nimport threading\n",
+        "import os\n": "import os\nimport signal\nimport threading\n",
         " + torch.rand(4) / 10": "",
-        "num_workers=1": OF_WORKERS,
-        "EPOCHS, CHECKPOINT = 3,": "EPOCHS, CHECKPOINT = 2,",
-        "loss = ctx.loss.item()": f'{WAITS}; Path(f"epoch-{{epoch}}").touch()',
+        "[decode, step])": "[decode, step], pull_ahead=True)",  # as much where there is no worker
+        "num_workers=1": OF_RANK_0,
+        "EPOCHS, CHECKPOINT = 3,": f"{ASKS}\nEPOCHS, CHECKPOINT = 2,",
+        "loss = ctx.loss.item()": f"loss = ctx.loss.item()\n                {IN_STEP}",
     }.items():
         assert code.count(old) == 1
         code = code.replace(old, new)
-    (tmp_path / "job.py").write_text(code)
-    expected = _as_under_torchrun(scripts, tmp_path)
-    for file in tmp_path.glob("epoch-*"):
-        file.unlink()
+    job = tmp_path / "job.py"
+    job.write_text(code)
 
-    job, pause = _torchrun(tmp_path), threading.Event()
-    while not (tmp_path / "epoch-0").exists():
-        assert job.poll() is None
-        pause.wait(1e-3)
-    job.terminate()
-    said, _ = job.communicate(timeout=180)
+    def last_losses() -> list[str]:
+        ranks = [Script(path=f"{job}", folder=f"{tmp_path}", environment=e) for e in as_torchrun(2)]
+        ended = scripts.run_together(ranks)
+        return sorted(one.stdout for one in ended)
+
+    expected = last_losses()
+    told = {"ASKS": "", "PYTHONPATH": f"{ROOT}"}
+    launch = ("--standalone", "--nproc-per-node=2", f"{job}")
+    launcher = Script(
+        module="torch.distributed.run", args=launch, folder=f"{tmp_path}", environment=told
+    )
+    said = "".join(scripts.run(launcher, deadline_s=240)[1:])
     assert said.count("(SIGTERM on rank ") == 2, said
     assert (tmp_path / "checkpoint.pt").exists()
-    assert _as_under_torchrun(scripts, tmp_path) == expected
-    assert len(expected) == 2
+    assert last_losses() == expected
+    assert "".join(expected).count("the last loss is") == 2
