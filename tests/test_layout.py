@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ import pytest
 
 import swpipe
 import swpipe.inference
-from tests.support.scripts import Script, Scripts
 
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -198,13 +198,6 @@ def test_no_public_name_hides_a_module() -> None:
     assert hidden == []
 
 
-@pytest.fixture(scope="module", name="fresh")
-def fresh_scripts() -> Iterator[Scripts]:
-    """Scripts that find torch imported, and nothing of swpipe."""
-    with Scripts("torch") as scripts:
-        yield scripts
-
-
 MOST_LOADED, MOST_LOADED_WATCHED = 90, 110
 """Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
 
@@ -212,36 +205,31 @@ BY_TORCH_ITSELF = {"torch.utils._device"}
 """What ``torch.get_default_device`` loads."""
 
 
-@pytest.mark.parametrize(
-    ("loop", "most"),
-    [
-        ("overlap(loader, [function])", MOST_LOADED),
-        ("ahead(loader, function)", MOST_LOADED_WATCHED),
-    ],
-)
-def test_a_run_loads_few_modules_and_nothing_else_of_torch(
-    fresh: Scripts, loop: str, most: int
-) -> None:
+def test_a_run_loads_few_modules_and_nothing_else_of_torch() -> None:
     """The first batch waits for no more than its run needs; ``import swpipe`` loads no room."""
-    code = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"  # torch itself may load what it likes
-        "import swpipe\n"
-        "print(*sorted(set(sys.modules) - before))\n"
-        "def function(batch): return batch\n"
-        "loader = [torch.ones(1)]\n"
-        f"next(iter(swpipe.{loop}))\n"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    done = fresh.run(Script(code))
+    code = """
+import os, sys, torch
+before = set(sys.modules)  # torch itself may load what it likes
+import swpipe
+print(*sorted(set(sys.modules) - before), flush=True)
+def function(batch): return batch
+loader = [torch.ones(1)]
+watched = os.fork() == 0
+if not watched:
+    os.wait()
+next(iter(swpipe.ahead(loader, function) if watched else swpipe.overlap(loader, [function])))
+print(*sorted(set(sys.modules) - before), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    first, loaded = (line.split() for line in done.stdout.splitlines())
+    first, watched, plain = (set(line.split()) for line in done.stdout.splitlines())
     rooms = (*(f"swpipe.{room}" for room in ROOMS), "swpipe.cli")
-    assert {*first} & {*WORKLOADS, *LATE, "typer", *rooms} == set()
-    ours = [name for name in loaded if name.partition(".")[0] == "swpipe"]
-    others = {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert len(ours) <= most
-    assert others - BY_TORCH_ITSELF - {*ours} == set()
+    assert first & {*WORKLOADS, *LATE, "typer", *rooms} == set()
+    for loaded, most in ((plain, MOST_LOADED), (watched, MOST_LOADED_WATCHED)):
+        ours = {name for name in loaded if name.partition(".")[0] == "swpipe"}
+        others = {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names}
+        assert len(ours) <= most
+        assert others - BY_TORCH_ITSELF - ours == set()
 
 
 @pytest.mark.parametrize("door", [swpipe, swpipe.inference])

@@ -37,7 +37,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _InfiniteConstantSa
 from torch.utils.data.distributed import DistributedSampler
 
 from swpipe._values.stateful import is_generator
-from swpipe._values.walk import tensors_held
 
 SEQUENCES = (list, tuple, range)
 
@@ -77,19 +76,6 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
         draws_watched: Whether somebody looks if others draw from ``generators_in_pass``.
     """
     return why_not_apart(loader, draws_watched=draws_watched) is None
-
-
-def gives_pinned(loader: Any) -> bool:
-    """Whether the batches of a loader that is apart lie in pinned memory, or on a device.
-
-    So a copy of them to a device has no work on the host.
-    """
-    if not is_apart(loader):
-        return False
-    if isinstance(inner := unprepared(loader), DataLoader):
-        return inner.pin_memory
-    batch = tensors_held(inner[0]) if inner else []
-    return all(one.is_pinned() or one.device.type != "cpu" for one in batch)
 
 
 def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str] | None:

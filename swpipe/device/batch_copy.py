@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from swpipe._values.walk import map_tensors, tensors_held
+from swpipe.core.loaders import is_apart, unprepared
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device.choose import resolve
@@ -153,3 +155,16 @@ def copy_task(
     reads = attributes or ("batch",)
     copy: Callable[[Any], None] = BatchCopy(resolve(device), reads, buffers)
     return PipelineTask(COPY, copy, pure=True, reads=reads)
+
+
+def gives_pinned(loader: Any) -> bool:
+    """Whether the batches of a loader that is apart lie in pinned memory, or on a device.
+
+    So a copy of them to a device has no work on the host.
+    """
+    if not is_apart(loader):
+        return False
+    if isinstance(inner := unprepared(loader), DataLoader):
+        return inner.pin_memory
+    batch = tensors_held(inner[0]) if inner else []
+    return all(one.is_pinned() or not on_cpu(one) for one in batch)

@@ -27,12 +27,12 @@ import torch
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.loaders import generators_in_pass, gives_pinned, is_apart, why_not_apart
+from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
-from swpipe.device import BatchCopy, Device, on_cpu, resolve
+from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks

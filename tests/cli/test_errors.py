@@ -297,7 +297,7 @@ def test_where_one_file_fails_the_others_are_written(
 
 SHOW = "from swpipe.cli import main; main(['plan', 'show', 'pipelined'])"
 FULL = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {SHOW}"
-CLOSED = f"import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); {SHOW}"
+CLOSED = f"import os, sys; r, w = os.pipe(); os.close(r); sys.stdout = open(w, 'w'); {SHOW}"
 
 
 def test_a_standard_output_that_takes_nothing(scripts: Scripts) -> None:

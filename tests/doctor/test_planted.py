@@ -39,7 +39,7 @@ def rules(found: Diagnosis) -> list[tuple[str, str]]:
 def training(*, compiled: bool = False) -> list[PipelineTask]:
     """A small model in training; a pure task before it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = (torch.optim.SGD if compiled else torch.optim.Adam)(model.parameters())
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
 
     def update() -> None:
@@ -101,7 +101,7 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
 def test_a_clean_loop_over_a_list_has_no_findings() -> None:
     """Batches in memory, and reading a loss that is on the host anyway."""
     log = PipelineTask("log", lambda ctx: ctx.loss.item())
-    found = diagnose([*training(), log], batches(), rounds=2)
+    found = diagnose([*training(), log], batches())
     assert found.findings == ()
     assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
     with pytest.raises(ValueError, match="no batch"):
@@ -210,8 +210,7 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
         for _ in range(60_000 if holds else 0):
             pass
 
-    tasks = [PipelineTask("parse", parse, **declared), waiting(host)]
-    found = diagnose(tasks, batches(), rounds=2)
+    found = diagnose([PipelineTask("parse", parse, **declared), waiting(host)], batches())
     told = [("interpreter-lock", "task 'parse'")]
     assert rules(found) == (told if is_found else [])
 

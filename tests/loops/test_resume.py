@@ -195,6 +195,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None
     kinds: list[tuple[type[Way], type[Way]]] = [(Overlap, Looped), (draws.choice(others), Overlap)]
     for kind, then in kinds:
         first, second = draws.randrange(1, ROWS), draws.randrange(ROWS + 2, 2 * ROWS)
+        # Begun from the end of a pass, torchdata's nodes go on giving that as their state.
         between = [] if name == "nodes of torchdata" else [ROWS + 1]  # the passes
         stops = [0, first, ROWS, *between, second]
         ends = [*stops[1:], 2 * ROWS + 2]

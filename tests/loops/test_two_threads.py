@@ -74,7 +74,7 @@ def test_another_threads_training_is_left_alone(call: Callable[[Any], None]) -> 
     def beside(function: Callable[[Any], None]) -> Callable[[Any], None]:
         def run(ctx: Any) -> None:
             function(ctx)
-            found.append(thread.submit(lambda: theirs(next(rows))).result())
+            thread.submit(lambda: found.append(theirs(next(rows)))).result()
 
         return run
 

@@ -108,7 +108,8 @@ class Process:
         self._server.connect(str(folder() / kind))
         said = json.dumps((module, job)).encode() + b"\n"
         sent = socket.send_fds(self._server, [said], descriptors)
-        self._server.sendall(said[sent:])
+        if sent < len(said):  # else the process may have ended: to send nothing is an error then
+            self._server.sendall(said[sent:])
         self.pid = int.from_bytes(self._server.recv(_PID_BYTES), "big")
         """Of the process, which has begun by now."""
 
