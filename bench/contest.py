@@ -1,8 +1,9 @@
-"""A model on each of two ranks: time all contenders in turn."""
+"""A model on each of two ranks: time all contenders in turn, and the tasks of a step."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.contenders import CONTENDERS, Contender, streams_on_a_cpu
-from bench.dlrm import Batch, Size, dense_optimizer, endless, everything, sharded_dlrm
-from bench.emulated_link import EmulatedLink, reduce_by_link
+from bench.dlrm import CPU, Batch, Size, dense_optimizer, endless, everything, sharded_dlrm
+from bench.emulated_link import EmulatedLink, Exchange, reduce_by_link
 from bench.measure import sharpen_timers
+from bench.towers import sharded_towers
+from swpipe import IterContext, PipelineTask, SWPipeline
+from swpipe.plans.torchrec.sparse_dist import DENSE, DENSE_BACK, EMBED_BACK, PLANS
+from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
 
-MODELS: Mapping[str, Callable[[Size], nn.Module]] = {"DLRM": sharded_dlrm}
+MODELS: Mapping[str, Callable[[Size], nn.Module]] = {
+    "DLRM": sharded_dlrm,
+    "towers": sharded_towers,
+}
+"""Tables in one collection, and in one for each tower."""
 
 WARM_UP = 4
 """Untimed steps at the beginning of each turn."""
@@ -28,11 +37,13 @@ class Contest:
 
     Attributes:
         ms: Link latency in ms, then contender, to ms per step, one figure per round.
+        parts: Link latency in ms to the parts of a step (see ``Anatomy``), one dict per round.
         differ: Contenders that should give TorchRec base's numbers and do not.
         per_step: Collectives per step that the link has seen, by function.
     """
 
     ms: dict[float, dict[str, list[float]]] = field(default_factory=dict)
+    parts: dict[float, list[dict[str, float]]] = field(default_factory=dict)
     differ: list[str] = field(default_factory=list)
     per_step: dict[str, float] = field(default_factory=dict)
 
@@ -62,6 +73,76 @@ class Runner:
             self.pipeline.close()
 
 
+class Anatomy:
+    """The times of the parts of a step, run serially on a link without latency.
+
+    A task's time excludes its waits for exchanges. ``DenseForward`` is split where it waits for
+    embeddings for the last time, ``DenseBackward`` where it sends the last of their gradients, and
+    ``EmbBackward`` where it waits for the last of them: what comes before the first, after the
+    second and before the third does not depend on all exchanges.
+    """
+
+    def __init__(self, model: nn.Module, size: Size, link: EmulatedLink) -> None:
+        tasks = SparseDistTasks(model, TrainStep([dense_optimizer(model)]), device=CPU)
+        self._link = link
+        self._data = endless(size)
+        self._spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._pipe = SWPipeline(
+            PLANS["serial"](), [self._timed(task) for task in tasks.tasks()], device=CPU
+        )
+
+    def parts_ms(self, steps: int) -> dict[str, float]:
+        """The mean time of each part, in ms."""
+        latency_ms, self._link.latency_ms = self._link.latency_ms, 0.0
+        for _ in range(WARM_UP):
+            self._pipe.progress(self._data)
+        self._spans.clear()
+        self._link.exchanges.clear()
+        self._link.recording = True
+        for _ in range(steps):
+            self._pipe.progress(self._data)
+        self._link.recording = False
+        self._link.latency_ms = latency_ms
+        total_ns: dict[str, int] = defaultdict(int)
+        for task, spans in self._spans.items():
+            for span in spans:
+                for part, worked_ns in _parted(task, span, self._link.exchanges):
+                    total_ns[part] += worked_ns
+        return {part: ns / steps / 1e6 for part, ns in total_ns.items()}
+
+    def close(self) -> None:
+        """End its threads."""
+        self._pipe.close()
+
+    def _timed(self, task: PipelineTask) -> PipelineTask:
+        def fn(ctx: IterContext) -> None:
+            begin_ns = time.perf_counter_ns()
+            task.fn(ctx)
+            self._spans[task.name].append((begin_ns, time.perf_counter_ns()))
+
+        return PipelineTask(task.name, fn, task.io)
+
+
+def _parted(
+    task: str, span: tuple[int, int], exchanges: Sequence[Exchange]
+) -> Iterator[tuple[str, int]]:
+    """The parts of one run of a task, each with its time without waits."""
+    begin_ns, end_ns = span
+    waits = [e for e in exchanges if begin_ns <= e.wait_ns < end_ns]
+    worked_ns = end_ns - begin_ns - sum(e.waited_ns for e in waits)
+    if task == DENSE_BACK:
+        sent_ns = (e.issued_ns for e in exchanges if e.name != "all_reduce")
+        cut_ns = max(at_ns for at_ns in sent_ns if begin_ns <= at_ns < end_ns)
+    elif task in (DENSE, EMBED_BACK):
+        cut_ns = waits[-1].wait_ns
+    else:
+        yield task, worked_ns
+        return
+    first_ns = cut_ns - begin_ns - sum(e.waited_ns for e in waits if e.done_ns <= cut_ns)
+    yield f"{task} (1)", first_ns
+    yield f"{task} (2)", worked_ns - first_ns
+
+
 def contest(
     model: str,
     latencies: Sequence[float],
@@ -77,13 +158,17 @@ def contest(
     with streams_on_a_cpu(), EmulatedLink() as link:
         for latency in latencies:
             link.latency_ms = latency
-            runners = [runner(c, MODELS[model](size), size, link) for c in chosen]
+            runners = [runner(c, model, size, link) for c in chosen]
+            anatomy = Anatomy(MODELS[model](size), size, link)
             ms = found.ms[latency] = {contender.name: [] for contender in chosen}
+            parts = found.parts[latency] = []
             for turn in range(rounds):
                 for one in runners if turn % 2 == 0 else reversed(runners):
                     ms[one.contender.name].append(one.ms(steps))
+                parts.append(anatomy.parts_ms(steps))
             found.per_step = _per_step(runners[0], link)
             found.differ += _differ(runners)
+            anatomy.close()
     return found
 
 
@@ -109,8 +194,9 @@ def _differ(runners: Sequence[Runner]) -> list[str]:
     return found
 
 
-def runner(contender: Contender, trained: nn.Module, size: Size, link: EmulatedLink) -> Runner:
-    """A contender that trains a model. Where the link is slow, so are its all-reduces."""
+def runner(contender: Contender, model: str, size: Size, link: EmulatedLink) -> Runner:
+    """A contender at its start. Where the link is slow, so are its all-reduces."""
+    trained = MODELS[model](size)
     if link.latency_ms and not contender.ours:  # ours all-reduces from Python by itself
         reduce_by_link(trained)
     pipeline = contender.make(trained, dense_optimizer(trained))

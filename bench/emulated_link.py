@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,27 @@ COLLECTIVES = (
 """The collectives that TorchRec issues asynchronously, and similar ones."""
 
 
+class Exchange(NamedTuple):
+    """One collective; times are of ``time.perf_counter_ns``.
+
+    Attributes:
+        name: The function that issued it.
+        issued_ns: When it was called.
+        wait_ns: When it was waited for the first time.
+        done_ns: When that wait was over.
+    """
+
+    name: str
+    issued_ns: int
+    wait_ns: int
+    done_ns: int
+
+    @property
+    def waited_ns(self) -> int:
+        """How long the caller waited."""
+        return self.done_ns - self.wait_ns
+
+
 class EmulatedLink:
     """While entered, the link of this process is slow.
 
@@ -50,11 +71,15 @@ class EmulatedLink:
         latency_ms: Least time from a collective's issue to its end; may be set at any time, and
             holds for those issued after that.
         issued: How often each function was called.
+        exchanges: Those that were waited for, in that order, since ``recording`` was set.
+        recording: Whether to keep ``exchanges``.
     """
 
     def __init__(self, latency_ms: float = 0.0) -> None:
         self.latency_ms = latency_ms
         self.issued: Counter[str] = Counter()
+        self.exchanges: list[Exchange] = []
+        self.recording = False
         self._real: dict[str, Callable[..., Any]] = {}
         self._futures: SimpleQueue[tuple[LateWork, Any] | None] = SimpleQueue()
         self._completer = threading.Thread(target=self._complete, name="link", daemon=True)
@@ -97,7 +122,7 @@ class EmulatedLink:
             issued_ns = time.perf_counter_ns()
             work = real(*args, **kwargs)
             self.issued[name] += 1
-            handle = LateWork(work, issued_ns, self)
+            handle = LateWork(work, name, issued_ns, self)
             if isinstance(work, dist.Work):
                 return handle
             handle.wait()
@@ -111,22 +136,30 @@ class LateWork(dist.Work):
 
     Args:
         work: The real one; anything else for a collective that has completed already.
-        issued_ns: When it was issued.
-        link: Tells how late it is.
+        name: The function that issued it.
+        issued_ns: When.
+        link: Tells how late it is, and is told of the first wait.
     """
 
-    def __init__(self, work: Any, issued_ns: int, link: EmulatedLink) -> None:
+    def __init__(self, work: Any, name: str, issued_ns: int, link: EmulatedLink) -> None:
         super().__init__()
         self._work = work if isinstance(work, dist.Work) else None
+        self._name = name
+        self._issued_ns = issued_ns
         self._due_ns = issued_ns + round(link.latency_ms * 1e6)
         self._link = link
         self._done = False
 
     def wait(self, timeout: dt.timedelta = dt.timedelta(0)) -> bool:
         """Sleep until the collective is done and the latency over; later calls return at once."""
-        if not self._done:
-            self._wait_until_due(timeout)
-            self._done = True
+        if self._done:
+            return True
+        wait_ns = time.perf_counter_ns()
+        self._wait_until_due(timeout)
+        self._done = True
+        if self._link.recording:
+            done_ns = time.perf_counter_ns()
+            self._link.exchanges.append(Exchange(self._name, self._issued_ns, wait_ns, done_ns))
         return True
 
     def is_completed(self) -> bool:

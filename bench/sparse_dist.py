@@ -1,12 +1,13 @@
-"""A model on two ranks beside TorchRec's train pipelines, on links of several latencies.
+"""Two models on two ranks beside TorchRec's train pipelines, on links of several latencies.
 
 All contenders train the same model on the same batches with one torch thread per rank, and take
 turns within each round. At the end, all exact ones must have the same parameters, bit for bit. The
 emulated link delays DDP's all-reduces too: TorchRec's contenders get a communication hook for that,
 except on the plain link.
 
-The best of swpipe's exact plans is compared with the best of TorchRec's exact pipelines; the stale
-plan, with the best exact one and TorchRec's stale pipeline.
+The best of swpipe's exact plans is compared with the best of TorchRec's exact pipelines and with
+the lower bound (``bench.sparse_bound``); the stale plan, with the best exact one, TorchRec's
+stale pipeline and its own bound.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.measure import Row, compared
+from bench.sparse_bound import bounds
 
 if TYPE_CHECKING:
     from bench.contest import Contest
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 LATENCIES = (0.0, 2.0, 5.0, 20.0)
 """Milliseconds."""
 
-THEIRS_BAR, STALE_BAR = 1.0, 0.8
+THEIRS_BAR, BOUND_BAR, STALE_BOUND_BAR, STALE_BAR = 1.0, 1.1, 1.2, 0.8
 STALE_FROM = 20.0
 """The stale plan has a bar beside the best exact one from this latency on."""
 
@@ -57,11 +59,12 @@ def figures(model: str, found: Contest) -> Iterator[Row]:
 
 
 def verdicts(model: str, found: Contest) -> Iterator[Row]:
-    """For each link: ours over TorchRec's; the same for the stale ones."""
+    """For each link: ours over TorchRec's and the bound; the same for the stale ones."""
     for latency, by_name in found.ms.items():
         where = f"{model}, L = {latency:g} ms"
         ours, theirs = _best(by_name, ours=True), _best(by_name, ours=False)
         yield _row(f"{where}: {ours} over {theirs}", by_name[ours], by_name[theirs], THEIRS_BAR)
+        yield _over_bound(where, found, latency, ours, 0)
         stale, beside = (_best(by_name, ours=whose, stale=True) for whose in (True, False))
         yield _row(f"{where}: {stale} over {beside}", by_name[stale], by_name[beside], THEIRS_BAR)
         yield _row(
@@ -70,6 +73,20 @@ def verdicts(model: str, found: Contest) -> Iterator[Row]:
             by_name[ours],
             STALE_BAR if latency >= STALE_FROM else None,
         )
+        yield _over_bound(where, found, latency, stale, 1)
+
+
+def _over_bound(where: str, found: Contest, latency: float, name: str, staleness: int) -> Row:
+    """Compare with the bound, which is measured in each round."""
+    each = [bounds(parts, latency, staleness) for parts in found.parts[latency]]
+    least_ms = [bound.ii_us / 1e3 for bound in each]
+    by_cycle = sum(bound.rec_mii_us > bound.res_mii_us for bound in each) > len(each) / 2
+    return _row(
+        f"{where}: {name} over its bound, {'a cycle' if by_cycle else 'the work'}",
+        found.ms[latency][name],
+        least_ms,
+        STALE_BOUND_BAR if staleness else BOUND_BAR,
+    )
 
 
 def _row(what: str, ours: Sequence[float], theirs: Sequence[float], bar: float | None) -> Row:

@@ -287,9 +287,6 @@ class ApartStates:
                 self._state_of |= dict.fromkeys(storages.of(tensor), str(io.state))
         self._storages = storages  # keeps the numbers from being used again
 
-    def __bool__(self) -> bool:
-        return bool(self._state_of)
-
     def broken(self, run: TaskRun, touched: Mapping[StorageId, Access]) -> Iterator[Problem]:
         """Why a task that does not name a state may not touch it so."""
         task = run.task

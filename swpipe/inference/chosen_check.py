@@ -33,11 +33,12 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
     tasks, depth = verified.tasks, verified.program.depth
     every = pure = WatchedIterations(depth, share)
     if share is None:
-        known = verified.proved_by_declarations()
-        if known and any(task.io for task in tasks) and any(task.undeclared for task in tasks):
-            from swpipe.inference.checking import ApartStates  # late, as below
-
-            known = not ApartStates(tasks)  # else those that say nothing may break its word
+        said = [io for task in tasks for io in task.io]
+        apart = {io.state for io in said if io.others != "rw"}
+        # By their memory it is seen whether tasks that say nothing leave these states alone.
+        in_doubt = any(io.memory is not None and io.state in apart for io in said)
+        in_doubt = in_doubt and any(task.undeclared for task in tasks)
+        known = not in_doubt and verified.proved_by_declarations()
         every = WatchedIterations(depth, None if known else 0)
         pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):

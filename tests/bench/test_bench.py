@@ -132,10 +132,14 @@ def test_memory_stays_flat_unless_a_context_is_kept(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
-    """With the same bits."""
+    """The same bits; and the bound is that of a forward, periods of both, and a backward."""
     for measured in two_ranks.run(layer_overlap.on_rank, ("dense", "moe"), 1, 16, 1):
         assert measured.same
         assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
+    work_ms = {"f": 10.0, "b": 20.0, "dw": 5.0}
+    made = layer_overlap.Measured(1, 4, [], [], work_ms, same=True)
+    assert made.serial_bound_ms == 8 * (10 + 20 + 60 + 40)
+    assert made.bound_ms == (10 + 60) + 7 * (10 + 60) + (20 - 5 + 40)
 
 
 def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:

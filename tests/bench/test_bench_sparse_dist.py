@@ -1,4 +1,4 @@
-"""The benchmarks on two ranks run, at sizes too small to tell anything."""
+"""The benchmarks on two ranks run, at sizes too small to tell anything; their bounds are right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,40 @@ from bench import contest as module
 from bench import memory, sparse_dist, torchrec_classes
 from bench.contest import Contest, contest
 from bench.dlrm import TINY
+from bench.sparse_bound import WORK, bounds
+from swpipe.plans.torchrec.sparse_dist import EMBED
 from tests.support.ranks import Ranks
+
+MS = dict.fromkeys(WORK, 1.0)
+
+
+def test_the_work_bounds_a_step_on_a_quick_link() -> None:
+    """One thread: the sum of the parts."""
+    bound = bounds(MS, 0.0)
+    assert bound.ii_us == pytest.approx(1e3 * len(WORK))
+    assert "thread" in bound.limiting
+
+
+def test_a_slow_link_bounds_a_step_by_both_exchanges_of_embeddings() -> None:
+    """Look-up, top forward, loss, top backward and update, and twice the link's latency.
+
+    The update counts from the last gradients on.
+    """
+    bound = bounds(MS, 20.0)
+    assert bound.ii_us == pytest.approx(1e3 * (5 + 2 * 20))
+    assert f"{EMBED} i" in bound.limiting
+
+
+def test_a_batch_of_staleness_halves_the_cycle_down_to_that_of_the_dense_part() -> None:
+    """Two steps have one cycle's time, unless the all-reduce takes longer.
+
+    That cycle has the dense forward and backward in two parts each, the loss and the optimizer.
+    """
+    slow_tables = {**MS, EMBED: 40.0}
+    exact, stale = bounds(slow_tables, 20.0), bounds(slow_tables, 20.0, 1)
+    assert stale.rec_mii_us == pytest.approx(exact.rec_mii_us / 2)
+    assert bounds(MS, 20.0, 1).rec_mii_us == pytest.approx(1e3 * (7 + 20))
+
 
 NAMES = ("TorchRec base", "TorchRec staged", "TorchRec semi-sync", "split", "semi_sync")
 
@@ -26,7 +59,7 @@ def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> No
     assert [of_rank.differ for of_rank in found] == [[], []]
     assert found[0].per_step == {"all_to_all_single": 5.0, "all_reduce": 1.0}
     rows = [*sparse_dist.figures("DLRM", found[0]), *sparse_dist.verdicts("DLRM", found[0])]
-    assert [row.bar for row in rows if row.bar is not None] == [1.0, 1.0]
+    assert [row.bar for row in rows if row.bar is not None] == [1.0, 1.1, 1.0, 1.2]
 
 
 def test_a_contender_with_other_numbers_is_noticed(two_ranks: Ranks) -> None:

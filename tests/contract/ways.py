@@ -120,6 +120,19 @@ class OverlapInTurn(_Loop):
         self.loop = swpipe.overlap(training.loader, tasks_of(training), device="cpu")
 
 
+class OverlapWithinBody(_Loop):
+    """The same, with all but decode in the body of the loop."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        decode = tasks_of(training)[:1]
+        self.loop = swpipe.overlap(training.loader, decode, pull_ahead=True, device="cpu")
+
+    def _begin(self) -> Generator[Tensor]:
+        for ctx in self.loop:
+            yield trained(self.training, ctx.batch, ctx.x)
+
+
 class Ahead(_Loop):
     """``for rows, x in ahead(loader, decode)``."""
 
@@ -347,6 +360,6 @@ def trained(training: Training, rows: Tensor, x: Tensor) -> Tensor:
 
 
 WAYS = (
-    Ahead, AheadByWorkers, Overlap, OverlapInTurn,
+    Ahead, AheadByWorkers, Overlap, OverlapInTurn, OverlapWithinBody,
     Serial, Piped, PulledByAGroup, PulledForWorkers, WithinCalls, Looped, Scheduled,
 )  # fmt: skip
