@@ -158,7 +158,7 @@ class Job:
             parameter.grad = self.zeros[parameter]
 
 
-def _plan(groups: dict[str, str]) -> PipelinePlan:
+def _plan(groups: dict[str, str], depth: int | None = None) -> PipelinePlan:
     """Groups of tasks by thread group, each in the stage after the one before."""
     placed = [
         (name, TaskSchedule(stage=stage, thread_group=group))
@@ -167,7 +167,7 @@ def _plan(groups: dict[str, str]) -> PipelinePlan:
     ]
     names = [name for name, _ in placed]
     deps = list(zip(names[1:], names, strict=False))
-    return PipelinePlan(dict(placed), deps=deps)
+    return PipelinePlan(dict(placed), deps=deps, pipeline_depth=depth)
 
 
 TRAIN = "embed forward backward step"
@@ -175,6 +175,7 @@ PLANS = {
     "serially": PipelinePlan.serial(NAMES),
     "one thread ahead": _plan({"io": "read parse wait", "default": f"product {TRAIN}"}),
     "two threads ahead": _plan({"io": "read", "host": "parse wait product", "default": TRAIN}),
+    "deep": _plan({"io": "read parse", "default": f"wait product {TRAIN}"}, depth=4),
 }
 
 
@@ -303,7 +304,7 @@ def rows_of(what: str, found: Found) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Serially and under two plans, on a quiet machine and beside another process."""
+    """Serially and under three plans, on a quiet machine and beside another process."""
     profiles = int(os.environ.get("EXPOSED_PROFILES", "3"))
     found: list[Row] = []
     for taken in (False, True):

@@ -5,6 +5,8 @@ clock. Training is plain and under the advised plan in turns, apart from the rep
 of a turn do not count.
 Promise and gain must agree within both of their 95% intervals, in each of three reports. A report
 on a step of 100 ms must take a minute at most.
+
+``python -m bench.promises [LOOP ...]`` measures some of the loops, once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.data_bound import files, loop_tasks
-from bench.measure import Row, Spread, tolerated
+from bench.measure import Row, Spread, sharpen_timers, tolerated
+from bench.measure import report as print_rows
 from bench.verdicts import CLOCK, TOO_BUSY, loader_of
 from swpipe import PipelinePlan, SWPipeline, report
 from swpipe._distributed.rank_checks import gather, is_alone
@@ -38,7 +41,7 @@ MODELS, ON_RANKS = ("images", "clicks"), "clicks, two ranks"
 NEEDS = dict.fromkeys(("clicks", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu"))
 OWN, FILES = "my_loop:loop", "a data-bound loop"
 KNOWN = (
-    *("a long decode", "two that feed", "a task that waits", "a slow loader in turn"),
+    *("a decode", "two that feed", "a task that waits", "a loader in turn"),
     *("a loader in turn and a decode", "a fast one and a decode"),
 )
 RUNS, ROUNDS, TURN_S = 3, 6, 1.0
@@ -159,15 +162,15 @@ def measured(name: str, cache: Path) -> Row:
     return row
 
 
-def rows(runs: int = RUNS) -> list[Row]:
-    """A row per loop and report, and how long one takes."""
+def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
+    """A row per loop and report."""
     there = [n for n in (*MODELS, ON_RANKS) if all(map(find_spec, NEEDS.get(n, ())))]
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as cache:
-        names = (*there, OWN, FILES, *KNOWN)
-        found = [measured(name, Path(cache)) for name in names for _ in range(runs)]
+        wanted = [*names] or [*there, OWN, FILES, *KNOWN]
+        found = [measured(name, Path(cache)) for name in wanted for _ in range(runs)]
     torch.set_num_threads(threads)
-    return [*found, _duration()]
+    return found if names else [*found, _duration()]
 
 
 def _duration() -> Row:
@@ -178,9 +181,15 @@ def _duration() -> Row:
         "decode": 20.0,
         "mix": 10.0,
         "log": -10.0,
-        "train": 30.0,
+        "train": 30,
     }
     begin_s = time.monotonic()
     report(tasks_of(CLOCK, tasks_ms), range(_BATCHES), loader=loader_of(SLOW))
     seconds = time.monotonic() - begin_s
     return tolerated("a report on a step of 100 ms", seconds, MOST_S, "s")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sharpen_timers()
+    sys.exit(print_rows(rows(sys.argv[1:], 1)))

@@ -7,10 +7,14 @@ on an idle machine.
 
 The verdict and the first advice must be right for each loop, and two intervals at most may miss the
 truth. Beside two busy processes, "too busy to tell" is right, too.
+
+``python -m bench.verdicts [--busy 2] [LOOP ...]`` measures some of the loops, on an idle machine or
+beside so many busy processes.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import queue
@@ -19,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from bench.measure import Row, Spread, tolerated
+from bench.measure import Row, Spread, sharpen_timers, tolerated
+from bench.measure import report as print_rows
 from swpipe import IterContext, PipelinePlan, SWPipeline, report, task
 from swpipe.reporting import StepReport
 from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
@@ -36,7 +41,7 @@ from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
 BUSY, BUSY_ROUNDS = 2, 2  # fewer rounds than by default
 TOO_BUSY = "too busy to tell"
 MISSES = 2
-"""Intervals that may miss the truth: of 17 at 95%, one or two do."""
+"""Intervals that may miss the truth: of 24 at 95%, one or two do."""
 
 _APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: what waking up takes counts as well
 _TRUTH_S, _WARM_UP = 1.5, 5
@@ -279,11 +284,11 @@ def beside(busy: int) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
 
 
-def measured(busy: int = 0) -> list[Found]:
-    """Reports on all loops; one line of progress for each."""
+def measured(names: Iterable[str] = (), busy: int = 0) -> list[Found]:
+    """Reports on the named loops, or on all; one line of progress for each."""
     found = []
     with beside(busy):
-        for name in (*CASES, STRAGGLER, EVEN):
+        for name in [*names] or [*CASES, STRAGGLER, EVEN]:
             rounds = BUSY_ROUNDS if busy else None
             one = (in_process if name in CASES else on_two_ranks)(name, rounds)
             if busy and one.said == TOO_BUSY:
@@ -310,3 +315,18 @@ def rows() -> list[Row]:
     """All loops on an idle machine, and beside busy processes."""
     alone = rows_of(measured(), "idle")
     return alone + rows_of(measured(busy=BUSY), f"beside {BUSY} busy processes")
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure some of the loops; return 1 where one is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.verdicts", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="LOOP")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sharpen_timers()
+    return print_rows(rows_of(measured(options.names, options.busy), f"{options.busy} busy"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

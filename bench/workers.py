@@ -2,13 +2,14 @@
 
 reading   a remote read of 40 ms before a body of 10 ms, on 1 to 8 threads: beside the least that
           is to be had, max(40 / workers, 10)
-decoding  zlib to an array, which leaves the interpreter lock, before a body that only waits, on as
-          many threads as cores (4 at most): beside torchdata's ParallelMapper and spdl by as many
-          threads, and a DataLoader with as many processes
+decoding  zlib or PNG to an array, which leave the interpreter lock, before a body that only
+          waits, on as many threads as cores (4 at most): beside torchdata's ParallelMapper and
+          spdl by as many threads, and a DataLoader with as many processes
 """
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import zlib
@@ -37,42 +38,60 @@ DECODING_MOST = 1 / 0.95
 WARM_UP = 20  # the first 16 iterations are watched
 SIDE = 512
 
-Way = Callable[[list[bytes], int], Iterator[Any]]
+Decode = Callable[[bytes], Any]
+Way = Callable[[list[bytes], Decode, int], Iterator[Any]]
 
 
-def inflate(data: bytes) -> torch.Tensor:
+def inflate(data: bytes) -> Any:
     """An image, compressed by zlib."""
     return torch.from_numpy(np.frombuffer(zlib.decompress(data), dtype=np.uint8).copy())
 
 
-def files(count: int = 8) -> list[bytes]:
-    """So many images."""
-    made = np.random.default_rng(0).integers(50, size=(count, SIDE, SIDE, 3), dtype=np.uint8)
-    return [zlib.compress(image.tobytes(), 1) for image in made]
+def from_png(data: bytes) -> Any:
+    """The same as a PNG."""
+    from PIL import Image
+
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(data))))
 
 
-def by_swpipe(
-    data: Iterable[Any], workers: int, decode: Callable[[Any], Any] = inflate
-) -> Iterator[Any]:
+def files() -> dict[str, tuple[Decode, list[bytes]]]:
+    """Kind to the function that decodes, and some files."""
+    made = np.random.default_rng(0).integers(50, size=(8, SIDE, SIDE, 3), dtype=np.uint8)
+    found: dict[str, tuple[Decode, list[bytes]]] = {
+        "zlib": (inflate, [zlib.compress(image.tobytes(), 1) for image in made])
+    }
+    if not absent("PIL"):
+        from PIL import Image
+
+        def png(image: Any) -> bytes:
+            into = io.BytesIO()
+            Image.fromarray(image).save(into, "png", compress_level=1)
+            return into.getvalue()
+
+        found["PNG"] = from_png, [*map(png, made)]
+    return found
+
+
+def by_swpipe(data: Iterable[Any], decode: Callable[[Any], Any], workers: int) -> Iterator[Any]:
     """One line."""
     return iter(swpipe.ahead(data, decode, workers=workers))
 
 
-def by_torchdata(data: list[bytes], workers: int) -> Iterator[Any]:
+def by_torchdata(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[Any]:
     """A ParallelMapper by threads, in order."""
     from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
     yield from Loader(
-        ParallelMapper(IterableWrapper(data), inflate, workers, in_order=True, method="thread")
+        ParallelMapper(IterableWrapper(data), decode, workers, in_order=True, method="thread")
     )
 
 
-def by_spdl(data: list[bytes], workers: int) -> Iterator[Any]:
+def by_spdl(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[Any]:
     """One stage with as much concurrency, in order."""
     from spdl.pipeline import PipelineBuilder
 
     builder: Any = PipelineBuilder().add_source(data)
-    builder = builder.pipe(inflate, concurrency=workers, output_order="input").add_sink(2)
+    builder = builder.pipe(decode, concurrency=workers, output_order="input").add_sink(2)
     pipeline = builder.build(num_threads=workers, use_thread_output_queue=True)
     with pipeline.auto_stop():
         yield from pipeline
@@ -81,19 +100,19 @@ def by_spdl(data: list[bytes], workers: int) -> Iterator[Any]:
 class Decoded(Dataset[Any]):
     """Files, decoded where they are asked for."""
 
-    def __init__(self, data: list[bytes]) -> None:
-        self.data = data
+    def __init__(self, data: list[bytes], decode: Decode) -> None:
+        self.data, self.decode = data, decode
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        return inflate(self.data[index])
+        return self.decode(self.data[index])
 
 
-def by_dataloader(data: list[bytes], workers: int) -> Iterator[Any]:
+def by_dataloader(data: list[bytes], decode: Decode, workers: int) -> Iterator[Any]:
     """Processes."""
-    loader: Any = DataLoader(Decoded(data), batch_size=None, num_workers=workers)
+    loader: Any = DataLoader(Decoded(data, decode), batch_size=None, num_workers=workers)
     yield from loader
 
 
@@ -126,19 +145,19 @@ def waiting(workers: int, count: int, read_s: float, body_s: float) -> float:
         return number
 
     data = range(WARM_UP + count + workers)
-    return ms_per_batch(by_swpipe(data, workers, read), count, partial(time.sleep, body_s))
+    return ms_per_batch(by_swpipe(data, read, workers), count, partial(time.sleep, body_s))
 
 
-def decoding(way: Way, some: list[bytes], workers: int, count: int) -> float:
+def decoding(way: Way, decode: Decode, some: list[bytes], workers: int, count: int) -> float:
     """Ms per batch where the function computes."""
     data = [some[n % len(some)] for n in range(WARM_UP + count + workers)]
-    return ms_per_batch(way(data, workers), count, bool)
+    return ms_per_batch(way(data, decode, workers), count, bool)
 
 
 def rows(rounds: int = 5, batches: int = 80, read_s: float = READ_S) -> list[Row]:
-    """A row for each number of threads that wait; and for each other way."""
+    """A row for each number of threads that wait; and for each kind of file and other way."""
     found, body_s = [], read_s * BODY_S / READ_S
-    for workers in (1, 2, 4, 8):
+    for workers in range(1, 9):
         least = max(read_s / workers, body_s) * 1e3
         ours = [waiting(workers, batches, read_s, body_s) for _ in range(rounds)]
         ratio = Spread.of(each / least for each in ours)
@@ -147,17 +166,15 @@ def rows(rounds: int = 5, batches: int = 80, read_s: float = READ_S) -> list[Row
         found.append(Row(what, told, f"the least {least:.2f} ms", ratio, WAITING_MOST))
     workers = min(4, os.cpu_count() or 1)
     there = {name: way for name, way in OTHERS.items() if not absent(name)}
-    some = files()
-    mine, *others = interleaved(
-        rounds,
-        *(
-            partial(decoding, way, some, workers, 4 * batches)
+    for kind, (decode, some) in files().items():
+        measures = [
+            partial(decoding, way, decode, some, workers, 4 * batches)
             for way in (by_swpipe, *there.values())
-        ),
-    )
-    times = dict(zip(there, others, strict=True))
-    best = min(times, key=lambda name: median(times[name]))
-    for name, theirs in times.items():
-        what, bar = f"zlib, {workers} workers, beside {name}", DECODING_MOST
-        found.append(compared(what, mine, theirs, "ms", name, bar if name == best else None))
+        ]
+        mine, *others = interleaved(rounds, *measures)
+        times = dict(zip(there, others, strict=True))
+        best = min(times, key=lambda name: median(times[name]))
+        for name, theirs in times.items():
+            what, bar = f"{kind}, {workers} workers, beside {name}", DECODING_MOST
+            found.append(compared(what, mine, theirs, "ms", name, bar if name == best else None))
     return found

@@ -105,7 +105,7 @@ SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] 
     "extras": (lambda _: extras.rows(rounds=1, iterations=3), [1.0, None, 1.0, 1.02]),
     "gains": (lambda folder: [gains.one_model("images", 9, 3, folder)], [None]),
     "workers": (
-        lambda _: workers.rows(rounds=1, batches=3, read_s=0.002)[:4], [workers.WAITING_MOST] * 4
+        lambda _: workers.rows(rounds=1, batches=3, read_s=0.002)[:8], [workers.WAITING_MOST] * 8
     ),
 }  # fmt: skip
 """Each at a size too small to tell anything, with the bars of its rows."""
@@ -188,12 +188,11 @@ def test_each_other_way_does_the_same(tmp_path: Path) -> None:
     for name, way in ahead.WAYS.items():
         if not data_bound.absent(name):
             assert [*way(batch for batch in range(7))] == [*range(7)]
-    packed = workers.files(count=3)
-    decoded = [*map(workers.inflate, packed)]
-    for name, other in {**workers.OTHERS, "plain loop": workers.by_swpipe}.items():
-        if not data_bound.absent(name):
-            for one, wanted in zip(other(packed, 2), decoded, strict=True):
-                assert torch.equal(one, wanted)
+    for decode, data in workers.files().values():
+        for name, other in {**workers.OTHERS, "plain loop": workers.by_swpipe}.items():
+            if not data_bound.absent(name):
+                for one, file in zip(other(data, decode, 2), data, strict=True):
+                    assert torch.equal(one, decode(file))
     paths = data_bound.files(tmp_path, count=5, rows=64)
     runs = loader.overlapped, *(run for run, _ in loader.OTHERS.values())
     ours, *others = ([ctx.loss.item() for ctx in run(loader.Loop(paths))] for run in runs)

@@ -38,26 +38,38 @@ class Case(NamedTuple):
 LOADER_THREAD = "Call the loader on a thread of its own"
 CASES = {
     "nothing to overlap": Case({"train": 30}, None, 30, "compute-bound", "Make train take half"),
+    "a decode": Case({"decode": 15, "train": 25}, None, 40, "compute-bound", "Run", 15),
     "a long decode": Case({"decode": 30, "train": 10}, None, 40, "input-bound", "Run", 10),
     "two that feed": Case(
         {"read": -10, "decode": 10, "train": 30}, None, 50, "compute-bound", "Run", 20
     ),
     "a task that waits": Case({"train": 10, "log": -30}, None, 40, "host-bound", "Run", 10),
+    "a loader in turn": Case(
+        {"train": 30}, ("in turn", 20), 50, "compute-bound", LOADER_THREAD, 20
+    ),
     "a slow loader in turn": Case(
         {"train": 20}, ("in turn", 60), 80, "input-bound", LOADER_THREAD, 20
     ),
     "a loader in turn and a decode": Case(
         {"decode": 10, "train": 30}, ("in turn", 15), 55, "compute-bound", "Run", 25
     ),
-    "a loader ahead, as fast as the step": Case(
+    "a fast loader that works ahead": Case(
+        {"train": 30}, ("ahead", 20), 30, "compute-bound", "Make train take half"
+    ),
+    "one as fast as the step": Case(
         {"train": 30}, ("ahead", 28), 30, "compute-bound", "Overlap can gain nothing more"
     ),
     "one a little slower": Case({"train": 30}, ("ahead", 36), 36, "input-bound", "Make a batch", 6),
+    "a slow one": Case({"train": 30}, ("ahead", 60), 60, "input-bound", "Make a batch", 30),
+    "a very slow one": Case({"train": 15}, ("ahead", 100), 100, "input-bound", "Make a batch", 85),
     "a slow one and a decode": Case(
         {"decode": 20, "train": 20}, ("ahead", 60), 60, "input-bound", "Make a batch", 20
     ),
     "a fast one and a decode": Case(
         {"decode": 15, "train": 25}, ("ahead", 10), 40, "compute-bound", "Run decode", 15
+    ),
+    "slow passes": Case(
+        {"train": 20}, ("ahead", 1, 1000, 20), 70, "input-bound", "Make the start of a pass", 50
     ),
     "passes that begin a little slowly": Case(
         {"train": 30}, ("ahead", 10, 100, 20), 35, "compute-bound", "Make the start of a", 5
@@ -70,6 +82,9 @@ CASES = {
     ),
     "a plan whose decode is too slow": Case(
         {"decode": 40, "train": 30}, None, 40, "input-bound", "Make decode", None, ("decode",)
+    ),
+    "a plan with two busy threads": Case(
+        {"decode": 30, "train": 30}, None, 30, "balanced", "", None, ("decode",)
     ),
     "a plan over a slow loader": Case(
         {"decode": 20, "train": 30}, ("ahead", 60), 60, "input-bound", "Make a batch", None,
