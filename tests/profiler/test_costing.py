@@ -131,6 +131,26 @@ def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> Non
         assert any(beside.read())
 
 
+def test_device_time_is_the_time_of_a_tasks_work_on_its_stream(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured by events; the host returns earlier."""
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+
+    def copy(ctx: IterContext) -> None:
+        device.launch(4e-3)
+        host.sleep(1e-3)
+
+    tasks = [PipelineTask("copy", copy), PipelineTask("host", lambda ctx: None)]
+    plan = PipelinePlan({"copy": TaskSchedule(), "host": TaskSchedule()})
+    with SWPipeline(plan, tasks, device=device) as pipe:
+        for pipelined in (False, True):
+            costs = measure_costs(pipe, [None], lock=False, pipelined=pipelined, **COUNTS)
+            assert us_of(costs, "device_us") == pytest.approx({"copy": 4e3, "host": 0.0})
+            assert us_of(costs, "host_us") == pytest.approx({"copy": 1e3, "host": 0.0})
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["serially", "under the plan"])
 def test_a_task_that_waits_for_the_device_is_found(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch, pipelined: bool

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -214,6 +215,18 @@ def test_rounding_may_be_allowed() -> None:
         ctx.x = ctx.x / 2 * 1.1
 
     assert found(make(), with_part(norm=far), rtol=1e-2).element == (0, 0)
+
+
+def test_a_failure_comes_out_as_itself() -> None:
+    """With the note of where."""
+
+    def norm(ctx: Any) -> None:
+        if ctx.iter_idx == 2:
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        first_difference(make(), with_part(norm=norm))
+    assert "task 'norm', iteration 2" in "".join(caught.value.__notes__)
 
 
 def test_copies_are_made_on_the_task_s_thread() -> None:

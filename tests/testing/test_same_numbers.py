@@ -105,6 +105,24 @@ def test_a_lie_about_a_python_value_is_found() -> None:
     assert_same_numbers(make, iterations=4)
 
 
+def test_a_lie_about_the_loader_is_found() -> None:
+    """``pull_ahead=True`` says that it does not read what the loop changes."""
+
+    def make() -> Loop:
+        job = Job()
+
+        def decode(ctx: Any) -> None:
+            ctx.x = ctx.batch + 1
+
+        def body(ctx: Any) -> None:
+            job.scale += 1
+
+        return job.loop(decode, loader=job.batches(), body=body, pull_ahead=True)
+
+    with pytest.raises(AssertionError, match=r"iteration [1-7]: ctx\.batch\[0, 0\] differs"):
+        assert_same_numbers(make)
+
+
 def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
     """By its path."""
 
@@ -168,14 +186,20 @@ def test_a_difference_of_any_kind_is_told(plain: Any, ahead: Any, place: Any) ->
     assert (found and found[:2]) == place
 
 
-def test_what_one_loop_lacks_is_told() -> None:
+@pytest.mark.parametrize(
+    ("plain", "ahead", "said"),
+    [
+        ({"a": 1}, {"b": 1}, r"only the plain loop has ctx\.y\['a'\]"),
+        (1, True, r"ctx\.y differs: plainly 1, overlapped True"),
+    ],
+)
+def test_both_values_are_told(plain: Any, ahead: Any, said: str) -> None:
     """With the iteration, and what may be the cause."""
-    said = r"only the plain loop has ctx\.y\['a'\]"
 
     def make() -> Loop:
         def decode(ctx: Any) -> None:
             ctx.x = ctx.batch
-            ctx.y = {"a": 1} if on_main_thread() else {"b": 1}
+            ctx.y = plain if on_main_thread() else ahead
 
         return Job().loop(decode)
 
