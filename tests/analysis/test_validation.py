@@ -57,8 +57,15 @@ REFUSED = {
         ("future read",), {"schedule": LATE_B, "cross_iter_deps": [("a", "b", 1)]}
     ),
     "a cycle within a period": Refused(
-        ("within an iteration form a cycle: 'a' after 'b' after 'a'",),
-        {"schedule": A_B, "deps": [("a", "b")], "same_period_deps": [("b", "a")]},
+        (
+            "within an iteration form a cycle: 'a' after 'b' after 'a'; none of these",
+            "take out one of a after b (deps), b after a (same_period_deps)\n",
+        ),
+        {
+            "schedule": {**A_B, "c": TaskSchedule()},
+            "deps": [("a", "b"), ("c", "a")],
+            "same_period_deps": [("b", "a")],
+        },
     ),
     "a cycle that no single iteration has": Refused(
         ("within a period form a cycle: 'a' after 'b' after 'a'",),
