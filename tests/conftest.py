@@ -71,7 +71,7 @@ _FROZEN: set[str] = set()
 
 
 def pytest_runtest_logfinish() -> None:
-    """Nor what the compiler brings, which the first optimizer of a process imports."""
+    """The same for torch's compiler, which the first optimizer of a process imports."""
     if "torch._dynamo" in sys.modules and not _FROZEN:
         _FROZEN.add("torch._dynamo")
         gc.collect()

@@ -36,8 +36,8 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
         said = [io for task in tasks for io in task.io]
         apart = {io.state for io in said if io.others != "rw"}
         # By their memory it is seen whether tasks that say nothing leave these states alone.
-        in_doubt = any(io.memory is not None and io.state in apart for io in said)
-        in_doubt = in_doubt and any(task.undeclared for task in tasks)
+        seen = any(io.memory is not None and io.state in apart for io in said)
+        in_doubt = seen and any(task.undeclared for task in tasks)
         known = not in_doubt and verified.proved_by_declarations()
         every = WatchedIterations(depth, None if known else 0)
         pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)

@@ -355,7 +355,10 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
 def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
     others: Any, writes: bool
 ) -> None:
-    """In the first iteration, with both names; a read that is allowed runs to the end."""
+    """In the first iteration, with both names; a read that is allowed runs to the end.
+
+    Where others may read and write, nobody is watched.
+    """
     table = torch.ones(3)
     io = [DeclaredIO(state="table", mode="r", memory=[table], others=others)]
 
@@ -377,6 +380,9 @@ def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
     if others == "r":
         with SWPipeline(plan, read, device="cpu") as pipe:
             assert pipe.run(batches()).iterations == BATCHES
+    shared = replace(tasks[0], io=[replace(io[0], others="rw")])
+    with SWPipeline(plan, [shared, tasks[1]], device="cpu") as pipe:
+        assert pipe._driver.engine.check is None  # nothing is said that could be broken
 
 
 APART = DeclaredIO(state="a word", mode="r", others="")

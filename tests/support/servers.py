@@ -110,15 +110,22 @@ class Process:
         sent = socket.send_fds(self._server, [said], descriptors)
         if sent < len(said):  # else the process may have ended: to send nothing is an error then
             self._server.sendall(said[sent:])
-        self.pid = int.from_bytes(self._server.recv(_PID_BYTES), "big")
+        self.pid = int.from_bytes(self._received(_PID_BYTES), "big")
         """Of the process, which has begun by now."""
 
     def wait(self, within_s: float) -> int | None:
         """The exit code, as of ``subprocess``; None where it has not ended."""
         if self._code is None and select.select([self._server], [], [], max(0.0, within_s))[0]:
-            self._code = int(self._server.recv(64))
+            self._code = int(self._received(64))
             self._server.close()
         return self._code
+
+    def _received(self, most: int) -> bytes:
+        said = self._server.recv(most)
+        if not said:
+            log = (folder() / "log").read_text("utf-8", "replace")
+            raise RuntimeError(f"the server of the tests' processes has ended:\n{log}")
+        return said
 
     def kill(self) -> None:
         """End it."""
