@@ -596,16 +596,18 @@ def test_the_memory_of_a_gradient_has_its_name() -> None:
 def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one thread reads ``parameter.grad`` while another one trains, torch may crash.
 
-    The next iteration's ``look`` lasts as long as ``train``, and is not watched from 16 on.
+    ``alone`` comes after its iteration's ``look`` and before the next one's, so nothing runs beside
+    it. The next iteration's ``look`` lasts as long as ``train``, and is not watched from 16 on.
     """
     count, training = 19, Training(every=1)
-    begun, trained = ([threading.Event() for _ in range(count + 1)] for _ in range(2))
+    begun = [threading.Event() for _ in range(count + 1)]
+    trained = [threading.Event() for _ in range(count)]
     begun[count].set()
     looks: list[int] = []
-    seen: list[int] = []
+    looks_at_each_read: list[int] = []
 
     def read(parameter: torch.Tensor) -> torch.Tensor | None:
-        seen.append(len(looks))
+        looks_at_each_read.append(len(looks))
         return parameter.grad
 
     def look(ctx: IterContext) -> None:
@@ -614,6 +616,9 @@ def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPa
         if ctx.iter_idx:
             await_event(trained[ctx.iter_idx - 1], "the training beside it")
         looks.remove(ctx.iter_idx)
+
+    def alone(_ctx: IterContext) -> None:
+        pass
 
     def wait(ctx: IterContext) -> None:
         await_event(begun[ctx.iter_idx + 1], "the next iteration")
@@ -626,18 +631,22 @@ def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPa
         trained[ctx.iter_idx].set()
 
     monkeypatch.setattr(watched_gradients, "grad_or_none", read)
-    schedule = {name: TaskSchedule(1) for name in ("wait", "train", "after")}
+    tasks = [look, alone, wait, train, after]
+    schedule = {name: TaskSchedule(1) for name in ("alone", "wait", "train", "after")}
     plan = PipelinePlan(
         {"look": TaskSchedule(thread_group="look"), **schedule},
-        deps=[("train", "wait"), ("after", "train")],
+        deps=[("alone", "look"), ("train", "wait"), ("after", "train")],
+        same_period_deps=[("look", "alone")],
     )
-    assert finished(checked(plan, [look, wait, train, after], None), count) == count
-    assert seen
-    assert not any(seen)
-    one = PipelinePlan.serial([PipelineTask("train", train)])
-    before = len(seen)
-    assert finished(checked(one, [train]), 3) == 3
-    assert len(seen) == before + (2 + 3) * 4  # of four parameters, once they are known
+    assert finished(checked(plan, tasks, None), count) == count
+    # Beside ``alone`` both neighbours are watched on 1 to 14: four gradients, before and after.
+    assert len(looks_at_each_read) >= 14 * 2 * 4
+    assert not any(looks_at_each_read)
+    serial = PipelinePlan.serial([PipelineTask("train", train)])
+    reads_before = len(looks_at_each_read)
+    assert finished(checked(serial, [train]), 3) == 3
+    # Four parameters: after the first training, which shows them, and around the two that follow.
+    assert len(looks_at_each_read) == reads_before + (1 + 2 * 2) * 4
 
 
 def test_tasks_of_one_period_on_two_threads_are_watched_without_a_word() -> None:
