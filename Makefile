@@ -42,7 +42,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-clicks test test-torchrec peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo demo-clicks test test-torchrec mutants peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run
 	@PYTHONPATH="$(if $(TORCH),$(CURDIR),$(abspath $<))" \
 	  $(if $(TORCH),$(subst $(BIN),$(OTHER)/bin,$(PYTEST)),$(PYTEST)) \
 	  tests/tasks/torchrec --ignore tests/tasks/torchrec/hstu $(ARGS)
+
+mutants: $(VENV)/.test ## plant each fault of tests/mutants, and list those that no test finds; ARGS names rooms
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
 	@test -n "$(TORCHREC_TESTS)" || { \
