@@ -226,6 +226,44 @@ def test_a_pipeline_driven_by_the_iterator_draws_what_it_draws_alone() -> None:
     assert ([numbers for numbers, _ in ours[0]], ours[1]) == (serial(1), serial(2))
 
 
+def test_a_loader_draws_what_it_draws_alone_beside_a_random_task() -> None:
+    """The pull waits for the task, whose seed is that of the whole process; or the task for it."""
+    begun, drawn = set[int](), list[torch.Tensor]()
+
+    def may_draw() -> bool:
+        # Without access of its own it draws in the middle of the task, which waits for it below.
+        return randomness._innermost() is not None or len(drawn) - 2 in begun
+
+    def loader() -> Iterator[torch.Tensor]:
+        for i in range(ITERATIONS):
+            if i >= 2:
+                await_that(may_draw, "the turn to draw")
+            drawn.append(torch.rand(1))
+            yield drawn[-1]
+
+    def within(ctx: IterContext) -> None:
+        begun.add(ctx.iter_idx)
+        if ctx.iter_idx + 2 < ITERATIONS:
+            await_that(lambda: len(drawn) > ctx.iter_idx + 2 or pull_waits(), "the pull")
+
+    def pull_waits() -> bool:
+        run = pipe._driver.run
+        return run is not None and bool(run.iterations.generators.counter._waiters)
+
+    plan = PipelinePlan(
+        {"noise": TaskSchedule(thread_group="io"), "train": TaskSchedule(1)},
+        deps=[("train", "noise")],
+        pipeline_depth=3,
+    )
+    tasks = [drawing("noise", within), PipelineTask("train", lambda ctx: None, pure=True)]
+    torch.manual_seed(0)
+    alone = [torch.rand(1) for _ in range(ITERATIONS)]
+    torch.manual_seed(0)
+    with SWPipeline(plan, tasks, device="cpu", seed=1) as pipe:
+        assert pipe.run(loader()).iterations == ITERATIONS
+    assert torch.equal(torch.cat(drawn), torch.cat(alone))
+
+
 def test_an_inner_worker_may_have_access_when_the_outer_takes_its_own_back() -> None:
     """It is waited for: what it restores are the process's states, not the outer's."""
     found: list[list[float]] = []

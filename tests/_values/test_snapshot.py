@@ -306,6 +306,27 @@ def test_anything_with_a_state_dict() -> None:
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
 
 
+def test_an_object_that_keeps_what_it_loads_is_restored_each_time() -> None:
+    """What it is given is its own: what it changes there is not the saved state."""
+
+    class Log:
+        def __init__(self) -> None:
+            self.lines: dict[str, list[int]] = {"lines": [1]}
+
+        def state_dict(self) -> dict[str, list[int]]:
+            return self.lines
+
+        def load_state_dict(self, state: dict[str, list[int]]) -> None:
+            self.lines = state
+
+    log = Log()
+    snapshot = snapshot_of(log)
+    for line in (2, 3):
+        log.lines["lines"].append(line)
+        snapshot.restore()
+        assert log.lines == {"lines": [1]}
+
+
 def test_a_state_that_cannot_be_copied_is_reported() -> None:
     """The error names the object and a workaround."""
 

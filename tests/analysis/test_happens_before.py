@@ -205,3 +205,14 @@ def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
     assert before.device("c", "a", 1)
     assert not before.device("c", "b", 0)
     assert before.host("c", "b", 0)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_two_tasks_may_run_beside_each_other_as_far_apart_as_the_depth_allows(depth: int) -> None:
+    """From a depth of 3 on they do so two iterations apart, although one apart they never do."""
+    schedule = {"ahead": TaskSchedule(0, thread_group="io"), "last": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, same_period_deps=[("last", "ahead")], pipeline_depth=depth)
+    before = HappensBefore.of(resolve_plan(plan), streams=False)
+    assert before.host("ahead", "last", -1)
+    for distance in (0, 1):
+        assert before.never_beside("last", "ahead", distance) == (depth == 2)

@@ -408,3 +408,19 @@ def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
     device = VirtualDevice()
     with pytest.raises(PlanError, match="'forward' on iteration i must come after 'step'"):
         SWPipeline(plan, TASKS, device=device, host=device.host)
+
+
+def test_an_order_of_functions_is_none_of_their_device_work() -> None:
+    """Two tasks share a counter on the host, and memory of the device, in whichever order."""
+    counter, memory = Location("counter", True, on_host=True), Location("memory", True)
+    plan = PipelinePlan(
+        {"a": TaskSchedule(stream="one"), "b": TaskSchedule(stream="two")},
+        deps=[("b", "a")],
+        host_only=[("b", "a")],
+    )
+    for places in ([counter], [memory], [counter, memory]):
+        touched = Effects(frozenset(places), frozenset(places))
+        effects = {"a": touched, "b": touched}
+        problems = order_problems(plan, effects, streams=True)
+        assert any(problem.tasks == ("b", "a") for problem in problems) == (memory in places)
+        assert not order_problems(plan, effects, streams=False)

@@ -186,6 +186,34 @@ def test_declared_and_recorded_effects_are_joined() -> None:
         verify_tasks(unconnected(), tasks, effects)
 
 
+def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it() -> None:
+    """A task, a loader, or the body, whatever the other entries name; only what is known is not."""
+    plan = PipelinePlan(
+        {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)}, deps=[("b", "a")]
+    )
+    with pytest.raises(PlanError, match=r"'a' on iteration i must come after 'b' on .* 'model'"):
+        verify_tasks(plan, effects={"a": touching("model", "model"), "b": UNKNOWN})
+    verify_tasks(plan, effects={"a": touching("model", "model"), "b": touching()})
+    pulled = PipelinePlan({"b": TaskSchedule()}, pull_group="loader")
+    step = touching("model", "model")
+    with pytest.raises(PlanError, match="nothing is declared of what the loader uses"):
+        verify_tasks(pulled, effects={PULL: UNKNOWN, "b": step})
+    verify_tasks(pulled, effects={PULL: touching(), "b": step})
+
+
+def test_declared_states_keep_their_order_of_a_serial_run_beside_recorded_effects() -> None:
+    """Effects in another order say what was serial then; the pipeline's serial run is its own."""
+    plan = PipelinePlan(dict.fromkeys("ab", TaskSchedule()), order="ab")
+    state = DeclaredIO(state="log", others="")
+    tasks = [PipelineTask(name, print, io=[state]) for name in "ba"]
+    effects = {"a": touching(), "b": touching()}
+    with pytest.raises(PlanError, match="'a' on iteration i must come after 'b' on iteration i"):
+        SWPipeline(plan, tasks, effects=effects, device="cpu")
+    SWPipeline(plan, tasks[::-1], effects=effects, device="cpu").close()
+    free = [replace(task, io=[], pure=True) for task in tasks]
+    SWPipeline(plan, free, effects=effects, device="cpu").close()
+
+
 def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
     """And the result says so."""
     tasks = [PipelineTask(name, print, pure=True) for name in "ab"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from swpipe import DeclaredIO, PipelineTask
@@ -46,6 +48,18 @@ def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
     silent = DeclaredIO(capture=lambda: None, restore=lambda kept: None)
     task = PipelineTask("a", print, io=[DeclaredIO(state="model", mode=mode), silent])
     assert declared_effects([task]) == {"a": effects}
+
+
+def test_a_state_is_on_the_host_only_if_all_its_users_say_so() -> None:
+    """Device work of one task conflicts with the function of another one, as with device work."""
+    on_host = PipelineTask("a", print, io=[DeclaredIO(state="model", on_host=True)])
+    silent = PipelineTask("b", print, io=[DeclaredIO(state="model")])
+    for pair in ([on_host, silent], [silent, on_host]):
+        found = conflicts(declared_effects(pair))
+        assert {conflict.place for conflict in found} == {MODEL}
+        assert {conflict[:2] for conflict in found} == {*product("ab", repeat=2)}
+    (alone,) = declared_effects([on_host])["a"].writes
+    assert alone == MODEL._replace(on_host=True)
 
 
 @pytest.mark.parametrize(
