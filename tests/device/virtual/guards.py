@@ -31,7 +31,7 @@ from tests.device.virtual import (
     WaitBeforeRecord,
     clocks,
 )
-from tests.device.virtual.harness import break_any, run_any
+from tests.device.virtual.harness import Finding, break_any, run_any
 from tests.device.virtual.machine import OutOfTurn
 from tests.support import unguarded
 from tests.support.strategies import (
@@ -182,10 +182,13 @@ class Guard:
     breaks: bool = False
     shows_on: tuple[str, ...] = ("virtual",)
 
+    def run(self, seed: int) -> Finding:
+        """Return what the virtual device finds wrong in the case of a seed."""
+        return (break_any if self.breaks else run_any)(self.cases(seed))
+
     def shows(self, seed: int) -> bool:
-        """Whether the virtual device finds what the guard prevents, in the case of a seed."""
-        run = break_any if self.breaks else run_any
-        return run(self.cases(seed)).shows(self.found)
+        """Return whether it finds what the guard prevents."""
+        return self.run(seed).shows(self.found)
 
 
 # ------------------------------------------------------------------- changes to the program

@@ -11,8 +11,19 @@ from tests.device.virtual.harness import break_any
 from tests.support.strategies import keeping_case, random_case
 
 
-@pytest.mark.slow
+def broken_off(cases: Callable[[int], Any], seeds: range) -> dict[int, object]:
+    """Return what went wrong, by seed, in runs that fail or are closed."""
+    return {seed: wrong for seed in seeds if (wrong := break_any(cases(seed)))}
+
+
 @pytest.mark.parametrize("cases", [random_case, keeping_case])
 def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], Any]) -> None:
     """What a broken-off run leaves on the device is ordered before whatever comes next."""
-    assert {seed: wrong for seed in range(40) if (wrong := break_any(cases(seed)))} == {}
+    assert broken_off(cases, range(10)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [random_case, keeping_case])
+def test_failing_and_closing_break_no_rule_in_many_plans(cases: Callable[[int], Any]) -> None:
+    """The same of more plans."""
+    assert broken_off(cases, range(10, 40)) == {}
