@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import swpipe._engine.run
-from swpipe import IterContext, PipelinePlan, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._engine.driver import Driver
+from swpipe.device.cpu import NoEvent
 from swpipe.errors import StallError
 from swpipe.trace import Observer
 from tests.support.hang import Hang, has_come_to
@@ -23,6 +25,7 @@ from tests.support.pairs import pairwise_cases
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.scripts import Script, Scripts
 from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
+from tests.support.stream_device import StreamDevice
 from tests.support.virtual_clock import TimedHost
 
 PLANS = {
@@ -335,6 +338,72 @@ def test_the_first_of_two_failures_is_the_one_raised() -> None:
             pipe.progress(data)
 
 
+class StuckDevice(StreamDevice[str]):
+    """A device whose work never ends.
+
+    Attributes:
+        asked: Somebody has asked whether it has.
+        cancelled: Return whether all waits were cancelled.
+        asked_in_vain: Somebody has gone on to ask after that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the caller's")
+        self.asked = threading.Event()
+        self.cancelled: Callable[[], bool] = lambda: False
+        self.asked_in_vain = False
+
+    def new_stream(self, spec: Any) -> str:
+        return "side"
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        return StuckEvent(self)
+
+
+class StuckEvent(NoEvent):
+    """One that is never reached; after a cancellation it may be asked once, to be told of it."""
+
+    def __init__(self, device: StuckDevice) -> None:
+        self._device = device
+        self._is_last = False
+
+    def query(self) -> bool:
+        self._device.asked.set()
+        if self._is_last:
+            self._device.asked_in_vain = True
+            return True
+        self._is_last = self._device.cancelled()
+        return False
+
+
+def test_a_failure_ends_the_wait_for_the_device() -> None:
+    """The caller waits to admit an iteration, on a device that hangs, while a worker fails."""
+    device = StuckDevice()
+
+    def read(ctx: IterContext) -> None:
+        if ctx.batch == 1:
+            await_event(device.asked, "a wait for the device")
+            raise Planted
+
+    plan = PipelinePlan(
+        {
+            PipelineTask("read", read): TaskSchedule(0, "side", "io"),
+            PipelineTask("train", lambda ctx: None): TaskSchedule(1),
+        },
+        deps=[("train", "read")],
+        run_ahead=0,
+    )
+    with SWPipeline(plan, device=device, stall_timeout_s=None) as pipe:
+        data = iter(range(9))
+        assert pipe.progress(data).batch == 0
+        run = pipe._driver.run
+        assert run is not None
+        device.cancelled = lambda: run.iterations.generators.cancelled
+        with pytest.raises(Planted):
+            pipe.progress(data)
+    assert not device.asked_in_vain
+
+
 class AfterRetirement(Observer):
     """Acts right after an iteration was retired, within the same call."""
 
@@ -394,6 +463,42 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
         assert [ctx.batch for ctx in pipe.drain()] == [1]
         assert pipe.in_flight == 0
         assert pipe.drain() == []
+
+
+def test_a_drain_that_was_interrupted_goes_on_with_a_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever else is called would admit more: it is refused, and nothing is lost."""
+    data = iter(range(9))
+    with SWPipeline(piped(), tasks()) as pipe:
+        assert pipe.progress(data).batch == 0
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(
+                swpipe._engine.run.Run, "ask", lambda run: throw(KeyboardInterrupt())
+            )
+            with pytest.raises(KeyboardInterrupt):
+                pipe.drain()
+        for call in (lambda: pipe.progress(data), lambda: pipe.fill_pipeline(data)):
+            with pytest.raises(
+                RuntimeError, match=r"drain\(\) was interrupted: call it again|full"
+            ):
+                call()
+        assert [ctx.batch for ctx in pipe.drain()] == [1, 2]
+        assert next(data) == 3
+
+
+def test_a_call_that_was_cut_short_while_it_ended_is_ended_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here by an interrupt right after a failure: what it has left is in nobody's way."""
+    with SWPipeline(piped(), tasks(forward=at(1, lambda: throw(Planted())))) as pipe:
+        data = iter(range(9))
+        assert pipe.progress(data).batch == 0
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(Driver, "_end", lambda driver, run: throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                pipe.progress(data)
+        assert [ctx.batch for ctx in pipe.iterate(range(20, 25))] == [*range(20, 25)]
 
 
 def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure(

@@ -179,3 +179,38 @@ def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
     )
     backward = compile_plan(resolve_plan(plan), streams=True).instructions["backward"]
     assert set(backward.event_waits) == {EventWait("prefetch", 0), EventWait("prefetch", -1)}
+
+
+def test_a_later_task_of_a_stream_stands_for_an_earlier_one() -> None:
+    """Also where it works on an older iteration: the stream did the earlier one before that."""
+    plan = PipelinePlan(
+        {
+            "a": TaskSchedule(0, stream="one"),
+            "b": TaskSchedule(1, stream="one"),
+            "c": TaskSchedule(1, stream="two"),
+        },
+        deps=[("c", "a"), ("c", "b")],
+        order=["a", "b", "c"],
+    )
+    program = compile_plan(resolve_plan(plan), streams=True)
+    assert program.instructions["c"].event_waits == (EventWait("b", 0),)
+
+
+def test_whether_a_worker_is_past_an_iteration_is_always_known() -> None:
+    """One that fails waits for those before it, also where nobody else waits for their last task.
+
+    That is implied here: before retirement the worker has come to its next iteration.
+    """
+    plan = PipelinePlan(
+        {
+            "read": TaskSchedule(0, thread_group="io", workers=2),
+            "note": TaskSchedule(0, thread_group="io", workers=2),
+            "train": TaskSchedule(1),
+            "log": TaskSchedule(4),
+        },
+        deps=[("train", "read")],
+    )
+    program = compile_plan(resolve_plan(plan), streams=False)
+    waited_for = {w.producer for ins in program.instructions.values() for w in ins.host_waits}
+    assert "note" not in waited_for
+    assert program.instructions["note"].publish

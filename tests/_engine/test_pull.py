@@ -14,7 +14,8 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSche
 from swpipe._engine.run import Run
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning.simulation.simulator import simulate
-from tests.support.sequencer import await_event
+from tests.support.plans_for_tests import NOBODY_ELSE
+from tests.support.sequencer import PATIENCE_S, await_event
 
 
 def double(ctx: IterContext) -> None:
@@ -207,6 +208,26 @@ def test_whoever_waits_for_its_turn_is_woken_when_the_loop_is_left() -> None:
         assert waits.wait(30)
         assert pipe.drop() == 0
     assert ends == ["swpipe-loader"]
+
+
+def test_a_pull_that_waits_for_its_turn_lets_random_tasks_draw() -> None:
+    """It has the generators, and the iterations that it waits for need them."""
+
+    def batches() -> Iterator[float]:
+        for _ in range(4):
+            pipe.await_turn()
+            yield torch.rand(1).item()
+
+    def draw(ctx: IterContext) -> None:
+        ctx.noise = torch.rand(1)
+
+    task = PipelineTask("draw", draw, io=[NOBODY_ELSE], random=True)
+    plan = replace(PipelinePlan.serial([task]), pull_group="loader", pipeline_depth=None)
+    torch.manual_seed(0)
+    alone = [torch.rand(1).item() for _ in range(4)]
+    torch.manual_seed(0)
+    with SWPipeline(plan, [task], device="cpu", stall_timeout_s=PATIENCE_S) as pipe:
+        assert [ctx.batch for ctx in pipe.iterate(batches())] == alone
 
 
 @pytest.mark.parametrize("depth", [None, 6])

@@ -184,6 +184,16 @@ def test_a_call_of_the_loader_comes_after_what_is_before_it_on_the_callers_strea
     assert not HappensBefore.of(resolve_plan(beside), streams=True).device("step", PULL, 4)
 
 
+def test_a_call_of_the_loader_is_on_its_own_thread() -> None:
+    """It comes after the tasks that its thread has run before it, and admission need not."""
+    schedule = {"a": TaskSchedule(thread_group="loader"), "b": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("b", "a")], pull_group="loader")
+    before = HappensBefore.of(resolve_plan(plan), streams=False)
+    assert not before.keeps("a", PULL, 1)
+    assert before.keeps("a", PULL, 2)
+    assert not before.keeps("a", ADMIT, 2)
+
+
 def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
     """The consumer waits for the iteration after its own, which the last one does not have.
 

@@ -290,6 +290,14 @@ def test_the_older_state_is_offered_only_where_the_two_meet_in_one_period() -> N
     assert text.endswith('must be the same in every run: add cross_iter_deps=[("a", "b", 1)]')
 
 
+def test_a_task_that_writes_a_state_is_never_stale() -> None:
+    """It would compute its new value from an old one: only tasks that read alone may be behind."""
+    plan = PipelinePlan({"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=2)}, order=["a", "b"])
+    stale = replace(plan, stale={"model": 2})
+    assert not says(stale, {"a": READS_MODEL, "b": CHANGES_MODEL}, streams=None)
+    assert says(stale, {"a": CHANGES_MODEL, "b": CHANGES_MODEL}, streams=None)
+
+
 def test_an_attribute_is_never_stale() -> None:
     """Though a state of the same name may be."""
     turned = two(TaskSchedule(), TaskSchedule(), order=["b", "a"], stale={"x": 2})

@@ -17,6 +17,7 @@ import swpipe
 from bench import recsys14
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
+from swpipe.analysis.verification import verify_for_run
 from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.core.task_memory import KEPT, Block, TaskMemory
@@ -467,6 +468,21 @@ def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead(group: str |
         verify_tasks(plan, effects=effects)
     assert verify_tasks(PipelinePlan.serial(list(CHAIN)), effects=effects)
     assert verify_tasks(plan, effects={**effects, PULL: touching("", "batch")})
+
+
+@pytest.mark.parametrize("fields", [{}, {"thread_group": "io"}, {"stream": "side"}, {"stage": 0}])
+def test_what_is_declared_proves_nothing_of_a_silent_task_away_from_the_body(
+    fields: dict[str, Any],
+) -> None:
+    """Beside the body, in the last stage on the caller's thread and stream, it need not be."""
+    entry = TaskSchedule(**{"stage": 1, **fields})
+    plan = PipelinePlan({"a": TaskSchedule(), "b": entry}, deps=[("b", "a")], pipeline_depth=2)
+    if fields == {"stage": 0}:
+        plan = replace(plan, schedule={**plan.schedule, "c": TaskSchedule(1)})
+    pure = [PipelineTask(name, print, pure=True) for name in plan.schedule if name != "b"]
+    tasks = [*pure, PipelineTask("b", print)]
+    verified = verify_for_run(plan, tasks, None, device="cpu", streams=False)
+    assert verified.proved_by_declarations() == (fields == {})
 
 
 # ------------------------------------------------------------------------- once

@@ -70,6 +70,7 @@ def test_a_state_is_on_the_host_only_if_all_its_users_say_so() -> None:
         ({"state": ""}, "give a name"),
         ({"state": "x", "mode": "a"}, "'r', 'w' or 'rw'"),
         ({"capture": dict, "restore": print, "memory": []}, "memory is given, and no state"),
+        ({"state": "x", "on_host": True, "memory": []}, "give no memory of tensors"),
     ],
 )
 def test_a_declaration_must_make_sense(wrong: dict[str, object], says: str) -> None:

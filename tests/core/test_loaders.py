@@ -22,7 +22,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from swpipe.core.loaders import generators_in_pass, is_apart
+from swpipe.core.loaders import are_same, generators_in_pass, is_apart, read_in_pass
+from swpipe.loops import EvenData, pad_with
 
 ROWS: Dataset[Any] = TensorDataset(torch.arange(12.0))
 
@@ -71,6 +72,7 @@ APART: dict[str, Callable[[], object]] = {
         sampler=WeightedRandomSampler([0.5] * 12, 12, generator=generator())
     ),
     "stream": lambda: DataLoader(Stream(), num_workers=1),
+    "made even over ranks": lambda: EvenData("stop").loader((1,)),
 }
 
 NOT_APART: dict[str, Callable[[], object]] = {
@@ -84,6 +86,9 @@ NOT_APART: dict[str, Callable[[], object]] = {
     "a subset in a list": lambda: loader(sampler=SubsetRandomSampler([1, 2])),
     "torchdata's, which is asked its state": lambda: StatefulDataLoader(ROWS, num_workers=1),
     "a sampler's generator": lambda: loader(shuffle=True, generator=generator()),
+    "a list made even over ranks": lambda: EvenData("stop").loader([1]),
+    "a generator made even over ranks": lambda: EvenData("stop").loader(OwnList()),
+    "a loader that pads": lambda: EvenData("pad", pad=pad_with(0)).loader((1,)),
 }
 
 
@@ -103,3 +108,31 @@ def test_a_given_generator_can_be_watched() -> None:
     assert generators_in_pass(one) == [given]
     assert is_apart(one, draws_watched=True)
     assert not is_apart(one)
+
+
+def changed(what: object, attribute: str, value: object) -> Callable[[], None]:
+    """Return a function that sets an attribute, as code in the body of a loop may."""
+    return lambda: setattr(what, attribute, value)
+
+
+def test_what_samplers_read_in_mid_pass_is_compared() -> None:
+    """Indices, sizes and samplers that are replaced are seen; what a pass reads once is not."""
+    indices, replaced = SubsetRandomSampler((0, 1, 2)), RandomSampler(range(12))
+    batches = BatchSampler(indices, 2, drop_last=False)
+    pulled = loader(batch_sampler=batches)
+    seen = [
+        changed(indices, "indices", (2, 1, 0)),
+        changed(batches, "batch_size", 3),
+        changed(batches, "drop_last", True),
+        changed(batches, "sampler", replaced),
+        changed(replaced, "replacement", True),
+        changed(replaced, "data_source", range(11)),
+    ]
+    for change in seen:
+        before = read_in_pass(pulled)
+        assert are_same(before, read_in_pass(pulled))
+        change()
+        assert not are_same(before, read_in_pass(pulled))
+    before = read_in_pass(pulled)
+    changed(pulled, "timeout", 1)()
+    assert are_same(before, read_in_pass(pulled))
