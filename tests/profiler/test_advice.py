@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import Advice, ProfileResult
 from tests.profiler.sleepers import InTurn, overlapped, sleepers
@@ -37,6 +38,7 @@ def test_the_largest_lever_gives_what_it_promises(host: TimedHost) -> None:
     first = result.advice[0]
     assert first.change == "run read on a thread of its own, one iteration ahead"
     assert first.saved_s == pytest.approx(6e-3)
+    assert first.spread_s == pytest.approx(0.1 * 9e-3)  # of what is predicted: 7 + 2
     assert result.baseline_s - tried(first, tasks) == pytest.approx(first.saved_s)
     assert "train, step" in first.limit
     assert f"do next, 1: {first.change}: saves 6.000" in result.format_report()
@@ -120,6 +122,43 @@ def test_the_cores_limit_what_threads_can_save(
     moved = [advice for advice in result.advice if advice.plan]
     assert all(advice.saved_s <= 1e-3 + 1e-9 for advice in moved)
     assert all(advice.limit == "the 1 cores" for advice in moved)
+
+
+def test_ranks_of_one_machine_share_its_cores(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on two cores save by threads what one rank saves on one core: nothing."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    tasks = [
+        PipelineTask("read", lambda ctx: host.compute(6e-3), pure=True),
+        PipelineTask("train", lambda ctx: host.compute(7e-3), pure=True),
+        *sleepers(host, step=1),
+    ]
+    moved = {}
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        advice = profiled(ONE_THREAD, tasks, pipelined=False).advice
+        moved[ranks] = [one.saved_s for one in advice if one.plan]
+    assert moved["1"] == pytest.approx([6e-3])
+    assert moved["2"] == []
+
+
+def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None:
+    """An interval that contains 0: the prediction's error, or the noise of what was measured."""
+    tasks = sleepers(host, read=2, train=20, step=4)
+    result = profiled(ONE_THREAD, tasks, pipelined=False)
+    assert {advice.plan for advice in result.advice} == {""}
+    about = {advice.task: advice.not_moved for advice in result.advice}
+    assert about["train"] == "it might save 2.000 ± 2.400 ms, and may save nothing"
+    noise = random.Random(0)
+
+    def read(ctx: IterContext) -> None:
+        host.sleep(24e-3 if noise.random() < 1 / 8 else 0.0)
+
+    noisy = [PipelineTask("read", read, pure=True), *sleepers(host, train=7, step=2)]
+    result = profiled(ONE_THREAD, noisy, pipelined=False)
+    assert result.spread_s["read"] > result.exposed_s["read"] > 2 * 0.1 * 9e-3
+    assert {advice.plan for advice in result.advice} == {""}
 
 
 def test_the_order_of_a_pipeline_does_not_bind_the_serial_loop(host: TimedHost) -> None:

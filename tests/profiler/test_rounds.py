@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swpipe.errors import UnsavedStateError
+from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
 from swpipe.profiler.host import HostTimes
 from swpipe.profiler.rounds import BASE, MAX_ROUNDS, Counts, Kind, Rounds
@@ -23,6 +23,7 @@ class Machine:
     Args:
         takes_s: How long an iteration takes with this kind shortcut, in this visit (from 0).
         raises: Kind to what its visits raise, from visit ``after`` on.
+        modified: The kinds whose cache later tasks have modified at the end of a visit.
     """
 
     pipelined = False
@@ -36,10 +37,12 @@ class Machine:
         takes_s: Callable[[Kind, int], float] = lambda kind, visit: 1.0,
         raises: dict[Kind, BaseException] | None = None,
         after: int = 0,
+        modified: frozenset[Kind] = frozenset(),
     ) -> None:
         self.takes_s = takes_s
         self.raises = raises or {}
         self.after = after
+        self.modified = modified
         self.log: list[Kind] = []
         self.lengths: list[int] = []
         self.now_s = 0.0
@@ -80,7 +83,8 @@ class Machine:
         yield
 
     def check_shortcuts(self) -> None:
-        """All replays are right."""
+        if self.kind in self.modified:
+            raise ShortcutError(self.kind, "planted")
 
     def replay_in_backward_s(self, *kind: str) -> float:
         return 0.0
@@ -233,6 +237,13 @@ def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
     assert machine.log[-1] == "|"
     alone = measured(Machine(raises={READ: error}), [READ])  # the report says what the step takes
     assert (alone.base_s, list(alone.failed)) == ([1.0, 1.0], [READ])
+
+
+def test_a_task_whose_cache_was_modified_has_no_figure() -> None:
+    """Its last replays gave wrong values, which no later replay would notice."""
+    found = measured(Machine(modified=frozenset([READ])), [READ, STEP])
+    assert isinstance(found.failed[READ], ShortcutError)
+    assert list(found.saved_s) == [STEP]
 
 
 def test_what_fails_without_a_shortcut_too_is_raised() -> None:

@@ -14,6 +14,7 @@ from swpipe.schedulable import (
     ScheduleValidationError,
     SequentialExecutor,
     Stage,
+    StreamPool,
     Task,
     ThreadedExecutor,
 )
@@ -72,6 +73,27 @@ def test_an_executor_that_wraps_one_of_ours_sees_every_period(
         assert list(results(pipe, range(3))) == [0, 1, 2]
         with pytest.raises(RuntimeError, match="cannot be replayed one by one"):
             pipe.pipe.enable_shortcut("copy")
+
+
+class OrderingPool(StreamPool):
+    """Notes which stream waits for which."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(dict.fromkeys(names))
+        self.ordered: list[tuple[str, str]] = []
+
+    def order(self, later: str, sooner: str) -> None:
+        self.ordered.append((later, sooner))
+
+
+def test_streams_wait_for_what_an_executor_has_submitted() -> None:
+    """Each task's for those of its inputs; the caller's for all, once the executor returns."""
+    streams = OrderingPool("default", "memcpy")
+    executor = VerboseExecutor(SequentialExecutor())
+    with SchedulablePipeline(ahead(Log()), streams, executor=executor) as pipe:
+        assert list(results(pipe, range(1))) == [0]
+    after = [("default", "default"), ("default", "memcpy")]
+    assert streams.ordered == [*after, ("default", "memcpy"), *after]
 
 
 def test_an_executor_may_run_the_tasks_itself() -> None:

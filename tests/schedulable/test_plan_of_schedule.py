@@ -8,7 +8,13 @@ import torch
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
-from swpipe.schedulable import SchedulablePipeline, Task, TaskContext, ThreadedExecutor
+from swpipe.schedulable import (
+    SameProgressSyncSide,
+    SchedulablePipeline,
+    Task,
+    TaskContext,
+    ThreadedExecutor,
+)
 from tests.schedulable.work import Log, one_stage, pool
 
 GROUPS = {"copy": "io", "exchange": "io"}
@@ -60,10 +66,22 @@ def by_hand() -> PipelinePlan:
 def test_a_schedule_and_the_plan_by_hand_compile_to_equal_programs() -> None:
     """With streams and without."""
     ours, theirs = by_schedule(), by_hand()
+    assert ours.schedule == theirs.schedule
     for streams in (False, True):
         a, b = (compile_plan(validate(plan), streams=streams) for plan in (ours, theirs))
         assert a == b
         assert len(a.lanes) == 2
+
+
+def test_a_wait_of_the_host_is_one_of_the_stream_where_another_field_says_so() -> None:
+    """What is read of the other task is on its stream."""
+    log = Log()
+    for reads, host_only in (([], (("b", "a"),)), (["x"], ())):
+        side = {"same_progress_sync": ["a"], "same_progress_sync_sides": SameProgressSyncSide.CPU}
+        tasks = (log.task("a", stream="side", writes=["x"]), log.task("b", reads=reads, **side))
+        schedule = one_stage(*tasks, streams=("default", "side"))
+        with SchedulablePipeline(schedule, pool("side")) as pipe:
+            assert pipe.plan.host_only == host_only
 
 
 def test_slots_are_attributes_of_the_context_whatever_they_are_called() -> None:

@@ -105,7 +105,7 @@ class MovableSchedule:
         moved = [task]
         for v in moved:  # grows meanwhile
             to = stage[v] + by
-            if not 0 <= to < self._depth or v in graph.last or len(moved) > _TOGETHER:
+            if not 0 <= to < self._depth or v in graph.frozen or len(moved) > _TOGETHER:
                 return False
             moved += [
                 u

@@ -70,9 +70,8 @@ class ScheduleGraph:
         edges: Dependences between operations, edges from host work to device work, and those that
             keep frozen tasks in one period.
         deps: (consumer, producer, distance) between tasks.
-        frozen: Tasks that stay on the caller's thread, in the last stage.
-        last: Frozen tasks, and all that come after one in its iteration: they can only be in the
-            last stage too.
+        frozen: Tasks that stay on the caller's thread, in the last stage; what comes after one in
+            its iteration is in the last stage too, by its dependence.
         serial: The tasks in the order of a serial run.
         least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
             reach into later iterations.
@@ -94,7 +93,6 @@ class ScheduleGraph:
     edges: tuple[OperationEdge, ...]
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
-    last: frozenset[int]
     serial: tuple[int, ...]
     least_stages: tuple[int, ...]
     handover_us: float
@@ -185,7 +183,6 @@ def schedule_graph(
         edges=tuple(edges),
         deps=deps,
         frozen=frozen,
-        last=_and_successors(deps, frozen),
         serial=tuple(index[name] for name in resolved.serial_order),
         least_stages=_least_stages(n, deps),
         handover_us=costs.handover_us,
@@ -226,14 +223,6 @@ def _reservations(
         for operation, time_us in users[name]:
             found[operation].append(Reservation(number, time_us))
     return tuple(shared), tuple(map(tuple, found))
-
-
-def _and_successors(deps: Sequence[tuple[int, int, int]], tasks: frozenset[int]) -> frozenset[int]:
-    """The tasks, and all that come after one of them in the same iteration."""
-    found = set(tasks)
-    while more := {c for c, p, d in deps if d <= 0 and p in found} - found:
-        found |= more
-    return frozenset(found)
 
 
 def _least_stages(size: int, deps: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def _stages(graph: ScheduleGraph, depth: int, parts: int, *, late: bool) -> list
         before = list(stages)
         for consumer, producer, distance in graph.deps:
             stages[consumer] = max(stages[consumer], stages[producer] - distance)
-        for v in graph.last:
+        for v in graph.frozen:
             stages[v] = max(stages)
         if stages == before:
             shift = depth - 1 - max(stages)

@@ -39,7 +39,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         except BaseException:
             if not self.pipe.in_flight:
                 self._end_pass()  # a failure dropped batches that its limit has counted
-                self._optimizer_given.zero_grad()
+                self.tasks.drop_gradients()
             raise
 
     def reset(self) -> None:

@@ -266,17 +266,21 @@ class SparseDistTasks:
     def zero_grad(self, ctx: IterContext) -> None:
         """Begin an optimizer step without gradients."""
         if self._reduction is not None:
-            self._reduction.finish()
+            self._reduction.finish()  # of a batch that failed
         begins = self._accumulation is None or self._accumulation.begins(ctx.iter_idx)
         if begins and self.trains():
             self.step.zero_grad()
             for wrapper in self._wrappers:
                 wrapper.zero_grad_buffer()
 
+    def drop_gradients(self) -> None:
+        """Set the gradients of a batch that failed to zero, after its reductions have ended."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        self.step.zero_grad()
+
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
-        if self._reduction is not None:
-            self._reduction.finish()  # of a batch that failed
         if not ctx.training:
             return
         around = [] if self._reduction is None else [self._reduction.deferring()]

@@ -23,9 +23,8 @@ def assert_valid(graph: ScheduleGraph, schedule: ModuloSchedule, threads: int, d
     for c, p, distance in graph.deps:
         lag = schedule.stage[c] - schedule.stage[p] + distance
         assert lag > 0 or (lag == 0 and (c == p or place[p] < place[c]))
-    for v in graph.last:
-        assert schedule.stage[v] == max(schedule.stage)
     for v in graph.frozen:
+        assert schedule.stage[v] == max(schedule.stage)
         assert schedule.thread[v] == 0
 
 

@@ -11,7 +11,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, simulate
-from swpipe.planning.modulo.bounds import least_load
+from swpipe.planning.modulo.bounds import bounds_of, least_load
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
 from swpipe.planning.modulo.schedule_graph import schedule_graph
 from swpipe.planning.modulo.search import Search
@@ -51,6 +51,18 @@ def test_too_few_iterations_in_flight_have_no_bound() -> None:
     search = Search(plan, costs, graph)
     assert search.bound_us(2, 1) == math.inf
     assert search.bound_us(2, 2) < math.inf
+
+
+def test_fewer_iterations_in_flight_have_a_higher_bound() -> None:
+    """A chain of 15 ms on three threads: with one iteration in flight it takes 15 ms."""
+    graph = host_work(5, 5, 5)
+    assert [bounds_of(graph, 3, depth).ii_us for depth in (1, 2, 3)] == [15, 7.5, 5]
+
+
+def test_frozen_tasks_of_two_iterations_do_not_overlap() -> None:
+    """They are in one period, and what lies between them is, too."""
+    assert bounds_of(host_work(5, 5, 5, frozen=("a", "c")), 2).ii_us == 15
+    assert bounds_of(host_work(5, 5, 5, frozen=("c",)), 2).ii_us == 10
 
 
 def test_tasks_of_a_stage_come_together_where_nothing_is_lost() -> None:

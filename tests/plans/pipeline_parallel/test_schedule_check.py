@@ -88,7 +88,11 @@ def test_memory_may_differ_by_stage_and_be_computed_once_more() -> None:
     costs = replace(COSTS, **bytes_of)  # type: ignore[arg-type]
     assert checked(V2, costs).peak_memory == (150, 40)  # at 3I0; 2B0, and then the I of 1B0
     assert costs.limit(4) == 4 * 140
-    assert checked(V2, replace(costs, work_mem=(0, 5, 300, 0))).peak_memory == (150, 320)
+    working = replace(costs, work_mem=(0, 5, 300, 0))  # of stage 2, while its passes run
+    assert checked(V2, working).peak_memory == (150, 320)
+    assert checked(V2, replace(working, max_mem=320)).peak_memory == (150, 320)
+    with pytest.raises(ScheduleError, match="2F0 takes rank 1 to a memory of 320, above .* = 319"):
+        checked(V2, replace(working, max_mem=319))
     with pytest.raises(ScheduleError, match="3I0 takes rank 0 to a memory of 150, above .* = 149"):
         checked(V2, replace(costs, max_mem=149))
     for wrong, told in (

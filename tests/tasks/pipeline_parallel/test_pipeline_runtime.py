@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from swpipe.plans.pipeline_parallel import (
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
 from swpipe.tasks.pipeline_parallel.run_rules import CollectivesBeside
 from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.by_hand import PlainLoop, Step
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
 
 COSTS = PipelineCosts(20, 30, 15)
@@ -37,32 +38,31 @@ def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 
-def same(a: StepResult, b: StepResult) -> bool:
+def same(result: StepResult, wanted: Step) -> bool:
     """Whether losses and outputs are equal; those of a rank without the last stage are None."""
-    if a.losses is None:
-        return a.output is None
-    return torch.equal(a.losses, b.losses) and torch.equal(a.output, b.output)
+    if result.losses is None:
+        return result.output is None
+    output = torch.cat(wanted.outputs)
+    return torch.equal(result.losses, wanted.losses) and torch.equal(result.output, output)
 
 
 def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
     """Train and evaluate in turn; what is not what a single process gets. On each rank."""
     own = on_rank(schedule, dist.get_rank())
     runtime = PipelineRuntime(schedule, own, mean_loss)
-    serial = SerialRuntime(whole(schedule.n_stages), schedule.n_micro, mean_loss)
+    loop = PlainLoop(whole(schedule.n_stages), schedule.n_micro, mean_loss)
     optimizers = [
-        torch.optim.AdamW([p for module in each.modules for p in module.parameters()])
-        for each in (runtime, serial)
+        torch.optim.AdamW([p for module in modules for p in module.parameters()])
+        for modules in (runtime.modules, loop.modules)
     ]
     found = []
     for step in range(steps):
         inputs, target = batch(2 * schedule.n_micro, step)
-        results = [
-            each.train(inputs, target=target, with_output=True) for each in (runtime, serial)
-        ]
-        if not same(*results):
+        result = runtime.train(inputs, target=target, with_output=True)
+        if not same(result, loop.train(inputs, target=target)):
             found.append(f"step {step}: losses or output")
         for stage, module in own.items():
-            wanted = serial.modules[stage].parameters()
+            wanted = loop.modules[stage].parameters()
             for (name, parameter), other in zip(module.named_parameters(), wanted, strict=True):
                 assert parameter.grad is not None
                 assert other.grad is not None
@@ -71,10 +71,8 @@ def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
         for optimizer in optimizers:
             optimizer.step()
         inputs, target = batch(4 * schedule.n_micro, 100 + step)
-        results = [
-            each.evaluate(inputs, target=target, with_output=True) for each in (runtime, serial)
-        ]
-        if not same(*results):
+        result = runtime.evaluate(inputs, target=target, with_output=True)
+        if not same(result, loop.evaluate(inputs, target=target)):
             found.append(f"evaluation {step}: losses or output")
     return found
 
@@ -154,8 +152,8 @@ def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
     """Running means on one rank and in one process; gradients of the 2nd step, and of it alone."""
     modules = [[Stateful(), Stateful()] for _ in range(3)]
     runtimes = [PipelineRuntime(ALONE, dict(enumerate(modules[k])), squared) for k in (0, 2)]
-    serial = SerialRuntime(modules[1], 2, squared)
-    for each in (runtimes[0], serial):
+    loop = PlainLoop(modules[1], 2, squared)
+    for each in (runtimes[0], loop):
         for step in (1, 2):
             each.train(rows(8) * step, target=rows(8))
     runtimes[1].train(rows(8) * 2, target=rows(8))
@@ -173,6 +171,37 @@ def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
     assert all(map(torch.equal, *buffers))
     assert int(buffers[0][2]) == 4  # batches that the norm has seen
     assert all(map(torch.equal, *grads))
+
+
+def wrong_gradients(make: Callable[[list[nn.Module]], Any]) -> list[str]:
+    """What differs from the plain loop in four steps, of which the last two accumulate."""
+    modules: list[list[nn.Module]] = [[Stateful(), Stateful()] for _ in range(2)]
+    runtime, loop = make(modules[0]), PlainLoop(modules[1], 2, squared)
+    found = []
+    for step, accumulate in enumerate((False, False, True, True)):
+        inputs = rows(8) * (step + 1)
+        result = runtime.train(inputs, target=rows(8), accumulate=accumulate, with_output=step == 1)
+        wanted = loop.train(inputs, target=rows(8), accumulate=accumulate)
+        if not torch.equal(result.losses, wanted.losses):
+            found.append(f"losses of step {step}")
+        if step == 1 and not torch.equal(result.output, torch.cat(wanted.outputs)):
+            found.append(f"output of step {step}")
+        grads = [[p.grad for one in each for p in one.parameters()] for each in modules]
+        if not all(map(torch.equal, *grads)):  # type: ignore[arg-type]
+            found.append(f"gradients of step {step}")
+    result, wanted = (each.evaluate(rows(4), target=rows(4)) for each in (runtime, loop))
+    return found + ([] if torch.equal(result.losses, wanted.losses) else ["evaluation"])
+
+
+def of_one_rank(modules: list[nn.Module]) -> PipelineRuntime:
+    """A runtime whose rank has both stages."""
+    return PipelineRuntime(ALONE, dict(enumerate(modules)), squared)
+
+
+def test_gradients_replace_those_before_or_are_added_to_them(one_rank: Ranks) -> None:
+    """As ``accumulate`` says, on a schedule and in the serial runtime: the bits of a plain loop."""
+    assert one_rank.run(wrong_gradients, of_one_rank) == [[]]
+    assert wrong_gradients(lambda modules: SerialRuntime(modules, 2, squared)) == []
 
 
 def steps_after_a_failure() -> list[str]:

@@ -15,6 +15,7 @@ from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
 from swpipe.plans.pipeline_parallel import torch_schedule as of_torch
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime
 from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.by_hand import PlainLoop
 from tests.tasks.pipeline_parallel.small_gpt import random_schedule
 
 SIZE, N_MICRO = 4, 4
@@ -203,7 +204,8 @@ KINDS: dict[str, Forward] = {
     "keyword": lambda s, x: s.linear(x[0]) * x[1],
 }
 
-SCHEDULES: dict[str, Callable[[], PipelineSchedule]] = {
+SCHEDULES: dict[str, Callable[[], PipelineSchedule | None]] = {
+    "serial runtime": lambda: None,
     "zbv": lambda: of_torch("zbv", 1, N_MICRO),
     "dualpipev": lambda: of_torch("dualpipev", 1, N_MICRO),
     "four stages": lambda: random_schedule((0, 0, 0, 0), N_MICRO, 1),
@@ -225,21 +227,21 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return out
 
 
-def different(kind: str, schedule: PipelineSchedule) -> list[str]:
-    """What differs after two steps of a kind."""
-    n = schedule.n_stages
+def different(kind: str, schedule: PipelineSchedule | None) -> list[str]:
+    """What differs from a plain loop after two steps of a kind; None for the serial runtime."""
+    n = 2 if schedule is None else schedule.n_stages
     pairs = [[Stage(kind, stage, n) for stage in range(n)] for _ in range(2)]
-    runtimes = (
-        PipelineRuntime(schedule, dict(enumerate(pairs[0])), loss_of),
-        SerialRuntime(pairs[1], N_MICRO, loss_of),
-    )
+    runtime: Any = SerialRuntime(pairs[0], N_MICRO, loss_of)
+    if schedule is not None:
+        runtime = PipelineRuntime(schedule, dict(enumerate(pairs[0])), loss_of)
+    loop = PlainLoop(pairs[1], N_MICRO, loss_of)
     draw = torch.Generator().manual_seed(7)
     found = []
     for step in range(2):
         x, y = (torch.randn(2 * N_MICRO, SIZE, generator=draw) for _ in range(2))
         keywords = {"scale": torch.rand(2 * N_MICRO, 1)} if kind == "keyword" else {}
-        for each in runtimes:
-            each.train(x, target=y, accumulate=step == 1, keywords=keywords)
+        runtime.train(x, target=y, accumulate=step == 1, keywords=keywords)
+        loop.train(x, target=y, accumulate=step == 1, **keywords)
         for stage, (own, other) in enumerate(zip(*pairs, strict=True)):
             if own.seen != other.seen:
                 found.append(f"step {step} stage {stage}: {own.seen}, not {other.seen}")

@@ -25,6 +25,7 @@ from swpipe.tasks.pipeline_parallel import (
 )
 from swpipe.tasks.pipeline_parallel.measured_costs import Bytes
 from tests.support.ranks import Ranks
+from tests.tasks.pipeline_parallel.by_hand import PlainLoop
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, whole
 
 STEPS = 3
@@ -36,28 +37,42 @@ def load(number: int) -> tuple[tuple[Tensor, ...], Tensor]:
     return (inputs,), target
 
 
-def trained(plan: str | None) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Losses of each step, and parameters after them: under a plan, or of a single process."""
-    if plan is None:
-        modules = whole(4)
-        runtime: Any = SerialRuntime(modules, 4, mean_loss)
+def trained_by_hand() -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of each step, and parameters after them, of a plain loop."""
+    loop = PlainLoop(whole(4), 4, mean_loss)
+    parameters = [p for module in loop.modules for p in module.parameters()]
+    optimizer, losses = torch.optim.AdamW(parameters), []
+    for number in range(STEPS):
+        inputs, target = batch(8, number)
+        losses.append(loop.train(inputs, target=target).losses)
+        optimizer.step()
+    return losses, [p.detach() for p in parameters]
+
+
+def trained(plan: str, *, serial: bool = False) -> tuple[list[Tensor | None], list[Tensor]]:
+    """The same under a plan: on ranks, or by the serial runtime."""
+    if serial:
+        runtime: Any = SerialRuntime(whole(4), 4, mean_loss)
     else:
         schedule = torch_schedule("zbv", 2, 4)
         runtime = PipelineRuntime(schedule, on_rank(schedule, dist.get_rank()), mean_loss)
     parameters = [p for module in runtime.modules for p in module.parameters()]
     tasks = PipelineTrainTasks(runtime, torch.optim.AdamW(parameters), load).tasks()
-    with SWPipeline(PLANS[plan or "serial"](), tasks, check_effects=True) as pipe:
+    with SWPipeline(PLANS[plan](), tasks, check_effects=True) as pipe:
         losses = [ctx.losses for ctx in pipe.iterate(range(STEPS))]
     return losses, [p.detach() for p in parameters]
 
 
 def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
-    """Under each ready-made plan the ranks have the single process's losses and parameters."""
-    losses, parameters = trained(None)
+    """Under each ready-made plan the ranks have the losses and parameters of a plain loop."""
+    losses, parameters = trained_by_hand()
     cuts = [len(list(module.parameters())) for module in whole(4)]
     rest = iter(parameters)
     parts = [list(islice(rest, count)) for count in cuts]
     for plan in PLANS:
+        alone, whole_model = trained(plan, serial=True)
+        assert all(map(torch.equal, alone, losses))  # type: ignore[arg-type]
+        assert all(map(torch.equal, whole_model, parameters))
         (first, ends), (none, middle) = two_ranks.run(trained, plan)
         assert none == [None] * STEPS
         assert all(map(torch.equal, first, losses))

@@ -34,6 +34,7 @@ from tests.tasks.torchrec.trial import (
     create,
     outcome,
     refusal,
+    to_the_end,
 )
 
 from torchrec.distributed import train_pipeline  # isort: skip
@@ -191,14 +192,32 @@ def _scaled() -> list[str]:
     outcomes = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
         model = sharded(DENSE_ADAM)
-        step = TrainStep([dense_optimizer(DENSE_ADAM, model)], scaler=scaler)
+        step = TrainStep([dense_optimizer(DENSE_ADAM, model)], scaler=scaler, clip=0.02)
         outcomes.append(outcome(create(EXACT[2], model, step=step), batches(5)))
     return outcomes[0].differences(outcomes[1])
 
 
 def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
-    """By a power of two it changes no bit."""
+    """By a power of two it changes no bit; gradients are clipped as they are without it."""
     assert two_ranks.run(_scaled) == [[], []]
+
+
+def _evaluated() -> bool:
+    """Whether an evaluation leaves the gradients of the last step."""
+    model = sharded(Job())
+    with create(SERIAL, model) as pipeline:
+        to_the_end(pipeline, batches(1))
+        before = [p.grad.clone() for p in pipeline.tasks.step.parameters()]
+        model.eval()
+        with torch.no_grad():
+            to_the_end(pipeline, batches(2, seed=1))
+        after = [p.grad for p in pipeline.tasks.step.parameters()]
+    return all(map(torch.equal, before, after))
+
+
+def test_an_evaluation_leaves_gradients(one_rank: Ranks) -> None:
+    """As in a plain loop, whose ``zero_grad`` belongs to the step."""
+    assert one_rank.run(_evaluated) == [True]
 
 
 def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:

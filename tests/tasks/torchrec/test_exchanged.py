@@ -82,6 +82,9 @@ def test_what_counts_as_the_same() -> None:
     assert not _same([made(), 3], [made(), 4])
     assert not _same({"a": 1}, {"b": 1})
     assert not _same(weights[1:], weights[:-1])
+    assert not _same(weights, weights.view(torch.int32))
+    square = weights[:4].view(2, 2)
+    assert not _same(square, square.t())
     assert not _same(made(), weights)
 
 

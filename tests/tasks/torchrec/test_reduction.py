@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from swpipe.tasks.torchrec import (
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    grad_reduction,
+    task_set,
+)
 from swpipe.tasks.torchrec.grad_reduction import DeferredReduction
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
+from tests.tasks.torchrec.models import (
+    CPU,
+    Job,
+    batches,
+    dense_optimizer,
+    everything,
+    put_back,
+    sharded,
+)
+from tests.tasks.torchrec.trial import Outcome, create, refusal, to_the_end
 
 STEPS = 4
 
@@ -102,6 +121,85 @@ def _waits() -> tuple[bool, bool]:
 def test_a_deferred_backward_waits_for_no_other_rank(two_ranks: Ranks) -> None:
     """That wait was between the dense backward and that of the tables."""
     assert two_ranks.run(_waits) == [(True, True)] * 2
+
+
+class _InPlace(torch.optim.SGD):
+    """Sets gradients to zero, not to None, as Apex's optimizers can."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+class _Late:
+    """A reduction that another rank delays until it is waited for; so may any be."""
+
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup) -> None:
+        self._reduce = partial(dist.all_reduce, buffer, group=group)
+
+    def wait(self) -> None:
+        self._reduce()
+
+
+def _model() -> Any:
+    """Sharded tables within parts that DDP reduces, with gradients in its buckets and apart."""
+    model: Any = sharded(Job(), ddp=False)
+    for part, view in (("bottom", True), ("top", False)):
+        module = getattr(model.module, part)
+        ddp = DistributedDataParallel(module, gradient_as_bucket_view=view)
+        setattr(model.module, part, ddp)
+    return model
+
+
+def _after_a_failure(pipeline_of: Any) -> list[str]:
+    """What differs in a training of which the first batch failed before its tables' backward."""
+    reduce: Any = dist.all_reduce
+
+    def reduce_late(buffer: Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        return _Late(buffer, group) if async_op else reduce(buffer, group=group)
+
+    outcomes = []
+    for fails in (False, True):
+        model = _model()
+        optimizer = dense_optimizer(Job(optimizer=_InPlace), model)
+        pipeline = pipeline_of(model, optimizer, CPU)
+        if fails:
+            with (
+                mock.patch.object(task_set, "run_embedding_backward", side_effect=KeyError),
+                mock.patch.object(grad_reduction.dist, "all_reduce", reduce_late),
+            ):
+                assert "KeyError" in refusal(partial(pipeline.progress, batches(3)))
+        outcomes.append(Outcome(to_the_end(pipeline, batches(3, seed=1)), everything(model)))
+    return outcomes[1].differences(outcomes[0])
+
+
+@pytest.mark.parametrize("pipeline_of", [TrainPipelineFusedSparseDist, TrainPipelineSemiSync])
+def test_a_batch_that_failed_leaves_no_gradients(two_ranks: Ranks, pipeline_of: Any) -> None:
+    """The gradients of its reductions, which end after it, are not added to the next batch's."""
+    assert two_ranks.run(_after_a_failure, pipeline_of) == [[], []]
+
+
+def _replayed() -> bool:
+    """Whether a replay of the dense backward gives the gradients that all ranks have reduced."""
+    (batch,) = batches(1)
+    grads = []
+    for task in (None, "DenseBackward"):
+        model = _model()
+        optimizer = torch.optim.SGD([*model.module.bottom.parameters()], lr=0.0)
+        optimizer.add_param_group({"params": [*model.module.top.parameters()]})
+        with create("jagged_split_sparse_dist", model, optimizer=optimizer) as pipeline:
+            if task is not None:
+                pipeline.pipe.enable_shortcut(task)
+            for _ in range(2):
+                put_back(model, started := everything(model))
+                to_the_end(pipeline, iter([batch]))
+                put_back(model, started)  # the tables' fused optimizer steps
+            grads.append([parameter.grad for parameter in pipeline.tasks.step.parameters()])
+    return all(map(torch.equal, *grads))
+
+
+def test_a_replayed_backward_has_reduced_gradients(two_ranks: Ranks) -> None:
+    """Not those of this rank, which it has when it returns."""
+    assert two_ranks.run(_replayed) == [True, True]
 
 
 def _own_hook() -> tuple[int, bool]:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from swpipe.tasks.transformer import (
     set_streams,
     training_pipeline,
 )
+from swpipe.tasks.transformer.layer_schedule import ExchangeNode
 from swpipe.tasks.transformer.weight_gradients import Linear
 from tests.tasks.transformer.models import GRAD, microbatch, model, plan_of, run_pairs
 
@@ -145,6 +147,32 @@ def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.M
     assert [one for one in device.told if isinstance(one, str)] == [
         "on", "wait", "work", "record", "on", "wait", "record",
     ]  # fmt: skip
+
+
+def test_rows_and_gradients_of_other_streams_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that an exchange sends, and the gradients of what was detached for other nodes."""
+    device = Device()
+    monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: device)
+    held = device.told
+    shared = SimpleNamespace(routing=SimpleNamespace(start=lambda rows, to_experts: "sent"))
+    exchange = ExchangeNode(True, None, None, shared, None, lambda node, rows: rows, "dispatch")
+    rows = torch.ones(1)
+    exchange.start_forward(rows)
+    assert held == [(rows, "here")]
+    held.clear()
+    leaves: list[Tensor] = []
+
+    def attend(node: TransformerLayerNode, x: Tensor) -> Tensor:
+        leaves.append(node.detach(x * 3))
+        return x * 2
+
+    node = TransformerLayerNode(None, None, None, None, attend)
+    given, grad = torch.ones(1, requires_grad=True), torch.ones(1)
+    node.run_forward(given)
+    leaves[0].grad = torch.full((1,), 5.0)  # as a node on another stream leaves it
+    held.clear()
+    assert node.run_backward(grad).item() == 2.0 + 3.0 * 5.0
+    assert [id(value) for value, _ in held] == [id(grad), id(leaves[0].grad)]
 
 
 def test_streams_of_schedules_can_be_set() -> None:
