@@ -42,7 +42,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-clicks test test-torchrec mutants peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo demo-clicks test test-alone test-torchrec mutants peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ demo-clicks: $(VENV)/.clicks ## the same with a click model of TorchRec's
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops
 	@$(PYTEST) $(ARGS)
 	@$(if $(ARGS),,$(PYTEST) tests/device --accelerator)
+
+test-alone: $(VENV)/.test ## run each quick test alone, in a fresh process; takes up where it was interrupted
+	@$(BIN)/python .ci/test_alone.py $(ARGS)
 
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.
