@@ -7,6 +7,7 @@
 A fork costs 30 ms, an interpreter that imports torch 3 s. Each result is one line of RESULTS. Tests
 that have passed or skipped there are not run again, so a run can be interrupted, and failures
 repeated after a change; delete the file to begin anew. Arguments are files and folders of tests.
+The tests of an accelerator are left out: no device can be used after a fork.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def main(arguments: list[str]) -> int:
 
     servers.folder()  # one set of servers for all tests
     roots = [ROOT / argument for argument in arguments or ["tests"]]
-    for path in [file for root in roots for file in (sorted(root.rglob("test_*.py")) or [root])]:
+    paths = [file for root in roots for file in (sorted(root.rglob("test_*.py")) or [root])]
+    for path in [path for path in paths if "accelerator" not in path.parts]:
         process = os.fork()
         if process == 0:
             options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header"]
