@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support import servers
+from tests.support import budget, servers
 from tests.support.ranks import Ranks
 from tests.support.scripts import Scripts
 
@@ -24,6 +24,7 @@ if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tes
     settings.register_profile(
         "swpipe",
         deadline=None,
+        derandomize=budget.SEED is None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
@@ -49,6 +50,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """The servers of scripts and ranks are those of the process that begins the workers."""
     servers.folder()
+
+
+def pytest_report_header() -> list[str]:
+    """Print how to draw the same examples again."""
+    names = ("SWPIPE_EXAMPLES_FACTOR", "SWPIPE_EXAMPLES_SEED")
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+
+
+def pytest_sessionfinish() -> None:
+    """Log how many examples this process has run."""
+    budget.log()
 
 
 @pytest.hookimpl(optionalhook=True)

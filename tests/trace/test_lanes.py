@@ -17,6 +17,7 @@ from swpipe.trace.causes import Cause, Causes
 from swpipe.trace.lanes import ELSE, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import extent_ns
+from tests.support.budget import examples
 
 IO = Row("thread", "io")
 DEFAULT = Row("thread", "default")
@@ -87,6 +88,7 @@ ANY_SPANS = st.lists(
 )
 
 
+@examples("timelines", 100)
 @given(spans=ANY_SPANS)
 def test_the_parts_of_a_lane_add_up(spans: list[Span]) -> None:
     """Exactly, whatever overlaps, and none is negative."""
