@@ -102,7 +102,7 @@ class Trial:
             way.state_dict()
         except RuntimeError as refused:
             why = str(refused)
-            assert "were dropped by a failure" in why or "was left early" in why  # noqa: PT017
+            assert "were dropped by a failure" in why or "was left early" in why
 
     def _resumed(self, way: Way) -> Way:
         """In a new process, whose generator is anywhere."""
