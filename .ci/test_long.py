@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FACTOR = 4
+FACTOR = 8
 LEAST = {"plans": 20_000, "loops": 3_000, "endings": 2_000}
 FULL_MINUTES = 30.0
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4"]
