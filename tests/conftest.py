@@ -52,10 +52,11 @@ def pytest_configure() -> None:
     servers.folder()
 
 
-def pytest_report_header() -> list[str]:
-    """Print how to draw the same examples again."""
-    names = ("SWPIPE_EXAMPLES_FACTOR", "SWPIPE_EXAMPLES_SEED")
-    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how to draw the same examples again, if they are not the fixed ones."""
+    if budget.SEED is not None:
+        drawn = f"SWPIPE_EXAMPLES_FACTOR={budget.FACTOR} SWPIPE_EXAMPLES_SEED={budget.SEED}"
+        terminalreporter.write_line(f"random examples: {drawn}")
 
 
 def pytest_sessionfinish() -> None:

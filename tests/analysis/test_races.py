@@ -126,7 +126,7 @@ def test_what_lies_further_apart_follows() -> None:
         for streams in KINDS:
             with suppress(TooManyError):
                 broken = fights(plan, effects, streams=streams, iterations=(3, 4))
-                assert named(order_problems(plan, effects, streams=streams)) == broken
+                assert broken <= named(order_problems(plan, effects, streams=streams)), seed
                 explored += 1
     assert explored > 22
 

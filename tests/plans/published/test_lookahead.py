@@ -156,7 +156,7 @@ def test_no_collective_overtakes_another_of_its_communicator() -> None:
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
     """They verify, have the reported interval, keep limits, and change only stages and order."""
     raised = 0
-    for seed in seeds("plans", 60):
+    for seed in (106, *seeds("plans", 60)):  # 106 has a lookahead that is raised
         given = paper(seed)
         found = assign_lookaheads(given.plan, given.costs, limits=given.limits, streams=streams)
         verify_tasks(found.plan, effects=given.effects, streams=streams)
