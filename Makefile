@@ -3,10 +3,12 @@
 # PYTHON  the interpreter that makes VENV, and that gpu-check runs on; 3.11 or newer
 # VENV    the environment: another Python's tests are make test PYTHON=python3.13 VENV=.venv-3.13
 # ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
+# MINUTES  how long test-long takes, about
 # TORCHREC  the version that test-torchrec runs on; TORCH and FBGEMM those that go with it
 
 PYTHON ?= python3
 ARGS ?=
+MINUTES ?= 30
 TORCHREC ?= 1.5.0
 TORCH ?=
 FBGEMM ?= $(TORCHREC)
@@ -42,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-clicks test test-torchrec mutants peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
+.PHONY: help setup demo demo-clicks test test-quick test-long test-alone test-torchrec mutants peer-tests bench lint house format docs wheel gpu-check constraints clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +102,16 @@ demo-clicks: $(VENV)/.clicks ## the same with a click model of TorchRec's
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops
 	@$(PYTEST) $(ARGS)
 	@$(if $(ARGS),,$(PYTEST) tests/device --accelerator)
+
+test-quick: $(VENV)/.test ## run the tests that are not slow, with those of the accelerator
+	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow" tests/device --accelerator
+
+test-long: $(VENV)/.test ## run the random tests on new examples, for MINUTES=30
+	@$(BIN)/python .ci/test_long.py $(MINUTES) $(ARGS)
+
+test-alone: $(VENV)/.test ## run each quick test alone, in a fresh process; takes up where it was interrupted
+	@$(BIN)/python .ci/test_alone.py $(ARGS)
 
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support import servers
+from tests.support import budget, servers
 from tests.support.ranks import Ranks
 from tests.support.scripts import Scripts
 
@@ -24,6 +24,7 @@ if find_spec("hypothesis"):  # a GPU machine's own packages may lack it; its tes
     settings.register_profile(
         "swpipe",
         deadline=None,
+        derandomize=budget.SEED is None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
@@ -49,6 +50,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """The servers of scripts and ranks are those of the process that begins the workers."""
     servers.folder()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how to draw the same examples again, if they are not the fixed ones."""
+    if budget.SEED is not None:
+        drawn = f"SWPIPE_EXAMPLES_FACTOR={budget.FACTOR} SWPIPE_EXAMPLES_SEED={budget.SEED}"
+        terminalreporter.write_line(f"random examples: {drawn}")
+
+
+def pytest_sessionfinish() -> None:
+    """Log how many examples this process has run."""
+    budget.log()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""python -m tests._engine.signal_trials COUNT HOW ...: real signals at random moments.
+"""python -m tests._engine.signal_trials SEED COUNT HOW ...: real signals at random moments.
 
     close     a SIGALRM handler closes the pipeline and raises SystemExit
     closing   a SIGALRM handler closes the pipeline, which is being drained, and returns
@@ -130,9 +130,9 @@ def deadline(seconds: float) -> Iterator[None]:
 
 def main() -> None:
     """All trials."""
-    count, kinds = int(sys.argv[1]), sys.argv[2:]
-    rng = random.Random(1)
-    for how in kinds:
+    seed, count = map(int, sys.argv[1:3])
+    rng = random.Random(seed)
+    for how in sys.argv[3:]:
         for number in range(count):
             with deadline(60):
                 if wrong := Trial(how, rng).run():

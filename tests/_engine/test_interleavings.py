@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from tests.support.budget import seeds
 from tests.support.exploring import ExploringHost
 from tests.support.plans_for_tests import NAMES, piped, spread
 
@@ -38,11 +39,12 @@ def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
     return ran
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_one_plan_under_many_schedules(plan: PipelinePlan) -> None:
     """Each schedule ends, and keeps the order of every task's iterations; many of them differ."""
     interleavings = set()
-    for seed in range(SCHEDULES):
+    for seed in seeds("interleavings", SCHEDULES):
         ran = interleaving_of(plan, seed)
         for name in NAMES:
             assert [i for task, i in ran if task == name] == list(range(6))

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.core.task import TaskFn
+from tests.support.budget import examples
 from tests.support.machines import TorchMachine, outputs, random_pauses, tasks_of
 from tests.support.strategies import Case, cases
 
@@ -133,7 +134,7 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-@settings(max_examples=EXAMPLES, derandomize=True)
+@examples("plans", EXAMPLES)
 @given(cases() | cases(most_workers=4))
 def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
     """Outputs and parameters; each batch once, in order; never more than the depth in flight.

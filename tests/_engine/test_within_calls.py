@@ -17,16 +17,18 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.simulator import simulate
 from tests.device.virtual import VirtualDevice
+from tests.support.budget import seeds
 from tests.support.plans_for_tests import piped, spread, tasks
 from tests.support.strategies import random_case
 
 PLANS = 15
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_period_ends_before_the_next_call_begins(streams: bool) -> None:
     """On any plan, all tasks of a period lie between the head of the caller's lane and its end."""
-    for seed in range(PLANS):
+    for seed in seeds("plans", PLANS):
         plan = replace(random_case(seed).plan, within_calls=True)
         program = compile_plan(resolve_plan(plan), streams=streams)
         order, instructions = HappensBefore(program), program.instructions

@@ -18,6 +18,7 @@ from swpipe.core.resolved import resolve_plan
 from tests.device.virtual import VirtualDevice
 from tests.device.virtual.clocks import Clock, Stamp
 from tests.device.virtual.stream_queues import Item
+from tests.support.budget import seeds
 from tests.support.plans_for_tests import piped
 from tests.support.strategies import random_case, worked_case
 
@@ -69,7 +70,7 @@ def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
 
 def random_plans() -> Iterable[PipelinePlan]:
     """Plans of all kinds; half of them without the dependences that their work would need."""
-    for seed in range(PLANS):
+    for seed in seeds("plans", PLANS):
         case = random_case(seed, 6) if seed % 3 else worked_case(seed, 6)
         plan = replace(case.plan, keep=None)
         if seed % 2:
@@ -84,6 +85,7 @@ def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
     return PipelinePlan.from_dict({**plan.to_dict(), **changes})
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
 def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
@@ -103,6 +105,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
     assert sure > 5 * PLANS if distance >= 0 else sure > PLANS // 10
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
     """For every pair of iterations of a run of five."""

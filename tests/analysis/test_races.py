@@ -20,6 +20,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import Mode
 from swpipe.errors import PlanError, Problem
 from tests.device.virtual import VirtualDevice
+from tests.support.budget import seeds
 from tests.support.exhaustive import TooManyError
 from tests.support.plans_for_tests import piped
 from tests.support.safety import (
@@ -91,12 +92,13 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool, workers
     assert threaded > SAFE_PLANS // 2
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
     """Refused is what some interleaving breaks, also for what the loader uses."""
     refused = allowed = groups = 0
-    for seed in range(LOADER_PLANS):
+    for seed in seeds("plans", LOADER_PLANS):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = with_loader(random.Random(seed), effects_of(workload))
         try:
@@ -113,27 +115,29 @@ def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
     assert groups > LOADER_PLANS // 12
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 def test_what_lies_further_apart_follows() -> None:
     """In runs of four iterations nothing else goes wrong than in runs of two."""
     explored = 0
-    for seed in range(16):
+    for seed in seeds("plans", 16):
         plan, workload = random_pair(seed, most_tasks=3)
         effects = effects_of(workload)
         for streams in KINDS:
             with suppress(TooManyError):
                 broken = fights(plan, effects, streams=streams, iterations=(3, 4))
-                assert named(order_problems(plan, effects, streams=streams)) == broken
+                assert broken <= named(order_problems(plan, effects, streams=streams)), seed
                 explored += 1
     assert explored > 22
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bool) -> None:
     """Each edge of valid plans is taken out in turn."""
     needed = spare = 0
-    for seed in range(MUTATED_PLANS):
+    for seed in seeds("plans", MUTATED_PLANS):
         rng = random.Random(seed)
         workload = small_workload(rng)
         plan, effects = random_plan(rng, workload), effects_of(workload)
@@ -185,6 +189,7 @@ def stale_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
     return plan, {name: rng.choice(uses) for name in names}
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
@@ -192,7 +197,7 @@ def test_staleness_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
 ) -> None:
     """By no more iterations than the plan says, whichever way the threads go."""
     accepted = refused = late = 0
-    for seed in range(STALE_PLANS):
+    for seed in seeds("plans", STALE_PLANS):
         plan, effects = stale_pair(seed)
         try:
             fine = is_as_stale_as_allowed(plan, effects, streams=streams, iterations=(1, 2, 3, 4))
@@ -340,10 +345,11 @@ def test_many_places_make_one_problem() -> None:
     assert "ctx.x3 (read after write) and 2 more: add" in text
 
 
+@pytest.mark.examples
 def test_every_mend_mends() -> None:
     """To add the edges that the messages of random plans advise leaves nothing to complain of."""
     mended = 0
-    for seed in range(60):
+    for seed in seeds("plans", 60):
         plan, workload = random_pair(seed)
         effects = effects_of(workload)
         before = order_problems(plan, effects)

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe import PipelinePlan
@@ -15,6 +15,7 @@ from swpipe._engine.program_text import format_program
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import format_stages
+from tests.support.budget import examples
 from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped
 
@@ -83,29 +84,29 @@ def read_costs(text: str) -> None:
     assert CostModel.from_json(model.to_json()) == model
 
 
+@examples("files", QUICK)
 @given(data=mostly(PLANS))
-@settings(max_examples=QUICK)
 def test_a_plan_of_any_values_is_read_or_refused(data: Any) -> None:
     """Strange names, numbers and tables at every place of a plan."""
     read_plan(json.dumps(data), toml=False)
 
 
+@examples("files", QUICK)
 @given(text=edited(piped(3).to_toml()))
-@settings(max_examples=QUICK)
 def test_a_plan_of_any_toml_is_read_or_refused(text: str) -> None:
     """A good file with a part of it replaced."""
     read_plan(text, toml=True)
 
 
+@examples("files", QUICK)
 @given(text=edited(piped(3).to_json()))
-@settings(max_examples=QUICK)
 def test_a_plan_of_any_json_is_read_or_refused(text: str) -> None:
     """A good file with a part of it replaced."""
     read_plan(text, toml=False)
 
 
+@examples("files", QUICK)
 @given(text=COSTS.map(json.dumps) | edited(MODEL.to_json()))
-@settings(max_examples=QUICK)
 def test_costs_of_any_values_are_read_or_refused(text: str) -> None:
     """Strange names and numbers, and a good file with a part of it replaced."""
     read_costs(text)

@@ -10,6 +10,7 @@ pytest.importorskip("hypothesis")  # a GPU machine's own packages may lack it
 
 from tests.device.kinds import Kind
 from tests.device.virtual.guards import Guard
+from tests.support.budget import seeds
 from tests.support.device_work import SIMULATED
 from tests.support.strategies import Case, keeping_case, random_case, worked_case
 
@@ -30,6 +31,7 @@ def test_a_few_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     assert {seed: wrong for seed in QUICK[cases] if (wrong := kind.run(cases(seed)))} == {}
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", RANDOM)
 def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
@@ -40,7 +42,9 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     Streams are late and events adversarial: no race, early wait, use after free, or running ahead.
     Seeded, so that a failure names what to run again.
     """
-    assert {seed: wrong for seed in range(kind.plans) if (wrong := kind.run(cases(seed)))} == {}
+    assert {
+        seed: wrong for seed in seeds("plans", kind.plans) if (wrong := kind.run(cases(seed)))
+    } == {}
 
 
 @pytest.mark.skipif(not SIMULATED, reason="no CUDA device poisons what was freed")

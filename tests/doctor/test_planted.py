@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.doctor import Diagnosis, diagnose
-from tests.profiler.sleepers import sleeper
+from tests.profiler.sleepers import contend, sleeper
 from tests.support.virtual_clock import TimedHost
 
 CORES = len(os.sched_getaffinity(0))
@@ -201,14 +201,18 @@ TRAINS = {"io": [DeclaredIO(state="model")]}
     [(True, PURE, True), (False, PURE, False), (True, {}, False), (True, TRAINS, False)],
 )
 def test_a_task_that_holds_the_interpreter_lock_is_found(
-    host: TimedHost, holds: bool, declared: dict[str, Any], is_found: bool
+    host: TimedHost,
+    monkeypatch: pytest.MonkeyPatch,
+    holds: bool,
+    declared: dict[str, Any],
+    is_found: bool,
 ) -> None:
     """A task that is all Python, if another process could do it: none that trains."""
+    contender = contend(monkeypatch, host)
 
     def parse(ctx: IterContext) -> None:
         host.compute(1e-3)
-        for _ in range(60_000 if holds else 0):
-            pass
+        contender.held_s += 0.0 if holds else 1e-3
 
     found = diagnose([PipelineTask("parse", parse, **declared), waiting(host)], batches())
     told = [("interpreter-lock", "task 'parse'")]

@@ -16,6 +16,7 @@ from swpipe.inference.comparison import Comparison, needed
 from swpipe.inference.orders import Edge, Orders
 from swpipe.inference.recording import Recording
 from tests.inference.helpers import recorded
+from tests.support.budget import seeds
 from tests.support.safety import effects_of, random_pair, verify_tasks
 
 
@@ -200,10 +201,11 @@ def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
     return missing
 
 
+@pytest.mark.examples
 def test_comparing_and_verifying_agree_on_random_plans() -> None:
     """On plans that are right, and on those that lost a dependence."""
     found = {True: 0, False: 0}
-    for seed in range(80):
+    for seed in seeds("plans", 80):
         given, workload = random_pair(seed)
         found[missing_as_verified(given, effects_of(workload))] += 1
     assert min(found.values()) > 10

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe.core.effects import DRAWS, conflicts
@@ -15,6 +15,7 @@ from swpipe.core.plan import BODY
 from swpipe.inference import Recording, record
 from swpipe.inference.orders import Edge, Orders, edge_of
 from tests.inference.helpers import WORD
+from tests.support.budget import examples
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.strategies import Workload, dependences_of, random_workload
 
@@ -50,8 +51,8 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
     }
 
 
+@examples("plans", 15)
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=15, derandomize=True)
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
     """Attributes and states; and the dependences imply the order of the serial run."""
     workload = random_workload(rng)

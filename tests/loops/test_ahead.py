@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +25,7 @@ import swpipe
 from swpipe.loops import AheadLoop
 from swpipe.loops.pull_watch import PullWatch
 from tests.loops.ordinary_loops import Rows, batches
+from tests.support.budget import examples
 from tests.support.sequencer import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -386,7 +387,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @pytest.mark.filterwarnings("ignore:the last pass was left")
-@settings(max_examples=25)
+@examples("loops", 25)
 @given(programs())
 def test_what_is_drawn_is_what_a_plain_loop_draws(program: Program) -> None:
     """By the loader, the body or both, whatever the timing, wherever the passes are left.

@@ -32,6 +32,7 @@ from tests.loops.ordinary_loops import (
     Training,
     batches,
 )
+from tests.support.sequencer import PATIENCE_S
 
 # Told of any loader that draws in this process; test_overlapping looks at it.
 pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
@@ -483,36 +484,39 @@ def test_an_iterator_is_pulled_ahead_by_one_loop() -> None:
 
 
 class Closing:
-    """A loader whose passes say when they are over."""
+    """A loader that counts the passes whose ``finally`` has run, by a semaphore."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.over = threading.Semaphore(0)
 
     def __iter__(self) -> Iterator[int]:
         try:
             yield from range(9)
         finally:
-            self.told.append("over")
+            self.over.release()
 
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool) -> None:
-    """As when a plain loop is left; that of a generator that was given, when the loop is closed."""
+    """As when a plain loop is left; that of a generator that was given, when the loop is closed.
+
+    Where the loop is left while a batch is pulled ahead, it runs at the end of that pull.
+    """
     loader = Closing()
     with swpipe.overlap(loader, [print_nothing], pull_ahead=pull_ahead, device="cpu") as loop:
         for ctx in loop:
             if ctx.iter_idx == 2:
                 break
-        assert loader.told == ["over"]
+        assert loader.over.acquire(timeout=PATIENCE_S)
         assert len(list(loop)) == 9
-        assert loader.told == ["over", "over"]
+        assert loader.over.acquire(timeout=PATIENCE_S)
     given = Closing()
     with swpipe.overlap(iter(given), [print_nothing], pull_ahead=pull_ahead, device="cpu") as loop:
         for _ in loop:
             break
-        assert given.told == []
+        assert not given.over.acquire(blocking=False)
         assert next(iter(loop)).batch == 1
-    assert given.told == ["over"]
+    assert given.over.acquire(timeout=PATIENCE_S)
 
 
 def print_nothing(ctx: Any) -> None:

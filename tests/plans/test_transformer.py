@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe.analysis.validation import validate
@@ -16,6 +16,7 @@ from swpipe.plans.transformer import (
     pair_order,
     paired_plan,
 )
+from tests.support.budget import examples
 
 ALL = LayerKind(True, True, True)
 MOE = LayerKind(moe=True, delayed=True)
@@ -98,7 +99,7 @@ def test_the_first_layers_attention_weights_come_after_gradients_were_sent_on() 
     ]  # fmt: skip
 
 
-@settings(max_examples=25)
+@examples("schedules", 25)
 @given(KINDS, KINDS, st.booleans())
 def test_every_step_is_there_once_after_what_it_needs(
     forward: list[LayerKind], backward: list[LayerKind], hooks: bool

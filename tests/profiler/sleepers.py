@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
+
+import swpipe.profiler.costing
+import swpipe.profiler.thread_costs
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from tests.support.virtual_clock import TimedHost
+
+
+class FakeContender:
+    """Had the interpreter lock for as long as tasks say that they let go of it."""
+
+    held_s = 0.0
+
+    def __enter__(self) -> FakeContender:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        return None
+
+
+def contend(monkeypatch: pytest.MonkeyPatch, host: TimedHost) -> FakeContender:
+    """Measure the need for the lock by the clock of the host; return who else wants the lock."""
+    contender = FakeContender()
+    monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
+    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
+    return contender
 
 
 def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], None]:

@@ -9,13 +9,11 @@ from typing import TypedDict
 
 import pytest
 
-import swpipe.profiler.costing
-import swpipe.profiler.thread_costs
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.planning import simulate
 from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
 from swpipe.profiler.thread_costs import SWITCH_S, GilContender
-from tests.profiler.sleepers import overlapped, sleepers
+from tests.profiler.sleepers import contend, overlapped, sleepers
 from tests.support.notes import Notes
 from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
@@ -43,25 +41,11 @@ def us_of(costs: CostModel, field: str) -> dict[str, float]:
     return {name: getattr(cost, field) for name, cost in costs.tasks.items()}
 
 
-class FakeContender:
-    """Had the lock for as long as tasks say that they let go of it."""
-
-    held_s = 0.0
-
-    def __enter__(self) -> FakeContender:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        return None
-
-
 def test_gil_time_is_task_time_minus_contender_time(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it for Python, part of it for a kernel that releases the lock; at most CPU time."""
-    contender = FakeContender()
-    monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
-    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
+    contender = contend(monkeypatch, host)
 
     def kernel(ctx: IterContext) -> None:
         host.compute(4e-3)

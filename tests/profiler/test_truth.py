@@ -14,11 +14,12 @@ from swpipe import (
     PipelineTask,
     SWPipeline,
     TaskProfiler,
+    TaskSchedule,
 )
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.figures import busy_s, limiting
 from tests.profiler.sleepers import overlapped, sleeper, sleepers
-from tests.support.virtual_clock import TimedHost
+from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
 COUNTS = {"num_warmup": 1, "num_measure": 3, "num_rounds": 3}
 
@@ -88,6 +89,43 @@ def test_a_replay_that_takes_time_does_not_change_the_result(host: TimedHost) ->
     piped = profiled(plan, tasks, pipelined=True)
     assert piped.exposed_s["read"] == pytest.approx(4e-3)
     assert piped.spread_s["read"] == pytest.approx(1e-3)  # the truth, 3, is within
+
+
+def test_device_work_is_exposed_as_far_as_no_other_stream_hides_it(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 ms on a stream beside 8 ms: serially both are exposed, under the plan the difference."""
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+    tasks = [
+        PipelineTask("ahead", lambda ctx: device.launch(6e-3)),
+        PipelineTask("compute", lambda ctx: device.launch(8e-3)),
+    ]
+    schedule = {"ahead": TaskSchedule(stream="side"), "compute": TaskSchedule(stage=1)}
+    plan = PipelinePlan(schedule, deps=[("compute", "ahead")], pipeline_depth=3)
+    with SWPipeline(plan, tasks, device=device, check_effects=False) as pipe:
+        serial = TaskProfiler(pipe).profile(None, **COUNTS)
+        piped = TaskProfiler(pipe).profile(None, pipelined=True, **COUNTS)
+    assert serial.baseline_s == pytest.approx(14e-3)
+    assert serial.exposed_s == exactly(ahead=6, compute=8)
+    assert piped.baseline_s == pytest.approx(8e-3)
+    assert piped.exposed_s == exactly(ahead=0, compute=2)
+    assert serial.host_s == exactly(ahead=0, compute=0)
+
+
+def test_a_task_that_waits_for_its_device_work_blocks_the_host(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only launches does not."""
+    device = TimedDevice(host)
+    tell_time(monkeypatch, host, device)
+    tasks = [
+        PipelineTask("launch", lambda ctx: device.launch(5e-3)),
+        PipelineTask("wait", lambda ctx: host.sleep_until(device.launch(5e-3))),
+    ]
+    with SWPipeline(PipelinePlan.serial(tasks), device=device) as pipe:
+        result = TaskProfiler(pipe).profile(None, **COUNTS)
+    assert result.host_s == exactly(launch=0, wait=10)
 
 
 def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:

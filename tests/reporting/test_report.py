@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import swpipe.profiler.rounds
@@ -22,6 +22,7 @@ from swpipe.reporting.account import account_of
 from swpipe.tuning import autotuning
 from tests.reporting.known_loops import tasks_of
 from tests.reporting.loops import Batches, image_loop
+from tests.support.budget import examples
 from tests.support.virtual_clock import TimedHost
 
 MS = 1e-3
@@ -188,7 +189,7 @@ def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
     assert weight.grad is None
 
 
-@settings(max_examples=25)
+@examples("timelines", 25)
 @given(st.lists(st.integers(1, 50), min_size=5, max_size=5), st.data())
 def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -> None:
     """Also where threads run side by side, and the path changes from one to another."""

@@ -12,6 +12,7 @@ from swpipe.trace import Row, Span, Trace
 from swpipe.trace.critical_path import critical_path
 from swpipe.trace.perfetto import Arrow
 from tests.profiler.sleepers import overlapped, sleepers
+from tests.support.budget import examples
 from tests.support.virtual_clock import TimedHost
 from tests.trace.test_lanes import ANY_SPANS, ARROWS, IO, READ_0, SPANS, TRAIN_0, TRAIN_1
 
@@ -34,6 +35,7 @@ def test_a_path_by_hand() -> None:
     assert path.length_ns == 8
 
 
+@examples("timelines", 100)
 @given(spans=ANY_SPANS)
 def test_the_parts_of_a_path_add_up_to_its_length(spans: list[Span]) -> None:
     """Whatever overlaps; and it ends where the last span ends."""

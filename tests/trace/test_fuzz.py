@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from swpipe.trace import Trace
+from tests.support.budget import examples
 from tests.support.hostile import check_message, edited, replaced
 
 EXAMPLES = 60
@@ -41,8 +42,8 @@ def read(text: str, folder: Path) -> None:
             assert shown.replace("\n", "").isprintable()
 
 
+@examples("files", EXAMPLES)
 @given(text=replaced(SAVED) | edited(json.dumps(SAVED)))
-@settings(max_examples=EXAMPLES)
 def test_a_timeline_of_any_values_is_read_or_refused(text: str, tmp_path: Path) -> None:
     """Infinite times, strange names, deep lists, text cut anywhere."""
     read(text, tmp_path)

@@ -165,9 +165,13 @@ def test_a_compressed_file_is_the_same_trace(tmp_path: Path) -> None:
 
 
 def test_torch_profiler_and_a_trace_share_one_clock(tmp_path: Path) -> None:
-    """A task is where torch.profiler saw its range, in one file."""
+    """A task is where torch.profiler saw its range, in one file.
+
+    On a busy machine a thread may be kept waiting between its looks at the two clocks.
+    """
+    late_us = 50_000
     plan = PipelinePlan.serial(["sleep"])
-    sleep = PipelineTask("sleep", lambda ctx: time.sleep(2e-3))
+    sleep = PipelineTask("sleep", lambda ctx: time.sleep(2 * late_us / 1e6))
     kineto = tmp_path / "kineto.json"
     with SWPipeline(plan, [sleep], device="cpu") as pipe:
         with profile() as profiled, pipe.trace() as trace:
@@ -179,13 +183,8 @@ def test_torch_profiler_and_a_trace_share_one_clock(tmp_path: Path) -> None:
     theirs = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == "sleep"]
     assert len(mine) == len(theirs) == 3
     for one, other in zip(mine, sorted(theirs, key=lambda e: e["ts"]), strict=True):
-        assert abs(one["ts"] - other["ts"]) < 1_000  # us
-        assert (
-            other["ts"] - 200
-            < one["ts"]
-            < one["ts"] + one["dur"]
-            < other["ts"] + other["dur"] + 200
-        )
+        assert other["ts"] - late_us < one["ts"]
+        assert one["ts"] + one["dur"] < other["ts"] + other["dur"] + late_us
     assert {e["pid"] for e in mine}.isdisjoint(e["pid"] for e in theirs)
 
 

@@ -20,6 +20,7 @@ from swpipe.trace import OverRanks, Trace, over_ranks
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
+from tests.support.budget import examples
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
 
@@ -277,6 +278,7 @@ def test_a_window_without_a_span_is_refused() -> None:
         Trace().window(0, 0)
 
 
+@examples("timelines", 100)
 @given(
     st.integers(1, 20), st.integers(1, 6), st.lists(st.integers(1, 50), min_size=20, max_size=20)
 )

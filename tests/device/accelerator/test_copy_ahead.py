@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -30,6 +30,7 @@ from swpipe.plans import prefetch_plan
 from swpipe.profiler import TaskProfiler
 from tests import backend
 from tests.device.accelerator.work import DEVICE, SIMULATED, extremes, spin, wrong
+from tests.support.budget import examples
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or backend.why_not() is not None, reason="these tests have the link be slow"
@@ -305,7 +306,7 @@ def pool_of(plan: Any) -> Any:
     return plan.tasks[0].fn._pool
 
 
-@settings(max_examples=25)
+@examples("copies", 25)
 @given(
     most=st.integers(1, 4),
     batches=st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), max_size=8),

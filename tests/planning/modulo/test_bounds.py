@@ -11,6 +11,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import lower_bounds, simulate
 from tests.planning.simulation.test_simulator import contended_costs, feeding
+from tests.support.budget import seeds
 from tests.support.strategies import random_case
 
 
@@ -33,10 +34,11 @@ def costs(**host_us: float) -> CostModel:
     return CostModel({name: TaskCost(time) for name, time in host_us.items()})
 
 
+@pytest.mark.examples
 def test_no_plan_is_faster_than_its_bounds() -> None:
     """On 160 random plans; with threads to choose freely the bound is no higher."""
     reached = 0
-    for seed in range(80):
+    for seed in seeds("plans", 80):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         model = contended_costs(rng, plan)

@@ -25,6 +25,7 @@ from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.published import assign_lookaheads, joint_search
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.trace.span import Row, Span
+from tests.support.budget import seeds
 from tests.support.strategies import random_case, worked_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 
@@ -147,6 +148,7 @@ def turns(spans: Iterable[Span]) -> dict[tuple[str, int, Row], tuple[int, ...]]:
     }
 
 
+@pytest.mark.examples
 @STREAMS
 def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None:
     """On random plans, from fill to drain, and how long each thread stood before it.
@@ -154,7 +156,7 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
     Where a device holds back admission, the engine finds out only when the device is done that
     there is no further batch; the simulator knows: what comes after that is left out.
     """
-    for seed in range(24):
+    for seed in seeds("plans", 24):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found = turns(Loop(plan, costs, streams=streams, seed=seed).spans(ITERATIONS))
@@ -164,6 +166,7 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
             assert found[turn] == times, (seed, turn)
 
 
+@pytest.mark.examples
 def test_device_work_is_done_in_the_order_of_launch() -> None:
     """On the caller's stream, and with a communicator on several, whichever threads launch it.
 
@@ -172,7 +175,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
     task that blocks, for which a trace takes the event when the task returns.
     """
     queues = 0
-    for seed in range(40):
+    for seed in seeds("plans", 40):
         plan = random_case(seed).plan
         program = compile_plan(resolve_plan(plan), streams=True)
         if waits_on_a_shared_stream(program):
@@ -197,11 +200,12 @@ def waits_on_a_shared_stream(program: Program) -> bool:
     return several and any(wait.producer not in SOURCES for wait in waits)
 
 
+@pytest.mark.examples
 @STREAMS
 def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
     """On random plans, over a whole cycle of the steady state."""
     settled = 0
-    for seed in range(12):
+    for seed in seeds("plans", 12):
         plan = random_plan(seed)
         costs = random_costs(seed, plan)
         found_us = interval_us(Loop(plan, costs, streams=streams, seed=seed).retired_ns(LONG))

@@ -22,6 +22,7 @@ from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
 from swpipe.planning.simulation.simulator import Load, Simulation, simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.trace.span import Span
+from tests.support.budget import seeds
 from tests.support.strategies import random_case
 
 ITERATIONS = 12
@@ -63,10 +64,11 @@ def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
     )
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
     """An exact interval is that of the later part of a run of many iterations."""
-    for seed in range(24):
+    for seed in seeds("plans", 24):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = random_costs(rng, plan)
@@ -95,9 +97,10 @@ def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
     return CostModel({name: cost() for name in plan.schedule}, rng.choice((0.0, 2.0)))
 
 
+@pytest.mark.examples
 def test_whatever_does_one_thing_at_a_time_does_so() -> None:
     """Threads and streams; the lock in the first part of host work, a resource in all of a work."""
-    for seed in range(24):
+    for seed in seeds("plans", 24):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = contended_costs(rng, plan)
@@ -119,11 +122,12 @@ def test_whatever_does_one_thing_at_a_time_does_so() -> None:
                 assert begin >= end - 2e-3, seed
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 def test_an_exact_interval_keeps_repeating(streams: bool) -> None:
     """A run with contention repeats exactly, long after the pattern was found."""
     contended = 0
-    for seed in (*range(24), *FALSE_STARTS):
+    for seed in (*seeds("plans", 24), *FALSE_STARTS):
         rng = random.Random(seed)
         plan = random_case(seed).plan
         costs = replace(contended_costs(rng, plan), handover_us=rng.choice((0.0, 2.0, 70.0)))
@@ -150,9 +154,10 @@ FALSE_STARTS = (1660, 1874, 1967, 2047, 2269, 3477)
 """One or two iterations are like those before them, and later ones are not."""
 
 
+@pytest.mark.examples
 def test_an_unbounded_run_starts_like_any_other() -> None:
     """The number of iterations has no effect until the last ones are in flight."""
-    for seed in range(16):
+    for seed in seeds("plans", 16):
         plan = random_case(seed).plan
         costs = contended_costs(random.Random(seed), plan)
         graph = timed_graph(compile_plan(resolve_plan(plan), streams=True), costs)

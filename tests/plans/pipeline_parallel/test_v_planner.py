@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe.plans.pipeline_parallel import (
@@ -26,6 +26,7 @@ from swpipe.plans.pipeline_parallel.v_order import (
 from swpipe.plans.pipeline_parallel.v_planner import LocalSearch
 from swpipe.plans.pipeline_parallel.v_starts import GreedyOrder, GreedyRules
 from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Published
+from tests.support.budget import examples
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "bubble")
 ALL: tuple[Objective, ...] = (*OBJECTIVES, "period")
@@ -166,7 +167,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
     return n, m, replace(costs, max_mem=None if more is None else least + more * unit)
 
 
-@settings(max_examples=40)
+@examples("schedules", 40)
 @given(jobs(), st.integers(0, 10**6))
 def test_greedy_orders_are_valid_and_timed_like_the_checker(
     job: tuple[int, int, PipelineCosts], seed: int
@@ -187,7 +188,7 @@ def test_greedy_orders_are_valid_and_timed_like_the_checker(
             assert lower_bound(orders, objective) <= times.value(objective)
 
 
-@settings(max_examples=15)
+@examples("schedules", 15)
 @given(jobs(), st.integers(0, 10**6))
 def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], seed: int) -> None:
     """A search never gets worse, and what it finds passes the checker."""

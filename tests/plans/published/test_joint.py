@@ -17,6 +17,7 @@ from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, swaps
 from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
 from swpipe.plans.published.task_roles import GIVEN, TaskRoles
 from tests.plans.published.papers import paper
+from tests.support.budget import seeds
 from tests.support.safety import verify_tasks
 
 
@@ -174,6 +175,7 @@ def test_the_history_has_each_round_until_patience_ends_it() -> None:
     assert "until nothing was left to try" in single.why
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
     """They verify, have the reported interval, keep limits and communicator order.
@@ -181,7 +183,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
     And none is worse than lookaheads alone, where the search begins.
     """
     better = 0
-    for seed in range(8):
+    for seed in seeds("plans", 8):
         given = paper(seed)
         said = {"limits": given.limits, "streams": streams}
         found = joint_search(given.plan, given.costs, beam_width=2, rounds=2, **said)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning import simulate
 from swpipe.plans.published import list_schedule
 from tests.plans.published.papers import paper
+from tests.support.budget import seeds
 from tests.support.safety import verify_tasks
 
 
@@ -120,11 +121,12 @@ def test_communicator_order_is_kept() -> None:
     assert order(a="x", b="y") == ["b", "a", "end"]
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("streams", [True, False])
 def test_no_plan_becomes_worse_or_wrong(streams: bool) -> None:
     """Each result verifies, has the reported interval, is no slower; only the order changes."""
     better = 0
-    for seed in range(20):
+    for seed in seeds("plans", 20):
         given = paper(seed)
         found = list_schedule(given.plan, given.costs, streams=streams)
         assert replace(found.plan, order=given.plan.order) == given.plan

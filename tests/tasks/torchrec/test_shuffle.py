@@ -21,6 +21,7 @@ from swpipe.tasks.torchrec.shuffle import (
     IdentityShuffler,
     KarmarkarKarpShuffler,
 )
+from tests.support.budget import examples
 from tests.support.ranks import Ranks
 
 ROWS = 24
@@ -217,6 +218,7 @@ def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> flo
     return max(sum(workloads[row] for row in share) for share in shares)
 
 
+@examples("batches", 100)
 @given(
     st.integers(1, 5).flatmap(
         lambda parts: st.tuples(
