@@ -285,6 +285,18 @@ def test_only_an_idle_pipeline_can_be_borrowed() -> None:
             pass
 
 
+def test_a_borrowed_pipeline_has_caches_of_its_own() -> None:
+    """What its shortcut tasks had cached before, they replay again afterwards."""
+    cached: list[int] = []
+    with SWPipeline(piped(), tasks(dist=lambda ctx: cached.append(ctx.batch))) as pipe:
+        pipe.enable_shortcut("dist")
+        pipe.run([1, 2])
+        with pipe.borrow():
+            pipe.run([3, 4])
+        pipe.run([5, 6])
+    assert cached == [1, 3]
+
+
 # ------------------------------------------------------------------------------------------ misuse
 
 

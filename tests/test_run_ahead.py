@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 
 import swpipe
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.device.cpu import NoEvent
 from swpipe.errors import PlanError
 from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool, Task
 from tests.device.virtual import VirtualDevice
+from tests.support.stream_device import StreamDevice
 
 MEANS_NOTHING = "run_ahead=2 means nothing on 'cpu', which has no streams"
 
@@ -54,6 +56,58 @@ def test_a_pipelines_argument_comes_in_the_plans_place() -> None:
     one_stream = replace(on_streams(), schedule={"copy": TaskSchedule(), "train": TaskSchedule(1)})
     with SWPipeline(one_stream, device=device) as pipe:
         assert pipe.plan.launch_limit is None
+
+
+class AskedDevice(StreamDevice[str]):
+    """A device that is always done, and notes how many batches were pulled when somebody asked.
+
+    Attributes:
+        pulled: How many batches were.
+        asked: The notes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the caller's")
+        self.pulled = 0
+        self.asked: list[int] = []
+
+    def new_stream(self, spec: Any) -> str:
+        return "memcpy"
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        return AskedEvent(self)
+
+    def batches(self, count: int) -> Iterator[int]:
+        """Yield so many batches, and count them."""
+        for batch in range(count):
+            self.pulled += 1
+            yield batch
+
+
+class AskedEvent(NoEvent):
+    """An event of such a device."""
+
+    def __init__(self, device: AskedDevice) -> None:
+        self._device = device
+
+    def query(self) -> bool:
+        self._device.asked.append(self._device.pulled)
+        return True
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(2, 0), (2, 1), (2, 3), (4, 2)])
+def test_the_host_waits_for_no_nearer_iteration_than_that(depth: int, ahead: int) -> None:
+    """It admits ``depth + run_ahead`` iterations before it asks, and counts on in a later run."""
+    device = AskedDevice()
+    with SWPipeline(on_streams(pipeline_depth=depth, run_ahead=ahead), device=device) as pipe:
+        assert len([*pipe.iterate(device.batches(depth + ahead))]) == depth + ahead
+        device.asked.clear()  # by the pull that found the end of the data
+        assert len([*pipe.iterate(device.batches(2))]) == 2
+        assert device.asked[0] == depth + ahead
+    device = AskedDevice()
+    with SWPipeline(on_streams(pipeline_depth=depth, run_ahead=ahead), device=device) as pipe:
+        assert len([*pipe.iterate(device.batches(12))]) == 12
+    assert device.asked == [*range(depth + ahead, 13)]
 
 
 def schedulable(**options: Any) -> PipelinePlan:

@@ -90,6 +90,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "no task 'fwd'; it has h2d, dist, forward",
     ),
     "a number of no device": (lambda: pipeline(device=3), "'cuda:3' is not on this machine"),
+    "something else as a device": (
+        lambda: pipeline(device=3.5),
+        r"device is 3\.5: give a name such as 'cpu', or a torch\.device",
+    ),
     "a device elsewhere": (lambda: pipeline(device="xpu"), "'xpu' is not on this machine"),
     "a plan after its tasks": (
         lambda: SWPipeline(any_given(tasks()), any_given(piped())),

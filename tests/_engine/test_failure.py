@@ -441,6 +441,15 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
         assert pipe.run(range(20, 25)).iterations == 5
 
 
+def test_a_pipeline_that_is_closed_right_after_a_retirement_ends_with_the_call() -> None:
+    """The iteration is handed out, and the call leaves nothing behind."""
+    pipe = SWPipeline(piped(), tasks())
+    with pipe.observe(AfterRetirement(0, pipe.close)):
+        assert pipe.progress(iter(range(9))).batch == 0
+    assert pipe._driver.run is None
+    assert swpipe_threads() == []
+
+
 def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
     """Though all is done by then, it is not swallowed."""
     interrupt = AfterRetirement(0, lambda: throw(KeyboardInterrupt()))
@@ -460,6 +469,7 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
         with pytest.raises(Planted):
             pipe.drain()
         assert pipe.in_flight == 1
+        assert pipe.state_dict(check=False)["next_iteration"] == 1
         assert [ctx.batch for ctx in pipe.drain()] == [1]
         assert pipe.in_flight == 0
         assert pipe.drain() == []

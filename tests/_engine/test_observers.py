@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe._engine.observers import NvtxRanges, Observers, nvtx_ranges
+from swpipe._engine.observers import NvtxRanges, Observer, Observers, nvtx_ranges
 from swpipe._engine.program import Instruction
 from swpipe.device import CpuDevice
 from tests.support.plans_for_tests import NAMES, piped, task, tasks
@@ -152,3 +152,33 @@ def test_an_added_observer_comes_last() -> None:
         *others, last = observers()
     assert len(others) == 1
     assert last is recorder
+
+
+class Ends(Observer):
+    """Notes which tasks have begun, and which have ended."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.ended: list[tuple[str, int]] = []
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        self.begun.append((ins.task, iteration))
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        self.ended.append((ins.task, iteration))
+
+
+@pytest.mark.parametrize("run", [SWPipeline.run, SWPipeline.run_serial])
+def test_an_observer_is_told_of_the_end_of_a_task_that_fails(run: Any) -> None:
+    """As of any other; each that has begun ends once."""
+
+    def fail(ctx: IterContext) -> None:
+        if ctx.batch == 1:
+            raise LookupError("planted")
+
+    observer = Ends()
+    with SWPipeline(piped(), tasks(forward=fail)) as pipe, pipe.observe(observer):
+        with pytest.raises(LookupError):
+            run(pipe, range(9))
+    assert ("forward", 1) in observer.ended
+    assert sorted(observer.begun) == sorted(observer.ended)

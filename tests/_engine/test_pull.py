@@ -143,6 +143,27 @@ def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller
         assert [ctx.z for ctx in pipe.iterate(loader)] == [3, 5, 7, 9]
 
 
+def test_the_loader_is_waited_for_and_not_the_task_after_it() -> None:
+    """That may wait for the loop's body, which waits for the loader."""
+    released = threading.Event()
+
+    def slow(ctx: IterContext) -> None:
+        if ctx.batch == 1:
+            await_event(released, "the body")
+        double(ctx)
+
+    tasks = [PipelineTask("double", slow), PipelineTask("add", add)]
+    schedule = {"double": TaskSchedule(thread_group="io"), "add": TaskSchedule(1)}
+    plan = PipelinePlan(schedule, deps=[("add", "double")], pull_group="io")
+    loader = Loader(5)
+    with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=None) as pipe:
+        assert pipe.progress(loader).z == 1
+        pipe.settle()
+        assert loader.pulled == 3
+        released.set()
+        assert [ctx.z for ctx in pipe.iterate(loader)] == [3, 5, 7, 9]
+
+
 def test_another_iterator_may_follow_at_once() -> None:
     """Whether the end of the last one has been found or not."""
     goes_on = threading.Event()
@@ -258,6 +279,16 @@ def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
     assert any("pulling the batch of iteration 4" in note for note in caught.value.__notes__)
     assert found == [1, 3, 5][: len(found)]
     assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]
+
+
+def test_filling_waits_for_the_loader(pipe: SWPipeline) -> None:
+    """So an error of a batch that it pulls comes out of that call."""
+    loader = Loader(9)
+    pipe.fill_pipeline(loader)
+    assert loader.pulled == pipe.plan.depth - 1
+    pipe.drain()
+    with pytest.raises(OSError, match="planted"):
+        pipe.fill_pipeline(Loader(9, fails_at=pipe.plan.depth - 2))
 
 
 def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:

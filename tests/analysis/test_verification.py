@@ -313,6 +313,10 @@ def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
             with pytest.raises(PlanError, match=r"'scale', which the loop's body.*call run\(\)"):
                 call()
         assert pipe.run([1, 2, 3]).iterations == 3
+        with pipe.borrow():  # to be measured, without a body
+            assert len([*pipe.iterate([1, 2])]) == 2
+        with pytest.raises(PlanError, match="which the loop's body"):
+            pipe.progress(iter([1, 2]))
     private = [replace(tasks[0], io=[DeclaredIO(state="scale", others="")]), tasks[1]]
     with SWPipeline(AHEAD, private, device="cpu") as pipe:
         assert len([*pipe.iterate([1, 2])]) == 2
