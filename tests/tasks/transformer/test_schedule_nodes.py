@@ -175,6 +175,29 @@ def test_rows_and_gradients_of_other_streams_are_held(monkeypatch: pytest.Monkey
     assert [id(value) for value, _ in held] == [id(grad), id(leaves[0].grad)]
 
 
+def test_what_a_layer_merges_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows' weights, the shared expert's part and the residual, of attention's stream."""
+    of = model("moe", moe_shared_expert_size=24)
+    merged: list[Any] = []
+    held: list[int] = []
+    (layer,) = of.decoder_layers
+    merge = layer.merge
+
+    def noted(rows: Tensor, *others: Any) -> Tensor:
+        monkeypatch.undo()
+        merged.extend(others)
+        return merge(rows, *others)
+
+    monkeypatch.setattr(layer, "merge", noted)
+    monkeypatch.setattr(
+        "swpipe.tasks.transformer.layer_schedule.used_here", lambda value: held.append(id(value))
+    )
+    run(plan_of(of, 0), None)
+    *values, routing = merged
+    assert len(values) == 3
+    assert {id(value) for value in (*values, *routing.tensors)} <= set(held)
+
+
 def test_streams_of_schedules_can_be_set() -> None:
     """On a CPU there are none by default."""
     assert get_comp_stream() is None
