@@ -252,6 +252,7 @@ def test_only_tasks_that_may_run_beside_themselves_get_workers() -> None:
         choice = auto_plan(loop(), SLOW, streams=False, effects=effects)
         assert choice.plan.most_workers == 1
     alone = {PULL: Effects(), "read": Effects(log, log), "work": Effects()}
-    choice = auto_plan(loop(), SLOW, streams=False, effects=alone, body=False)
-    assert choice.plan.schedule["read"].thread_group != choice.plan.schedule["work"].thread_group
+    frozen = Limits(frozen=("work",))
+    choice = auto_plan(loop(), SLOW, streams=False, effects=alone, body=False, limits=frozen)
+    assert choice.plan.schedule["read"].thread_group != "default"
     assert choice.plan.most_workers == 1
