@@ -126,6 +126,22 @@ def test_every_step_is_there_once_after_what_it_needs(
     validate(layer_overlap_plan(forward, shared=hooks))
 
 
+def test_backward_steps_follow_those_of_the_microbatch_before() -> None:
+    """Each after itself, whichever order a planner finds: gradients are added up in one order."""
+    plan = layer_overlap_plan([MOE])
+    back = {name for name in plan.schedule if name.startswith("b")}
+    assert {(name, name, 1) for name in back} <= {*plan.cross_iter_deps}
+    assert not any(consumer.startswith("f") for consumer, _, _ in plan.cross_iter_deps)
+
+
+def test_what_starts_exchanges_takes_turns() -> None:
+    """The counts of the router's rows, and the rows, forward and back; nothing else."""
+    plan = layer_overlap_plan([MOE])
+    ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+    exchanges = {f"{side}0.moe_{way}.start" for side in "fb" for way in ("dispatch", "combine")}
+    assert ordered == {"f0.attn.route", *exchanges}
+
+
 def test_shared_parameters_are_added_to_one_microbatch_after_the_other() -> None:
     """Whichever order a planner finds: a backward begins after the one before has ended."""
     for shared in (False, True):

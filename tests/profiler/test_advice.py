@@ -66,6 +66,19 @@ def test_each_of_several_workers_is_busy_for_its_share(host: TimedHost) -> None:
     assert result.busy_s == pytest.approx({"default": 10e-3, "io": 10e-3})
 
 
+def test_no_more_is_promised_than_the_moved_tasks_expose(host: TimedHost) -> None:
+    """Two tasks hide each other: neither costs anything as long as the other one is there."""
+    tasks = sleepers(host, left=6, right=6, train=7, step=2)
+    schedule = {name: TaskSchedule() for name in ("left", "right", "train", "step")}
+    schedule |= {name: TaskSchedule(thread_group=name) for name in ("left", "right")}
+    deps = [("train", "left"), ("train", "right"), ("step", "train")]
+    plan = PipelinePlan(schedule, deps=deps, cross_iter_deps=[("train", "step")], pipeline_depth=1)
+    result = profiled(plan, tasks, pipelined=True)
+    assert result.baseline_s == pytest.approx(15e-3)
+    assert [result.exposed_s[name] for name in ("left", "right")] == pytest.approx([0, 0], abs=1e-9)
+    assert {advice.plan for advice in result.advice} == {""}
+
+
 def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
     """The step of the last iteration has to come first: training cannot run ahead of it."""
     tasks = sleepers(host, read=1, train=7, step=2)

@@ -209,6 +209,14 @@ def test_the_switch_interval_is_restored() -> None:
     assert sys.getswitchinterval() == usual
 
 
+def test_a_handover_costs_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all times of a cost model."""
+    monkeypatch.setattr("swpipe.profiler.costing.measure_handover_s", lambda host: 12e-6)
+    tasks = [PipelineTask("a", lambda ctx: None, pure=True)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        assert measure_costs(pipe, [0], 1, 1, lock=False).handover_us == pytest.approx(12)
+
+
 def test_resources_are_added() -> None:
     """To those that a task has; the given model is not modified."""
     costs = CostModel({"dist": TaskCost(1, resources=("nccl",)), "copy": TaskCost(2)}, 3.0)

@@ -61,9 +61,13 @@ def test_what_a_task_needs_while_it_runs_is_told_apart() -> None:
         del ctx.x
         ctx.y = empty(40)
 
-    found = measured(make, replace)
-    assert found.working == {"make": 80 * KIB, "replace": -40 * KIB}
-    assert found.serial_peak(["make", "replace"]) == 120 * KIB
+    def shrink(ctx: IterContext) -> None:
+        del ctx.y  # 40 before it makes anything: no less is needed
+        ctx.z = empty(10)
+
+    found = measured(make, replace, shrink)
+    assert found.working == {"make": 80 * KIB, "replace": -40 * KIB, "shrink": -10 * KIB}
+    assert found.serial_peak(["make", "replace", "shrink"]) == 120 * KIB
 
 
 def test_the_batch_and_what_is_no_tensor_count() -> None:

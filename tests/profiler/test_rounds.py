@@ -45,6 +45,7 @@ class Machine:
         self.modified = modified
         self.log: list[Kind] = []
         self.lengths: list[int] = []
+        self.ended: list[int] = []  # after how many visits nothing was in flight
         self.now_s = 0.0
         self.kind: Kind = BASE
         self.plan = SimpleNamespace(depth=1)
@@ -107,7 +108,7 @@ class Machine:
         return slice(begin, begin + measure)
 
     def end(self) -> None:
-        """Nothing is in flight."""
+        self.ended.append(len(self.visits))
 
     def seconds(self) -> list[float]:
         return self.seconds_
@@ -267,6 +268,18 @@ def test_on_several_ranks_a_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rounds, "is_alone", lambda: False)
     with pytest.raises(ValueError, match="planted"):
         measured(Machine(raises={READ: ValueError("planted")}), [READ, STEP])
+
+
+def test_on_several_ranks_nothing_is_in_flight_between_visits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank might replay a collective that another one runs; one rank alone goes on."""
+    for alone in (True, False):
+        monkeypatch.setattr(rounds, "is_alone", lambda: alone)  # noqa: B023 - used in the loop
+        machine = Machine()
+        measured(machine, [READ, STEP], num_rounds=2)
+        each = range(1, 1 + len(machine.visits))
+        assert (set(machine.ended) == set(each)) == (not alone)
 
 
 def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -36,6 +37,19 @@ def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
     plans = {"serial": SERIAL, "pulled ahead": replace(SERIAL, pull_group="loader")}
     took_s = try_plans(tasks, plans, [1, 2], 2, 6, device="cpu", loader=InTurn(host, 5, length=1))
     assert took_s == pytest.approx({"serial": 12e-3, "pulled ahead": 7e-3})
+
+
+def test_plans_are_tried_in_turns() -> None:
+    """The second round begins with the plan that the first one ended with: none is always first."""
+    threads: list[str] = []
+
+    def read(ctx: IterContext) -> None:
+        threads.append("beside" if threading.current_thread().name != caller else "serial")
+
+    caller = threading.current_thread().name
+    tasks = [PipelineTask("read", read), PipelineTask("work", lambda ctx: None)]
+    try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 1, 1, device="cpu", state=[])
+    assert [name for name, _ in groupby(threads)] == ["beside", "serial", "beside"]
 
 
 def costs(tasks: list[PipelineTask], batch: Any) -> None:

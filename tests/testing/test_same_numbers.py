@@ -48,6 +48,25 @@ class Job:
         )
 
 
+def test_a_tensor_of_another_type_differs_whatever_its_bits() -> None:
+    """Zeros of floating-point numbers and of integers have the same."""
+    zeros = torch.zeros(2)
+    assert first_unequal({"x": zeros}, {"x": zeros.clone()}) is None
+    assert first_unequal({"x": zeros}, {"x": torch.zeros(2, dtype=torch.int32)}) is not None
+
+
+def test_an_overlapped_loop_that_ends_early_is_told() -> None:
+    """Its loader is an iterator, which the plain loop has used up."""
+    job = Job()
+    used_up = job.batches()
+
+    def make() -> Loop:
+        return job.loop(lambda ctx: setattr(ctx, "x", ctx.batch), loader=used_up, pull_ahead=True)
+
+    with pytest.raises(AssertionError, match=f"{BATCHES} iterations plainly, and 0 overlapped"):
+        assert_same_numbers(make)
+
+
 def test_an_honest_loop_passes() -> None:
     """Random tasks, and draws of the others, are the same in both runs."""
 

@@ -50,6 +50,25 @@ def test_a_plan_with_streams_holds_what_was_removed() -> None:
     assert (found.bytes, found.at_ns) == (122, 12)
 
 
+def test_memory_waits_for_other_streams() -> None:
+    """The caller's stream has been given work on the first batch, which ends at 30 ns."""
+    spans = [
+        Span(task, i, MAIN, 10 * i + start, 10 * i + end)
+        for i in (0, 1)
+        for task, start, end in (("read", 0, 2), ("work", 2, 4), ("<retire>", 4, 5))
+    ]
+    trace = Trace(
+        [
+            *spans,
+            Span("read", 0, Row("stream", "copy"), 1, 2),
+            Span("work", 0, Row("stream", "caller's"), 3, 30),
+        ]
+    )
+    memory = TaskMemory((Block("read", "", 10, "x"),))
+    assert trace.peak_memory(memory).bytes == 10
+    assert trace.peak_memory(memory, streams=True).bytes == 20
+
+
 @pytest.mark.parametrize(("retired_ns", "peak"), [(20, 110), (21, 120)])
 def test_what_ends_at_a_moment_goes_before_what_begins(retired_ns: int, peak: int) -> None:
     """The work on the second batch begins at 20 ns; until it ends the first is held, or not."""

@@ -35,6 +35,30 @@ def test_a_path_by_hand() -> None:
     assert path.length_ns == 8
 
 
+def test_a_task_waits_for_an_earlier_iteration_of_another() -> None:
+    """As far back as the arrow says."""
+    spans = [Span("train", i, TRAIN_0.row, 10 * i, 10 * i + 5) for i in range(3)]
+    read = Span("read", 2, IO, 5, 8)
+    links = critical_path([*spans[:1], read], [Arrow("train", "read", 2)]).links
+    assert [(link.span, link.why) for link in links] == [(spans[0], "begin"), (read, "dependence")]
+
+
+def test_work_on_a_stream_begins_within_the_time_of_its_thread() -> None:
+    """Of the thread, the path has what was before it began, as a gap."""
+    thread, stream = TRAIN_0.row, Row("stream", "caller's")
+    spans = [
+        span
+        for i in range(8)
+        for span in (
+            Span("work", i, thread, 10 * i, 10 * i + 3),
+            Span("work", i, stream, 10 * i + 2, 10 * i + 9),
+            Span("<retire>", i, thread, 10 * i + 9, 10 * i + 10),
+        )
+    ]
+    found = critical_path(spans, []).per_iteration()
+    assert found == pytest.approx({"work": 7e-6, "gaps": 2e-6, "<retire>": 1e-6})
+
+
 @examples("timelines", 100)
 @given(spans=ANY_SPANS)
 def test_the_parts_of_a_path_add_up_to_its_length(spans: list[Span]) -> None:

@@ -96,8 +96,13 @@ def fake_trial(
         ({"serial": (9, 10, 11), "ready": (9.5, 9.5, 9.5), "planned": (9.2, 9.2, 9.2)}, "serial"),
         ({"serial": (10, 10, 10), "ready": (10.1, 10.1, 10.1), "planned": (8, 11, 14)}, "serial"),
         ({"serial": (10, 10, 10), "ready": (12, 12, 12), "planned": (9, 9, 9)}, "planned"),
+        ({"serial": (10, 20, 30), "planned": (9, 19, 29)}, "serial"),
+        ({"serial": (10, 11), "planned": (8, 10)}, "serial"),
     ],
-    ids=["gain", "ready-made-within-spread", "noisy-serial", "noisy-planned", "ready-made-slower"],
+    ids=[
+        *("gain", "ready-made-within-spread", "noisy-serial", "noisy-planned", "ready-made-slower"),
+        *("less-than-rounds-differ", "too-few-rounds"),
+    ],
 )
 def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
     rounds_ms: dict[str, Sequence[float]], chosen: str
@@ -351,6 +356,15 @@ def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -
     assert clock.now_s == 26 + 3 * 2
     assert not loop.budget.allows(0, 0.3)
     assert Budget().window(6, 0.3) == Window(3, 10)
+
+
+def test_tuning_that_took_more_than_a_tenth_longer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how long an iteration takes."""
+    clock, budget = Clock(monkeypatch), Budget(100)
+    clock.now_s += 110
+    assert budget.outcome() == ()
+    clock.now_s += 1
+    assert "took 111 s, more than the 100 s that it was given" in budget.outcome()[0]
 
 
 def test_ranks_have_as_many_iterations_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

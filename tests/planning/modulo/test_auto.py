@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import UNKNOWN, Effects, Location, declared_effects
+from swpipe.core.effects import UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
@@ -248,8 +248,11 @@ def test_only_tasks_that_may_run_beside_themselves_get_workers() -> None:
     """Not one that changes a state, nor any where nothing is known."""
     log = frozenset([Location("log", True)])
     noting = {**APART, "read": Effects(log, log)}
-    private = [DeclaredIO(state="log", others="")]  # it may run ahead of the body
-    ahead = {**APART, **declared_effects([PipelineTask("read", print, private)])}
-    for effects in (noting, ahead, None):
+    for effects in (noting, None):
         choice = auto_plan(loop(), SLOW, streams=False, effects=effects)
         assert choice.plan.most_workers == 1
+    alone = {PULL: Effects(), "read": Effects(log, log), "work": Effects()}
+    frozen = Limits(frozen=("work",))
+    choice = auto_plan(loop(), SLOW, streams=False, effects=alone, body=False, limits=frozen)
+    assert choice.plan.schedule["read"].thread_group != "default"
+    assert choice.plan.most_workers == 1

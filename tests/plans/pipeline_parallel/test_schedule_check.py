@@ -76,6 +76,7 @@ def test_memory_above_the_limit_is_refused() -> None:
     text = "0F0,0F1,0B0,0B1"
     assert checked(text, replace(COSTS, max_mem=4)).peak_memory == (4,)
     assert checked(text, replace(COSTS, max_mem=math.inf)).peak_memory == (4,)
+    assert checked("0F0,0B0,0F1,0B1").peak_memory == (2,)  # B frees what I and W do
     for limit in (None, 0, 3):
         with pytest.raises(ScheduleError, match="0F1 takes rank 0 to a memory of 4") as caught:
             checked(text, replace(COSTS, max_mem=limit))

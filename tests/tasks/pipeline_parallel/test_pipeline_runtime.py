@@ -20,7 +20,7 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
 )
 from swpipe.tasks.pipeline_parallel import PipelineRuntime, SerialRuntime, StepResult
-from swpipe.tasks.pipeline_parallel.run_rules import CollectivesBeside
+from swpipe.tasks.pipeline_parallel.run_rules import CollectivesBeside, kept_buffers
 from tests.support.ranks import Ranks
 from tests.tasks.pipeline_parallel.by_hand import PlainLoop, Step
 from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_schedule, whole
@@ -202,6 +202,16 @@ def test_gradients_replace_those_before_or_are_added_to_them(one_rank: Ranks) ->
     """As ``accumulate`` says, on a schedule and in the serial runtime: the bits of a plain loop."""
     assert one_rank.run(wrong_gradients, of_one_rank) == [[]]
     assert wrong_gradients(lambda modules: SerialRuntime(modules, 2, squared)) == []
+
+
+def test_buffers_are_kept() -> None:
+    """Running means are as they were before a measurement."""
+    module = Stateful()
+    before = [buffer.clone() for buffer in module.buffers()]
+    with kept_buffers([module]):
+        module(rows(8))
+        assert not all(map(torch.equal, before, module.buffers()))
+    assert all(map(torch.equal, before, module.buffers()))
 
 
 def steps_after_a_failure() -> list[str]:

@@ -33,6 +33,16 @@ def stage(x: Tensor, layers: nn.ModuleList, weight: Tensor) -> Tensor:
     return x
 
 
+def test_a_whole_pass_leaves_no_gradient_on_its_inputs() -> None:
+    """It returns it; those of the weights are added up."""
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    grads = [whole_pass([layer(x)], [torch.ones(2, 3)], [x, 7]) for _ in range(2)]
+    assert x.grad is None
+    wanted = layer.weight.detach().sum(0).expand(2, 3)
+    assert all(torch.allclose(grad, wanted) and rest is None for grad, rest in grads)
+    assert torch.equal(layer.bias.grad, torch.full((3,), 4.0))
+
+
 def test_the_way_to_the_inputs_is_computed_once() -> None:
     """In I: an exchange on it would be repeated in W, and W take as long as the whole pass."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

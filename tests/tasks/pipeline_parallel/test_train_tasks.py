@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from swpipe.tasks.pipeline_parallel import (
     PipelineTrainTasks,
     SerialRuntime,
     measure_costs,
+    measured_costs,
 )
 from swpipe.tasks.pipeline_parallel.measured_costs import Bytes
 from tests.support.ranks import Ranks
@@ -107,6 +110,19 @@ def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
     assert [len(times) for times in (ours.forward, ours.backward, ours.weight)] == [4, 4, 4]
     assert ours.backward[0] == min(ours.backward) < ours.weight[0]
     assert ours.hop > 0
+
+
+def hop_of_one_second() -> float:
+    """The measured hop where sending to and fro takes a second."""
+    seconds = count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    with mock.patch.object(measured_costs, "time", clock):
+        return measured_costs.measure_hop(torch.ones(1), rounds=3)
+
+
+def test_a_hop_is_half_of_the_time_to_and_fro(two_ranks: Ranks) -> None:
+    """In ms."""
+    assert two_ranks.run(hop_of_one_second) == [500, 500]
 
 
 class Wide(nn.Module):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from swpipe import SWPipeline, TaskProfiler
 from swpipe.inference import record
@@ -21,6 +22,7 @@ from swpipe.tasks.torchrec import (
     TaskOptions,
     TrainStep,
 )
+from swpipe.tasks.torchrec._torchrec import JaggedTensor
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from tests.support.ranks import Ranks
@@ -282,6 +284,36 @@ def test_a_look_up_that_outlives_its_run_is_released() -> None:
         prefetched.drop()
         group(ids, offsets)
     assert left_behind([group]) == []
+
+
+class CountedTable(nn.Module):
+    """Notes the counters of its prefetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prefetch_states: deque[Any] = deque()
+        self.counters: Tensor | None = None
+
+    def prefetch(
+        self, indices: Tensor, offsets: Tensor, frequency_counters: Tensor | None = None
+    ) -> None:
+        self.counters = frequency_counters
+
+
+def test_keys_are_counted_by_the_weights_that_lie_beside_them() -> None:
+    """A prefetch may get a part of the ids; without weights, nothing is counted."""
+    table = CountedTable()
+    found = PrefetchedBatches.of({"tables": table})
+    assert found is not None
+    values, counts, lengths = torch.arange(5), torch.arange(10.0, 15.0), torch.tensor([2, 3])
+    with found.counting([JaggedTensor(values, counts, lengths)]):
+        table.prefetch(values[2:4], lengths)
+        assert torch.equal(table.counters, counts[2:4])
+        table.prefetch(values.clone(), lengths)
+        assert table.counters is None
+    with found.counting([JaggedTensor(values, lengths=lengths)]):
+        table.prefetch(values[2:4], lengths)
+        assert table.counters is None
 
 
 def test_an_unknown_dynamicemb_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from swpipe.tasks.torchrec import (
 )
 from swpipe.tasks.torchrec.drop_in import build
 from swpipe.tasks.torchrec.forwards import Kind
+from tests.support.plans_for_tests import scattered
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.megatron import megatrons
 from tests.tasks.torchrec.models import (
@@ -86,6 +88,27 @@ def _on_streams(sharding: str) -> list[str]:
 def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str) -> None:
     """Their dependences order every state, also across streams."""
     assert one_rank.run(_on_streams, sharding) == [[]]
+
+
+def _scattered(forward: Kind, sharding: str) -> list[str]:
+    """What is refused of plans with a ready-made plan's dependences, and any stages and threads."""
+    model = sharded(Job(sharding))
+    step = TrainStep([dense_optimizer(Job(sharding), model)])
+    tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu").tasks()
+    made = plans.split() if forward == "split" else plans.sparse_dist()
+    base = replace(made, same_period_deps=(), order=(), pipeline_depth=None)
+    said = (
+        refusal(lambda seed=seed: verify(scattered(base, seed), tasks, pull_ahead=True, body=False))
+        for seed in range(10)
+    )
+    return [why for why in said if why != "nothing raised"]
+
+
+@pytest.mark.parametrize("forward", ["pipelined", "split"])
+def test_dependences_alone_keep_the_order_of_states(one_rank: Ranks, forward: Kind) -> None:
+    """So that a planner may take any other stages, threads and order for them."""
+    for sharding in ("table_wise", "data_parallel"):
+        assert one_rank.run(_scattered, forward, sharding) == [[]]
 
 
 def _states_of_backward(forward: Kind) -> set[str]:

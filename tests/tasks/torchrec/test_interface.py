@@ -311,9 +311,13 @@ def _evaluated(name: str, training: bool) -> list[str]:
     pipeline = made(getattr(ours, name))
     model = pipeline._model.train(training)
     before = everything(model)
+    kept: list[str] = []
+    model.module.top.register_forward_hook(
+        lambda *_: kept.append("a graph is kept") if torch.is_grad_enabled() else None
+    )
     outputs = to_the_end(pipeline, batches(4))
     changed = Outcome([], everything(model)).differences(Outcome([], before))
-    return changed + [f"output {k}" for k, one in enumerate(outputs) if one.requires_grad]
+    return [*changed, *kept, *(f"output {k}" for k, o in enumerate(outputs) if o.requires_grad)]
 
 
 def test_an_evaluation_never_trains(two_ranks: Ranks) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swpipe.tasks.transformer import (
     NoopScheduleNode,
@@ -175,6 +176,29 @@ def test_rows_and_gradients_of_other_streams_are_held(monkeypatch: pytest.Monkey
     assert [id(value) for value, _ in held] == [id(grad), id(leaves[0].grad)]
 
 
+def test_what_a_layer_merges_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows' weights, the shared expert's part and the residual, of attention's stream."""
+    of = model("moe", moe_shared_expert_size=24)
+    merged: list[Any] = []
+    held: list[int] = []
+    (layer,) = of.decoder_layers
+    merge = layer.merge
+
+    def noted(rows: Tensor, *others: Any) -> Tensor:
+        monkeypatch.undo()
+        merged.extend(others)
+        return merge(rows, *others)
+
+    monkeypatch.setattr(layer, "merge", noted)
+    monkeypatch.setattr(
+        "swpipe.tasks.transformer.layer_schedule.used_here", lambda value: held.append(id(value))
+    )
+    run(plan_of(of, 0), None)
+    *values, routing = merged
+    assert len(values) == 3
+    assert {id(value) for value in (*values, *routing.tensors)} <= set(held)
+
+
 def test_streams_of_schedules_can_be_set() -> None:
     """On a CPU there are none by default."""
     assert get_comp_stream() is None
@@ -224,6 +248,26 @@ def test_weight_gradients_wait_for_backward_dw() -> None:
     assert torch.equal(grad, x.grad)
     assert torch.equal(linear.weight.grad, twin.weight.grad)
     assert torch.equal(linear.bias.grad, twin.bias.grad)
+
+
+def test_a_map_that_is_also_recomputed_gets_all_of_its_gradient() -> None:
+    """What a checkpoint computes once more in backward, nobody would compute later."""
+    linear = Linear(3, 3)
+
+    def forward(node: TransformerLayerNode, x: Tensor) -> Tensor:
+        again: Tensor = checkpoint(linear, x, use_reentrant=True)
+        return linear(x) + again
+
+    extra = {"delay_wgrad_compute": True}
+    node = TransformerLayerNode(None, None, None, None, forward, extra_args=extra)
+    x = torch.randn(4, 3, requires_grad=True)
+    node.forward(x)
+    node.backward(torch.ones(4, 3))
+    node.backward_dw()
+    twin = nn.Linear(3, 3)
+    twin.load_state_dict(linear.state_dict())
+    (twin(x) + twin(x)).backward(torch.ones(4, 3))
+    torch.testing.assert_close(linear.weight.grad, twin.weight.grad)
 
 
 def test_frozen_and_changed_weights() -> None:
