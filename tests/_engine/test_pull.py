@@ -136,7 +136,7 @@ def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller
         pipeline_depth=3,
     )
     loader = Loader(5)
-    with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=5) as pipe:
+    with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=60) as pipe:
         pipe.progress(loader)
         pipe.settle()
         assert loader.pulled >= 2

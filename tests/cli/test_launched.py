@@ -234,7 +234,7 @@ run_on_ranks(fail)
 def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Scripts) -> None:
     """As it is where rank 0 held it, and has failed before."""
     told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    rank = scripts.run(Script(LEFT, environment=told), deadline_s=30)
+    rank = scripts.run(Script(LEFT, environment=told), deadline_s=90)
     assert (rank.returncode, rank.stdout) == (1, "LAST\n")
     assert "ZeroDivisionError: planted on rank one" in rank.stderr
 

@@ -204,9 +204,10 @@ def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | No
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
     """Whatever is asked of it."""
 
-    @examples("loops", FEW if loader == "workers" else EXAMPLES, phases=PHASES)
-    @given(PROGRAMS)
     def programs(program: list[Act]) -> None:
         check(kind, loader, program)
 
-    programs()
+    # What is drawn depends on the name: each way has programs of its own.
+    programs.__name__ = f"{kind.__name__}_{loader}".replace(" ", "_")
+    number = FEW if loader == "workers" else EXAMPLES
+    examples("loops", number, phases=PHASES)(given(PROGRAMS)(programs))()

@@ -70,7 +70,7 @@ def examples(kind: str, number: int, **options: Any) -> Callable[[T], T]:
         handle.hypothesis.inner_test = counted
         fixed = SEED is None
         drawn = settings(max_examples=number * FACTOR, derandomize=fixed, **options)(test)
-        return pytest.mark.examples(drawn if fixed else seed(SEED)(drawn))
+        return pytest.mark.examples(drawn if fixed else seed(f"{SEED} {inner.__name__}")(drawn))
 
     return decorate
 
