@@ -92,7 +92,8 @@ class _Loop(Way):
             yield ctx.loss.detach()
 
     def state_dict(self) -> Any:
-        return self.loop.state_dict()
+        """After a pass that was left, of a new one: what a plain loop begins."""
+        return self.loop.state_dict(rest=None if self._pass is not None else False)
 
     def load_state_dict(self, state: Any) -> None:
         self.loop.load_state_dict(state)
@@ -265,10 +266,6 @@ class Looped(_Loop):
         tasks = tasks_of(training)
         self.pipe = SWPipeline(piped(tasks), tasks, device="cpu")
         self.loop = ResumableLoop(self.pipe, training.loader)
-
-    def state_dict(self) -> Any:
-        """After a pass that was left, of a new one: what a plain loop begins."""
-        return self.loop.state_dict(rest=None if self._pass is not None else False)
 
     def close(self) -> None:
         self.leave()
