@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._distributed.even_data import _ENDED, _HAS
 from swpipe.loops import (
     EvenData,
     RankDataError,
@@ -280,3 +281,51 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
     next(batches)
     with pytest.raises(RuntimeError, match="steps are still to come"):
         batches.rest()
+
+
+class BesideAnother(EvenData):
+    """Stands for one of two ranks, of which the other one has so many batches."""
+
+    def __init__(self, ends: Any, other: int, **options: Any) -> None:
+        super().__init__(ends, **options)
+        self.size = 2
+        self._others = itertools.chain([_HAS] * other, itertools.repeat(_ENDED))
+
+    def exchange_status(self, status: int) -> tuple[torch.Tensor, None]:
+        return torch.tensor([status, next(self._others)], dtype=torch.int32), None
+
+
+class Again:
+    """An iterator of two batches that begins again after its end."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __iter__(self) -> Again:
+        return self
+
+    def __next__(self) -> int:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise StopIteration
+        return self.calls
+
+
+def test_a_rank_that_pads_asks_its_data_no_more() -> None:
+    """An iterator that begins again would give batches of another pass in the place of pads."""
+    data = Again()
+    found = BesideAnother("pad", 5, pad=pad_with("pad")).over(data)
+    assert [*found] == [1, 2, "pad", "pad", "pad"]
+    assert data.calls == 3
+    assert (found.steps, found.padded) == (5, 3)
+
+
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_the_batch_that_comes_again_has_no_weight_and_is_another_object(kind: Any) -> None:
+    """Whether its weights are an item or an attribute."""
+    last = kind(x=torch.ones(2), w=torch.ones(2))
+    again = pad_with_last("w")(last)
+    here, there = (one if kind is dict else vars(one) for one in (last, again))
+    assert here["w"].tolist() == [1, 1]
+    assert there["w"].tolist() == [0, 0]
+    assert there["x"] is here["x"]

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._distributed.rank_checks import FIRST_FAILURE, RECENT_S, check_same_plan, tell_failure
+from swpipe._distributed.rank_checks import (
+    FIRST_FAILURE,
+    RECENT_S,
+    _let_down,
+    check_same_plan,
+    tell_failure,
+)
 from swpipe.errors import StallError
 from tests.support.ranks import Ranks
 from tests.support.scripts import Script, Scripts, as_torchrun
@@ -295,6 +301,33 @@ def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run(two_ranks: Rank
 
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:39055"
+
+
+def raised_from(cause: Exception) -> Exception:
+    """Return a failure of a task that another one has caused."""
+    error = Planted("a library's own")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_let_down"),
+    [
+        (RuntimeError(LOST), True),
+        (StallError("nothing has moved"), True),
+        (ConnectionResetError(), True),
+        (raised_from(RuntimeError(LOST)), True),
+        (raised_from(raised_from(StallError("nothing has moved"))), True),
+        (RuntimeError("a matrix is singular"), False),
+        (ValueError(LOST), False),
+        (raised_from(ValueError("of its own")), False),
+    ],
+)
+def test_who_is_let_down_is_told_by_the_failure_or_by_its_cause(
+    error: Exception, is_let_down: bool
+) -> None:
+    """A lost connection, or a stall, whatever a library has made of it; all else is its own."""
+    assert _let_down(error) == is_let_down
 
 
 SILENT = (

@@ -281,14 +281,29 @@ def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
     assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]
 
 
-def test_filling_waits_for_the_loader(pipe: SWPipeline) -> None:
-    """So an error of a batch that it pulls comes out of that call."""
-    loader = Loader(9)
-    pipe.fill_pipeline(loader)
-    assert loader.pulled == pipe.plan.depth - 1
-    pipe.drain()
-    with pytest.raises(OSError, match="planted"):
-        pipe.fill_pipeline(Loader(9, fails_at=pipe.plan.depth - 2))
+def test_filling_waits_for_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its last pull ends only when the caller has come to wait for it."""
+    waits, done, settle = threading.Event(), threading.Event(), Run.settle
+
+    def waiting(run: Run) -> None:
+        waits.set()
+        settle(run)
+
+    def batches() -> Iterator[int]:
+        yield from range(PLAN.depth - 2)
+        while not (waits.is_set() or done.is_set()):
+            waits.wait(1e-3)
+        pulled.append(PLAN.depth - 2)
+        yield from range(PLAN.depth - 2, 9)
+
+    pulled: list[int] = []
+    monkeypatch.setattr(Run, "settle", waiting)
+    with SWPipeline(PLAN, TASKS, device="cpu") as pipe:
+        pipe.fill_pipeline(batches())
+        found = len(pulled)
+        done.set()
+        assert found == 1
+        pipe.drain()
 
 
 def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:

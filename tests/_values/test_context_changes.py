@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swpipe._values.context_log import ContextWatch
+from swpipe._values.fingerprint import Fingerprint
 
 
 @dataclass
@@ -169,3 +170,13 @@ def test_a_gradient_of_an_inner_tensor_is_read_without_a_warning() -> None:
     ctx.inner = ctx.leaf * 2
     ctx.inner.retain_grad()
     assert changes(lambda ctx: ctx.inner.sum().backward(), ctx) == (("leaf", "inner"), ())
+
+
+def test_an_array_that_gets_another_shape_in_place_is_changed() -> None:
+    """Though its bytes are the same."""
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(4)
+    before = Fingerprint(array)
+    assert not before.changed()
+    array.resize((2, 2), refcheck=False)
+    assert before.changed()

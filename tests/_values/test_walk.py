@@ -490,3 +490,19 @@ def test_what_was_walked_over_is_held_by_nobody() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_module_is_a_leaf_even_if_it_is_a_dataclass() -> None:
+    """It has a state of its own, and is never made anew."""
+
+    @dataclass(eq=False)
+    class Layer(torch.nn.Module):
+        scale: float = 2.0
+
+        def __post_init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+    layer = Layer()
+    assert [*tensors_in([layer])] == []
+    assert map_tensors([layer], torch.zeros_like)[0] is layer

@@ -25,11 +25,13 @@ from swpipe import (
 )
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import guarantees, race_problems
+from swpipe.analysis.verification import verify_for_run
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
 from swpipe.errors import PlanError
 from swpipe.inference import record, watched_gradients
 from swpipe.inference.operators import OperatorRecorder
+from swpipe.inference.places import KeptOrders, Place
 from tests.support.machines import TorchMachine, tasks_of
 from tests.support.safety import effects_of, random_pair, verify_tasks
 from tests.support.sequencer import await_event
@@ -665,3 +667,17 @@ def test_tasks_of_one_period_on_two_threads_are_watched_without_a_word() -> None
     alone = PipelinePlan({"fill": TaskSchedule(0), "read": TaskSchedule(0)})
     with checked(alone, [fill, read], share=None) as pipe:
         assert pipe._driver.engine.check is None
+
+
+def test_what_workers_keep_in_order_need_not_be_kept_further_apart() -> None:
+    """Each does every third iteration: of itself a task is in order at 3 and 6, and not at 4."""
+    schedule = {
+        "read": TaskSchedule(thread_group="io", workers=3),
+        "train": TaskSchedule(1),
+    }
+    plan = PipelinePlan(schedule, deps=[("train", "read")], pipeline_depth=8)
+    tasks = [PipelineTask(name, print, pure=True) for name in schedule]
+    orders = KeptOrders(verify_for_run(plan, tasks, None, device="cpu", streams=False))
+    place = Place("memory", 1)
+    kept = [orders.keeps(place, "read", "read", distance) for distance in (1, 3, 4, 6, 7)]
+    assert kept == [False, True, False, True, False]

@@ -25,7 +25,7 @@ import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.errors import PlanError
 from swpipe.inference import states
-from swpipe.inference.watched_modes import something_is_compiled
+from swpipe.inference.watched_modes import ModuleModes, something_is_compiled
 from tests.support.plans_for_tests import NOBODY_ELSE
 
 BATCHES = 12
@@ -527,3 +527,16 @@ def test_modes_are_watched_where_nothing_is_compiled_and_only_there() -> None:
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert something_is_compiled()
     compiler.reset()
+
+
+def test_a_mode_that_differs_from_that_of_the_run_before_is_switched() -> None:
+    """By somebody beside the task: within each run it was the same."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    modes = ModuleModes(eager=True)
+    for training in (True, True, False):
+        model.train(training)
+        assert not modes.switched
+        with modes:
+            model(torch.ones(1))
+            other(torch.ones(1))
+    assert [*modes.switched.values()] == [model]

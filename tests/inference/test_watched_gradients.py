@@ -79,3 +79,19 @@ def test_a_gradient_that_was_cleared_is_gone(kept: bool) -> None:
     model.zero_grad()
     assert gradients.gone(before) == set()
     assert len(held) == 2
+
+
+def test_a_gradient_is_cleared_although_something_else_keeps_it() -> None:
+    """Whoever clears it, by hand or not: what counts is what the parameter has."""
+    parameter = nn.Parameter(torch.ones(2))
+    kept = parameter.grad = torch.ones(2)
+    watched = WatchedGradients([parameter])
+    before = watched.present()
+    assert watched.gone(before) == set()
+    parameter.grad = None
+    watched.read()
+    assert watched.gone(before) == {id(parameter)}
+    assert watched.present() == {}
+    parameter.grad = kept
+    watched.read()
+    assert watched.present().keys() == {id(parameter)}

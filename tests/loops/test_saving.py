@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule, overlap
+from swpipe.inference.early_changes import early_changes
 from swpipe.loops import OverlappedLoop, ResumableLoop
 from swpipe.loops.saved_state import OF_PLACE, complete
 from swpipe.plans import prefetch_plan
@@ -418,3 +419,14 @@ def test_workers_that_live_on_are_refused_where_they_cannot_be_set_back() -> Non
         for _ in loop:
             break
         assert len(list(loop)) == 6
+
+
+@pytest.mark.parametrize(("group", "early"), [("default", []), ("io", ["'b' changes log"])])
+def test_a_worker_in_the_last_stage_may_have_run_ahead(group: str, early: list[str]) -> None:
+    """The caller's thread has not: it hands the iteration out."""
+    plan = PipelinePlan(
+        {"a": TaskSchedule(), "b": TaskSchedule(1, thread_group=group)}, deps=[("b", "a")]
+    )
+    pure = PipelineTask("a", print, pure=True)
+    writes = PipelineTask("b", print, io=[DeclaredIO(state="log")])
+    assert [*early_changes(plan, [pure, writes])] == early

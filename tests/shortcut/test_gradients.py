@@ -34,6 +34,20 @@ def test_zeros_are_like_the_gradient_of_the_cached_run() -> None:
     assert leaf.zero() is None
 
 
+def test_zeros_of_a_sparse_gradient_are_sparse() -> None:
+    """An optimizer of sparse gradients takes them, and changes nothing."""
+    table = nn.Embedding(4, 3, sparse=True)
+    leaf = OwnLeaf(table.weight)
+    table(torch.tensor([1, 2])).sum().backward()
+    zero = leaf.zero()
+    assert zero is not None
+    assert zero.layout is torch.sparse_coo
+    assert (zero.shape, zero.sparse_dim(), zero._nnz()) == (table.weight.shape, 1, 0)
+    before, table.weight.grad = table.weight.detach().clone(), zero
+    torch.optim.SparseAdam([table.weight]).step()
+    assert torch.equal(table.weight, before)
+
+
 def test_disabling_removes_the_hook() -> None:
     """Also if no backward followed."""
     module = nn.Linear(2, 1)

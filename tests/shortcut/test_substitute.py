@@ -11,6 +11,7 @@ from torch import nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.task import DeclaredIO
+from swpipe.shortcut import Shortcuts
 
 
 class Job:
@@ -155,6 +156,17 @@ def test_the_last_word_counts() -> None:
         assert job.norms == 1
         pipe.disable_shortcut()
         assert losses(pipe)[1] == 603.0
+
+
+def test_a_task_that_is_disabled_just_before_it_runs_runs_itself() -> None:
+    """A worker may have asked a moment ago whether it is shortcut: its substitute is gone."""
+    job, shortcuts = Job(), Shortcuts()
+    shortcuts.enable(["norm"], halve)
+    shortcuts.disable(["norm"])
+    ctx = IterContext(torch.ones(3), 0)
+    job.embed(ctx)
+    shortcuts.run(job.tasks[1], ctx)
+    assert ctx.y.tolist() == [100.0] * 3
 
 
 def test_a_pure_task_s_substitute_is_watched_like_the_task() -> None:
