@@ -247,6 +247,7 @@ def test_what_needs_no_ranks_waits_for_none(here: Path, monkeypatch: pytest.Monk
 
     Under torchrun every other command joins: one line tells all ranks of one that makes no sense.
     """
+    assert not launched.joins(["plan", "show", "plan.toml"])
     for args in ((), ("--help",), ("train", "--help"), ("plan", "show", "plan.toml")):
         assert run(*args) == 0
     assert not launched.joins(["demo"])

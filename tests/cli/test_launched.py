@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -179,6 +180,17 @@ def test_ranks_have_to_be_told_the_same_command() -> None:
     )
     planned = ranks.command_facts("train", {}, [None]), ranks.command_facts("train", {}, [plan])
     assert "plan 1, digest: yet to be made on rank 0, " in differences(planned)
+
+
+def test_a_rank_with_another_command_is_refused() -> None:
+    """On each rank, when it has heard of the others' commands."""
+    store = dist.HashStore()
+    store.set(ranks._COMMAND.format(1), json.dumps({"--steps": "7"}))
+    rank = ranks.Rank.__new__(ranks.Rank)
+    rank.number, rank.size, rank._store = 0, 2, store
+    rank.agree({"--steps": "7"})
+    with pytest.raises(UserError, match="different commands: --steps: 6 on rank 0, 7 on rank 1"):
+        rank.agree({"--steps": "6"})
 
 
 FAILING = """

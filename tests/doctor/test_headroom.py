@@ -12,7 +12,7 @@ from swpipe.core.effects import declared_effects
 from swpipe.doctor import Headroom, diagnose
 from swpipe.doctor.headroom import staying
 from swpipe.profiler.spread import Estimate
-from tests.profiler.sleepers import sleeper, sleepers
+from tests.profiler.sleepers import Ahead, sleeper, sleepers
 from tests.support.virtual_clock import TimedHost
 
 
@@ -44,6 +44,14 @@ def test_the_loader_and_pure_tasks_are_the_headroom(host: TimedHost) -> None:
     assert found.stays == ("forward", "step")
     assert found.ceiling == pytest.approx(0.5, rel=1e-3)
     assert "with all that may overlap hidden (<pull>, decode): 5.000 ms, -50%" in str(found)
+
+
+def test_a_loader_that_works_ahead_limits_the_headroom(host: TimedHost) -> None:
+    """Its batches of 8 ms come no faster, whatever overlaps the 5 ms that stay."""
+    found = diagnose(training(host), Ahead(host, 8)).headroom
+    assert found is not None
+    assert found.step.value_s == pytest.approx(8e-3, rel=1e-2)
+    assert found.left_s == pytest.approx(8e-3, rel=1e-2)
 
 
 def test_batches_that_are_there_cost_nothing(host: TimedHost) -> None:

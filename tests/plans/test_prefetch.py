@@ -9,6 +9,7 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.device import copy_task
 from swpipe.planning import lower_bounds, simulate
 from swpipe.plans import prefetch_plan
 
@@ -34,6 +35,22 @@ def test_it_equals_a_plan_written_by_hand() -> None:
         pipeline_depth=4,
         pull_group="loader",
     )
+
+
+def test_each_further_worker_has_an_iteration_in_flight() -> None:
+    """Besides those of the depth, and the one that is pulled."""
+    for workers, pull_group, depth in ((1, "loader", 4), (3, "loader", 6), (3, None, 5)):
+        plan = prefetch_plan(["read"], ["use"], workers=workers, pull_group=pull_group)
+        assert plan.depth == depth
+        assert plan.schedule["read"].workers == workers
+
+
+def test_what_comes_after_a_copy_has_another_stream() -> None:
+    """The copy of the next batch does not wait for it; what comes before is on the copy's."""
+    feed = [PipelineTask("pin", print), copy_task("cpu"), PipelineTask("embed", print)]
+    plan = prefetch_plan(feed, ["use"])
+    streams = {name: entry.stream for name, entry in plan.schedule.items()}
+    assert streams == {"pin": "copy", "copy": "copy", "embed": "ahead", "use": None}
 
 
 @pytest.mark.parametrize("maxsize", [1, 2, 4])

@@ -10,9 +10,10 @@ import pytest
 from swpipe import PipelinePlan, ProfileResult, TaskSchedule
 from swpipe.planning import simulate
 from swpipe.profiler import Advice
+from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import PromisedChange, StepVerdict
-from swpipe.reporting.account import StepAccount, account_of
+from swpipe.reporting.account import START, Ceiling, StepAccount, account_of
 from tests.reporting.test_report import profile_of
 
 NAMES = ("read", "exchange", "train")
@@ -103,6 +104,38 @@ def test_a_ceiling_says_what_it_takes() -> None:
     waits = replace(profile, blocked_s=profile.host_s)
     needs = account(waits).ceiling.needs
     assert needs == "To reach it, exchange, read must run beside that, on other threads."
+
+
+def test_a_loader_that_works_ahead_sets_the_floor() -> None:
+    """No plan makes it faster; one that is called in turn can have a thread."""
+    profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
+    waits = replace(profile, blocked_s=profile.host_s)
+    for works_ahead, saved_s in ((True, 0.3), (False, 0.6)):
+        pace = LoaderPace(0.7, 0.0, works_ahead, 0, False)
+        found = account(replace(waits, loader=pace)).ceiling
+        assert round(found.saved_s, 9) == saved_s
+        assert (found.limit == "the loader, which makes a batch in 700 ms") == works_ahead
+
+
+def test_the_start_of_a_pass_is_a_part_of_the_step() -> None:
+    """The others are what is left: together they are the step."""
+    profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
+    pace = LoaderPace(0.1, 0.25, True, 0, False)
+    parts = account(replace(profile, loader=pace)).parts
+    assert sum(part.seconds for part in parts) == pytest.approx(1.0)
+    assert [part.seconds for part in parts if part.task == START] == pytest.approx([0.25])
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "spread_s", "worth"),
+    [(0.04, 0.03, True), (0.04, 0.05, False), (0.02, 0.0, False), (0.03, 0.0, True)],
+)
+def test_a_ceiling_is_worth_it_beyond_noise_and_a_few_percent(
+    saved_s: float, spread_s: float, worth: bool
+) -> None:
+    """Of a step of a second."""
+    ceiling = Ceiling(1 - saved_s, "", (), saved_s, spread_s, saved_s, "")
+    assert ceiling.is_worth_it == worth
 
 
 def test_a_promise_is_kept_where_the_intervals_meet() -> None:

@@ -6,16 +6,20 @@ import itertools
 import math
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swpipe.errors import InternalError
 from swpipe.plans.pipeline_parallel import (
     PipelineCosts,
+    ScheduleReport,
     check_schedule,
     plan_v_schedule,
     torch_schedule,
+    v_planner,
 )
 from swpipe.plans.pipeline_parallel.v_blocks import block_orders
 from swpipe.plans.pipeline_parallel.v_order import (
@@ -30,6 +34,18 @@ from tests.support.budget import examples
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "bubble")
 ALL: tuple[Objective, ...] = (*OBJECTIVES, "period")
+
+
+def test_a_plan_is_what_the_checker_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares no code with the search; where they disagree, swpipe is at fault."""
+
+    def late(*given: Any) -> ScheduleReport:
+        report = check_schedule(*given)
+        return replace(report, makespan=report.makespan + 1)
+
+    monkeypatch.setattr(v_planner, "check_schedule", late)
+    with pytest.raises(InternalError, match="a schedule has the makespan"):
+        plan_v_schedule(2, 2, PipelineCosts(), effort=0.01)
 
 
 def figure(report: object, objective: Objective) -> float:
