@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ def test_the_host_waits_and_no_stream() -> None:
     assert waits[0] == waits[1]
     before = HappensBefore.of(resolve_plan(plan(host_only=[PAIR])), streams=True)
     assert before.host("forward", "prefetch", 1)
+    assert not before.device("forward", "prefetch", 1)
+
+
+def test_streams_wait_for_all_other_edges() -> None:
+    """An edge is host_only by itself, whatever is said of others."""
+    given = plan(host_only=[PAIR])
+    schedule = {**given.schedule, "decode": TaskSchedule(1, "third")}
+    beside = replace(given, schedule=schedule, deps=[("forward", "decode")])
+    program = compile_plan(resolve_plan(beside), streams=True)
+    assert "decode" in {wait.producer for wait in program.instructions["forward"].event_waits}
+    before = HappensBefore.of(resolve_plan(beside), streams=True)
+    assert before.device("decode", "forward", 0)
     assert not before.device("forward", "prefetch", 1)
 
 

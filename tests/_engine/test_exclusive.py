@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from swpipe._engine.exclusive import ExclusiveAccess, is_executed
+from swpipe.device import resolve
+from swpipe.inference.operators import OperatorRecorder
 from tests.test_layout import PACKAGE
 
 
@@ -111,3 +114,15 @@ def test_only_the_report_of_a_stall_reads_the_stacks_of_other_threads() -> None:
         if "_current_frames(" in path.read_text(encoding="utf-8")
     }
     assert readers == {"_engine/watchdog.py"}
+
+
+def test_a_call_takes_away_what_watched_its_tasks_and_nothing_else() -> None:
+    """An interrupt has kept it on the thread; a mode of the user's stays where it was."""
+    access, own = ExclusiveAccess(), TorchDispatchMode()
+    with own:
+        access.enter(sys._getframe())
+        for _ in range(2):
+            OperatorRecorder(resolve("cpu")).__enter__()
+        access.leave()
+        assert _get_current_dispatch_mode_stack() == [own]
+    assert _get_current_dispatch_mode_stack() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -10,10 +11,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe._engine.observers import NvtxRanges, Observer, Observers, nvtx_ranges
+from swpipe._engine.observers import (
+    NvtxRanges,
+    Observer,
+    Observers,
+    ProfilerRanges,
+    nvtx_ranges,
+)
 from swpipe._engine.program import Instruction
 from swpipe.device import CpuDevice
 from tests.support.plans_for_tests import NAMES, piped, task, tasks
+from tests.support.sequencer import await_event
 
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
@@ -83,6 +91,31 @@ def test_ranges_nest_where_a_task_drives_a_pipeline_of_its_own() -> None:
             pipe.run_one_serial_iter(7)
     (event,) = (event for event in seen.events() if event.name == "inner")
     assert event.cpu_parent.name == "outer"
+
+
+def test_each_thread_closes_its_own_ranges() -> None:
+    """A task that began on another thread meanwhile, and goes on, keeps its range."""
+    ranges_of_all, began, ended = ProfilerRanges(), threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def other() -> None:
+        ranges_of_all.start(instruction("b"), 0)
+        began.set()
+        await_event(ended, "the end of the other task")
+        seen.append(len(ranges_of_all._open))
+        ranges_of_all.stop(instruction("b"), 0)
+
+    thread = threading.Thread(target=other)
+    ranges_of_all.start(instruction("a"), 0)
+    thread.start()
+    await_event(began, "a task on another thread")
+    (mine,) = ranges_of_all._open
+    assert mine.name == "a"
+    ranges_of_all.stop(instruction("a"), 0)
+    ended.set()
+    thread.join()
+    assert seen == [1]
+    assert ranges_of_all._open == []
 
 
 class Domain:
