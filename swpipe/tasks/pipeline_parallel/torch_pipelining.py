@@ -33,7 +33,6 @@ def check_torch(version: str) -> None:
 check_torch(torch.__version__)
 
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
-from torch.distributed.pipelining._utils import extract_tensor_metas  # noqa: E402
 
 TorchAction: Any = schedules._Action
 TorchRuntime: Any = schedules._PipelineScheduleRuntime
@@ -54,6 +53,3 @@ OVERLAP: Any = schedules.OVERLAP_F_B
 
 wait_for: Any = schedules._wait_batch_p2p
 """For sends or receives that were started."""
-
-metas_of: Any = extract_tensor_metas
-"""Of tensors: what a receiver has to know before it receives them."""
