@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 from swpipe._distributed.rank_checks import gather
 from swpipe.errors import add_note
-from swpipe.plans.pipeline_parallel import Pair, PipelineSchedule, ScheduleError
+from swpipe.plans.pipeline_parallel import Communication, Pair, PipelineSchedule, ScheduleError
 from swpipe.plans.pipeline_parallel.action import Entry
 from swpipe.tasks.pipeline_parallel.paired_passes import PairedPasses, planned_micros
 from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
@@ -46,10 +46,12 @@ from swpipe.tasks.pipeline_parallel.run_rules import (
 from swpipe.tasks.pipeline_parallel.step_link import StepFailure, StepLink
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
+    COMMUNICATION,
     OPS,
     OVERLAP,
     TorchAction,
     TorchRuntime,
+    lower,
 )
 
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -202,7 +204,7 @@ class PipelineRuntime:
     def _connect(self) -> None:
         """Join the ranks, and begin without anything under way."""
         self.link = StepLink(self.group, self._device)
-        self._release = weakref.finalize(self, self.link.destroy)
+        self._release = weakref.finalize(self, self.link.release)
         self._release.atexit = False
         self._training = _Passes(self, self._make(()))
         self._evaluation: _Passes | None = None
@@ -301,9 +303,8 @@ class PipelineRuntime:
             for stage, chunk in self.chunks.items()
         ]
         made = TorchRuntime(stages, self.schedule.n_micro, loss_fn=self._loss_fn)
-        made._prepare_schedule_with_comms(
-            {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
-        )
+        rows = {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
+        lower(made, rows, schedule.placement)
         made.register_custom_function(OVERLAP, PairedPasses(stages))
         for op in left_out:
             made.register_custom_function(op, _do_nothing)
@@ -389,7 +390,8 @@ def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterat
 def _of_torch(entry: Entry) -> Any:
     if isinstance(entry, Pair):
         return TorchAction(-1, OVERLAP, None, tuple(map(_of_torch, entry)))
-    return TorchAction(entry.stage, OPS[entry.op], entry.micro)
+    ops = COMMUNICATION if isinstance(entry, Communication) else OPS
+    return TorchAction(entry.stage, ops[entry.op], entry.micro)
 
 
 def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
@@ -405,7 +407,7 @@ def _check_together(
     rank, problem = dist.get_rank(group), ""
     try:
         check_runnable(schedule, dist.get_world_size(group))
-        check_chunks(schedule, rank, chunks)
+        check_chunks(schedule, rank, chunks, dist.get_process_group_ranks(group))
     except ScheduleError as error:
         problem = str(error)
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()

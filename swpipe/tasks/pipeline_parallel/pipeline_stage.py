@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch, plan_of
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
 from swpipe.tasks.pipeline_parallel.stage_wires import Arrived, Receiver, Sender
 from swpipe.tasks.pipeline_parallel.step_link import StepLink
-from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage
+from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage, find_tensors
 from swpipe.tasks.pipeline_parallel.wire import Packed, layouts_of, pack, unpack
 
 
@@ -96,6 +98,9 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     def _prepare_backward_infra(self, num_microbatches: int, **more: Any) -> None:
         """Torch's place to run its backward pass."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Torch's place to drop the gradients that the additional run left; there was none."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Return what receives the inputs; their header comes first."""
@@ -209,10 +214,25 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Torch's place to run autograd: all of a backward pass, its I, or its W."""
+        if isinstance(
+            self.submod, FSDPModule
+        ):  # all microbatches are reduced at once, by an action
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if isinstance(self.submod, DistributedDataParallel) and last_backward:
+            # What runs now completes the gradients: its hooks are to reduce them.
+            outputs = find_tensors(bwd_kwargs["stage_output"])
+            self.submod.reducer.prepare_for_backward(list(outputs))
         if backward_type == "weight":
             rest: WeightPass | PlannedMicrobatch | None = bwd_kwargs["param_groups"]
             if rest is not None:
                 rest.run()
+            elif isinstance(self.submod, DistributedDataParallel):
+                raise RuntimeError(
+                    f"stage {self.stage_index} is a DistributedDataParallel whose backward pass "
+                    "cannot be split, and would not be reduced: use B instead of I and W"
+                )
             return (), None
         planned = self._plans.pop(self._micro, None)
         outputs, given = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]

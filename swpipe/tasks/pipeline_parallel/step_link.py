@@ -26,11 +26,12 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
+import weakref
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from swpipe._distributed.rank_checks import STORE_S, gather, job_store, within
 from swpipe.core.messages import shorten
@@ -72,16 +73,25 @@ class StepLink:
         self._parent, self._device = parent, device
         whole = parent or dist.group.WORLD
         assert whole is not None
-        options: Any = whole._get_backend(device).options  # type: ignore[attr-defined]
-        self.group = dist.new_group(
+        self._pool = _pools.setdefault(whole, {})
+        told = gather((uuid.uuid4().hex, set(self._pool)), parent)
+        free = set.intersection(*(ids for _, ids in told))
+        new = told[0][0]
+        self._id = min(free, default=new)
+        self.group = self._pool.pop(self._id) if free else self._make(whole)
+        self._key = f"swpipe/pipeline_step/{new}"
+        self.place = ""
+        self._closed = False
+
+    def _make(self, whole: dist.ProcessGroup) -> dist.ProcessGroup:
+        options: Any = whole._get_backend(self._device).options  # type: ignore[attr-defined]
+        made: dist.ProcessGroup = dist.new_group(
             dist.get_process_group_ranks(whole),
             timeout=options._timeout,
             backend=str(dist.get_backend_config(whole)),
-            use_local_synchronization=parent is not None,
+            use_local_synchronization=self._parent is not None,
         )
-        self._key = f"swpipe/pipeline_step/{gather(uuid.uuid4().hex, parent)[0]}"
-        self.place = ""
-        self._closed = False
+        return made
 
     def fail(self, error: BaseException, *, before: bool) -> StepFailure:
         """Record that this rank failed, unless another one did before, and wake the others.
@@ -113,21 +123,29 @@ class StepLink:
         if dist.get_backend(self.group) != "gloo" and self._device.type != "cpu":
             self.group.abort()  # type: ignore[union-attr]
             return
-        other = (dist.get_rank(self.group) + 1) % dist.get_world_size(self.group)
         buffer = torch.empty(1)
-        try:
-            work = dist.irecv(buffer, group=self.group, group_src=other, tag=_NEVER)
-            assert work is not None
-            work.wait(dt.timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # timed out, as it has to; or another rank has closed the group
+        for other in range(dist.get_world_size(self.group)):
+            # One of these waits has to time out: with a rank that has left it fails at once, and
+            # would leave the connections to the others open.
+            with suppress(RuntimeError, ValueError):  # it fails in any case; one is this rank
+                work = dist.irecv(buffer, group=self.group, group_src=other, tag=_NEVER)
+                assert work is not None
+                work.wait(dt.timedelta(milliseconds=1))
 
-    def destroy(self) -> None:
-        """Release the group."""
-        # A default group that was destroyed took this one along.
-        if dist.is_initialized() and self.group in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self.group)
+    def release(self) -> None:
+        """Leave the group to the next pipeline of these ranks.
 
+        It is not destroyed: torch would give its name to the next group, which would find the
+        addresses of this one in the store.
+        """
+        if not self._closed:
+            self._pool[self._id] = self.group
+
+
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
+_pools = weakref.WeakKeyDictionary()
+"""Groups that nobody uses, by the group of the same ranks. Ranks release them at different times:
+they take one that is free on all of them."""
 
 _NEVER = 0x5157
 """A tag under which nothing is sent."""

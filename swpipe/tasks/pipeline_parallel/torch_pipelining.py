@@ -7,6 +7,7 @@ rules change from release to release.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def check_torch(version: str) -> None:
 check_torch(torch.__version__)
 
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
+from torch.nn.parallel import distributed  # noqa: E402
 
 TorchAction: Any = schedules._Action
 TorchRuntime: Any = schedules._PipelineScheduleRuntime
@@ -46,10 +48,46 @@ OPS: Any = {
 }
 """swpipe's op to torch's."""
 
+COMMUNICATION: Any = {
+    op.value: op
+    for op in (
+        schedules.UNSHARD,
+        schedules.RESHARD,
+        schedules.REDUCE_GRAD,
+        schedules.SEND_F,
+        schedules.RECV_F,
+        schedules.SEND_B,
+        schedules.RECV_B,
+    )
+}
+"""The same of communication."""
+
 BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
 """Ops that an evaluation leaves out."""
 
 OVERLAP: Any = schedules.OVERLAP_F_B
+
+
+def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) -> None:
+    """Have a runtime run these rows, to which the communication is added that they lack.
+
+    Torch's own ``_prepare_schedule_with_comms`` takes rows with all communication, or with none.
+    """
+    passes = {rank: [one for one in row if one.is_compute_op] for rank, row in rows.items()}
+    runtime._validate_and_set_stage_mapping(passes)
+    there = {one.computation_type for row in rows.values() for one in row}
+    if schedules.UNSHARD not in there:
+        rows = {rank: schedules._add_unshard_reshard(row) for rank, row in rows.items()}
+    if schedules.REDUCE_GRAD not in there:
+        n_micro = runtime._n_microbatches
+        rows = {rank: schedules._add_reduce_grad(row, n_micro) for rank, row in rows.items()}
+    if there.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
+        rows = schedules._add_send_recv(rows, placement.__getitem__, len(placement))
+    runtime.pipeline_order_with_comms = rows
+
+
+find_tensors: Any = distributed._find_tensors
+"""In values of any structure, as DistributedDataParallel looks for them."""
 
 wait_for: Any = schedules._wait_batch_p2p
 """For sends or receives that were started."""

@@ -288,7 +288,7 @@ def _raises_back(stage: Stage, x: Tensor) -> Tensor:
         raise ZeroDivisionError("planted in a backward pass")
 
     out: Tensor = stage.linear(x)
-    if stage.is_first and stage.seen["forward"] == 2 and out.requires_grad:
+    if stage.is_last and stage.seen["forward"] == 2:
         out.register_hook(planted)
     return out
 

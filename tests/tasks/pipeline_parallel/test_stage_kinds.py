@@ -64,7 +64,9 @@ def check(kind: str, outcome: list[Outcome], words: str | None) -> None:
 def test_stages_of_any_kind_give_the_numbers_of_one_process(two_ranks: Ranks) -> None:
     """Two steps, the second of which adds to gradients: each kind under one schedule in turn."""
     schedules = list(orders(2).values())
-    cases: list[Case] = [(kind, schedules[place % len(schedules)]) for place, kind in enumerate(KINDS)]
+    cases: list[Case] = [
+        (kind, schedules[place % len(schedules)]) for place, kind in enumerate(KINDS)
+    ]
     for (kind, _), outcome in zip(cases, run(two_ranks, cases), strict=True):
         check(kind, outcome, NEVER.get(kind))
 
