@@ -77,8 +77,8 @@ class Communication(NamedTuple):
 
     Attributes:
         stage: The stage.
-        op: ``UNSHARD``, which gathers the parameters of an FSDP stage while passes run; ``RESHARD``,
-            which frees them; ``REDUCE_GRAD``, which reduces and scales the gradients of a stage.
+        op: ``UNSHARD``, which gathers the parameters of an FSDP stage while passes run;
+            ``RESHARD``, which frees them; ``REDUCE_GRAD``, which reduces and scales the gradients.
             ``SEND_F``, ``SEND_B``: of a pass's result to a neighbouring stage; ``RECV_F``,
             ``RECV_B``: by the stage that needs it.
         micro: The microbatch of a send or receive, else None.
@@ -110,7 +110,9 @@ def parse_entry(text: str) -> Entry:
     match = _COMMUNICATION.fullmatch(text)
     if match is not None:
         stage, collective, transfer, micro = match.groups()
-        return Communication(int(stage), collective or transfer, micro and int(micro))
+        return Communication(
+            int(stage), collective or transfer, None if micro is None else int(micro)
+        )
     match = _PAIR.fullmatch(text)
     if match is None:
         return Action.parse(text)

@@ -1,13 +1,13 @@
 """Where a schedule gathers the parameters of sharded stages, frees them, and reduces gradients.
 
-Each rank has one link to the ranks that hold the other shards, which one collective at a time takes.
-While parameters are gathered, passes of other stages run; a reduction waits for its end, and so does
-the rank. Therefore::
+Each rank has one link to the ranks that hold the other shards, which one collective at a time
+takes. While parameters are gathered, passes of other stages run; the rank waits while gradients are
+reduced. Therefore::
 
-    UNSHARD       as early as there is room: what is gathered first is needed first
+    UNSHARD       as early as there is room: what is needed first is gathered first
     RESHARD       of the stage that is needed again last, when another one needs its room
-    REDUCE_GRAD   after the last weight gradients of its stage, and as much later as it pays: in idle
-                  time, behind the passes that other ranks wait for
+    REDUCE_GRAD   after the last weight gradients of its stage, and as much later as it pays: behind
+                  the passes that other ranks wait for
 
 Which stage to free is the choice that gathers least often (L. A. Belady, "A study of replacement
 algorithms for a virtual-storage computer", 1966).

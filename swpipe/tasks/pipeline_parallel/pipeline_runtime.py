@@ -265,8 +265,8 @@ class PipelineRuntime:
             return
         if not self._failure.before:
             raise RuntimeError(
-                f"an earlier step failed ({self._failure}), and microbatches were under way: make a "
-                "new runtime on all ranks"
+                f"an earlier step failed ({self._failure}), and microbatches were under "
+                "way: make a new runtime on all ranks"
             )
         self._failure = None
         self._release()

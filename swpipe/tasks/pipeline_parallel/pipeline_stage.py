@@ -1,8 +1,8 @@
 """A stage of torch's runtime that runs each microbatch once, and whose W does what a backward does.
 
 Torch's own stage runs a first microbatch once more, forward and backward, to find shapes: hooks,
-counters, lazy parameters and ``.grad`` see that. Here shapes go with the first tensors, and values of
-any structure arrive: see ``stage_wires``.
+counters, lazy parameters and ``.grad`` see that. Here shapes go with the first tensors, and values
+of any structure arrive: see ``stage_wires``.
 
 Its W adds to gradients without autograd, which hooks do not see: see ``split_backward``.
 """

@@ -120,8 +120,8 @@ def _check_data_parallel(
         inside = name and not (isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule))
         if is_wrapper and inside:
             raise ScheduleError(
-                f"stage {stage}: {name} is a {type(module).__name__} inside of a chunk that is none, "
-                "and would reduce after each microbatch: wrap the chunk as a whole"
+                f"stage {stage}: {name} is a {type(module).__name__} inside of a chunk that is "
+                "none, and would reduce after each microbatch: wrap the chunk as a whole"
             )
     if not isinstance(chunk, DistributedDataParallel):
         return
@@ -129,8 +129,8 @@ def _check_data_parallel(
     if len(shared) > 1:
         raise ScheduleError(
             f"stage {stage}: the chunk is a DistributedDataParallel over ranks "
-            f"{listed([str(one) for one in sorted(shared)])} of the pipeline, each of which has other "
-            "stages: give it a process_group that has one rank of each pipeline"
+            f"{listed([str(one) for one in sorted(shared)])} of the pipeline, each of which has "
+            "other stages: give it a process_group that has one rank of each pipeline"
         )
     if has_split and (chunk.find_unused_parameters or chunk.static_graph):
         raise ScheduleError(

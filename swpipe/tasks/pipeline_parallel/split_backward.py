@@ -132,7 +132,10 @@ def whole_pass(
     before = [one.grad for one in ours]
     found: dict[int, Tensor] = {}
     # A hook sees the gradient with the strides that it comes with; ``.grad`` has the input's.
-    handles = [one.register_hook(partial(found.__setitem__, id(one))) for one in ours]
+    handles = [
+        one.register_hook(partial(found.__setitem__, id(one)))  # type: ignore[no-untyped-call]
+        for one in ours
+    ]
     try:
         if roots:
             edges, values = zip(*roots, strict=True)

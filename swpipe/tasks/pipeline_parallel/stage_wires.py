@@ -5,8 +5,8 @@
     sender      F ── header, once ──> ── tensors ──>      receiver: waits for the header, makes
                 I <── header, once ── <── gradients ──      memory, and receives
 
-The header has structure, shapes and strides (``wire``). It goes with the first microbatch; later ones
-have to be alike, since the receiver makes its memory by it. Where they may vary, each has a header.
+The header has structure, shapes and strides (``wire``). It goes with the first microbatch; later
+ones have to be alike, since the receiver makes its memory by it. Where they may vary, each has one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Sender:
             raise ValueError(
                 f"the {self._what} of stage {self._stage.stage_index} for microbatch {micro} are "
                 f"{_described(packed.header)}, and those of the first one "
-                f"{_described(self._header)}: make the runtime with varying_shapes=True, or pad them"
+                f"{_described(self._header)}: make the runtime with varying_shapes=True, or pad "
+                "them"
             )
         self._header = packed.header
         layouts = layouts_of(packed.header)

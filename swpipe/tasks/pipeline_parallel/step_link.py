@@ -7,12 +7,13 @@ Guarantees
 
 Assumptions
     - All ranks reach the job's store; a rank that cannot still raises, but knows no cause.
+    - A rank that has done its part of the step does not wait. It raises in its next step.
 
 ::
 
     rank 1    error ── (1) record in the store ── (2) closes its connections ── raises
-    rank 0    waits for rank 1 ............................. (3) woken, reads the record, closes, raises
-    rank 2    waits for rank 0 .................................... (3) the same
+    rank 0    waits for rank 1 ................. (3) woken, reads the record, closes, raises
+    rank 2    waits for rank 0 ........................ (3) the same
 
 The record is written before the connections are closed, so that a rank that is woken by them finds
 it. It is the first one that counts: whoever comes later reads it.
@@ -26,16 +27,17 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-import weakref
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from swpipe._distributed.rank_checks import STORE_S, gather, job_store, within
 from swpipe.core.messages import shorten
 from swpipe.errors import MOST_IN_MESSAGE, add_note
+from swpipe.tasks.pipeline_parallel.torch_pipelining import group_like
 
 
 class StepFailure(NamedTuple):
@@ -71,27 +73,12 @@ class StepLink:
 
     def __init__(self, parent: dist.ProcessGroup | None, device: torch.device) -> None:
         self._parent, self._device = parent, device
-        whole = parent or dist.group.WORLD
-        assert whole is not None
-        self._pool = _pools.setdefault(whole, {})
-        told = gather((uuid.uuid4().hex, set(self._pool)), parent)
-        free = set.intersection(*(ids for _, ids in told))
-        new = told[0][0]
-        self._id = min(free, default=new)
-        self.group = self._pool.pop(self._id) if free else self._make(whole)
-        self._key = f"swpipe/pipeline_step/{new}"
+        whole = parent or distributed_c10d._get_default_group()
+        name = f"swpipe_pipeline_{gather(uuid.uuid4().hex, parent)[0]}"
+        self._key = f"swpipe/{name}"
+        self.group = group_like(whole, device, name)
         self.place = ""
         self._closed = False
-
-    def _make(self, whole: dist.ProcessGroup) -> dist.ProcessGroup:
-        options: Any = whole._get_backend(self._device).options  # type: ignore[attr-defined]
-        made: dist.ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(whole),
-            timeout=options._timeout,
-            backend=str(dist.get_backend_config(whole)),
-            use_local_synchronization=self._parent is not None,
-        )
-        return made
 
     def fail(self, error: BaseException, *, before: bool) -> StepFailure:
         """Record that this rank failed, unless another one did before, and wake the others.
@@ -121,7 +108,7 @@ class StepLink:
             return
         self._closed = True
         if dist.get_backend(self.group) != "gloo" and self._device.type != "cpu":
-            self.group.abort()  # type: ignore[union-attr]
+            self.group.abort()
             return
         buffer = torch.empty(1)
         for other in range(dist.get_world_size(self.group)):
@@ -129,23 +116,14 @@ class StepLink:
             # would leave the connections to the others open.
             with suppress(RuntimeError, ValueError):  # it fails in any case; one is this rank
                 work = dist.irecv(buffer, group=self.group, group_src=other, tag=_NEVER)
-                assert work is not None
-                work.wait(dt.timedelta(milliseconds=1))
+                if work is not None:
+                    work.wait(dt.timedelta(milliseconds=1))
 
     def release(self) -> None:
-        """Leave the group to the next pipeline of these ranks.
+        """Destroy the group, unless the default group was, which took it along."""
+        if dist.is_initialized() and self.group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self.group)
 
-        It is not destroyed: torch would give its name to the next group, which would find the
-        addresses of this one in the store.
-        """
-        if not self._closed:
-            self._pool[self._id] = self.group
-
-
-_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
-_pools = weakref.WeakKeyDictionary()
-"""Groups that nobody uses, by the group of the same ranks. Ranks release them at different times:
-they take one that is free on all of them."""
 
 _NEVER = 0x5157
 """A tag under which nothing is sent."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 TESTED = ("2.13", "2.14", "2.15")
 """The releases of torch whose runtime was tested."""
@@ -91,3 +93,25 @@ find_tensors: Any = distributed._find_tensors
 
 wait_for: Any = schedules._wait_batch_p2p
 """For sends or receives that were started."""
+
+
+def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
+    """Make another group of the same ranks, all of which call this with the same name.
+
+    ``new_group`` does so for a part of the ranks under a name that it derives from how many groups
+    each of them is in: where these numbers differ, the ranks wait for each other for ever.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    options: Any = group._get_backend(device).options
+    made: dist.ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        str(dist.get_backend_config(group)),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=options._timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
+    return made

@@ -1,15 +1,15 @@
-"""How a stage's value goes to another rank: its structure once, the memory of its tensors each time.
+"""How a stage's value goes to another rank: its structure, and the memory of its tensors.
 
 ::
 
-    value ── pack ──> Packed: header, tensors        header ── layouts ──> memory, to receive into
-                              └─ memory_of ──> bytes ── send, receive ──> ┘ └─ tensor_of ── unpack ──> value
+    value ── pack ──> header, tensors            header ── layouts ──> memory, to receive into
+                              └─ memory_of ──> bytes on the way ──> ┘ └─ tensor_of ── unpack ──>
 
-A value is any object that can be pickled: tensors, tuples, dicts, dataclasses, None, numbers. Tensors
-keep size, strides, dtype, and whether they require gradients: kernels choose the order of their sums
-by the strides, so that gradients are equal in every bit only if strides are. What is sent of a
-tensor is the memory that it spans; of an expanded dimension that is one element, and gaps between
-the elements of a slice are left out.
+A value is any object that can be pickled: tensors, tuples, dicts, dataclasses, None, numbers.
+Tensors keep size, strides, dtype, and whether they require gradients: kernels choose the order of
+their sums by the strides, so that gradients are equal in every bit only if strides are. What is
+sent of a tensor is the memory that it spans; of an expanded dimension that is one element, and gaps
+between the elements of a slice are left out.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class TensorLayout(NamedTuple):
             TypeError: It is no dense tensor in memory.
         """
         if type(tensor) not in _KINDS or tensor.layout != torch.strided or tensor.is_meta:
-            kind = type(tensor).__name__
-            layout = "meta tensor" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+            kind = "tensor" if type(tensor) is Tensor else type(tensor).__name__
+            layout = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
             raise TypeError(
-                f"{'a ' + kind if kind != 'Tensor' else 'a tensor'} ({layout}) cannot be handed on: "
-                "give the next stage plain dense tensors, such as to_dense() or to_local() returns"
+                f"a {kind} ({layout}) cannot be handed on: give the next stage plain dense "
+                "tensors, such as to_dense() or to_local() returns"
             )
         return cls(
             tuple(tensor.shape),

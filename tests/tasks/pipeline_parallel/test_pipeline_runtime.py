@@ -322,7 +322,8 @@ def refusals() -> list[str]:
         elif rank and kind == "shared":
             own[2] = own[1]
         elif rank:
-            own[2] = nn.parallel.DistributedDataParallel(own[2], process_group=alone)
+            inside = nn.parallel.DistributedDataParallel(own[2], process_group=alone)
+            own[2] = nn.Sequential(inside)
         cases.append((good, own))
     told = []
     for schedule, chunks in cases:
@@ -346,7 +347,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
             "ranks 0 and 1 have different schedules",
             "rank 1: the chunks are those of stages [1], and the schedule places stages ",
             "rank 1: layers.2.input_norm.weight of stage 2 is ",
-            "rank 1: stage 2: the chunk is a DistributedDataParallel, which starts ",
+            "rank 1: stage 2: 0 is a DistributedDataParallel inside of a chunk ",
         ],
         strict=True,
     ):
@@ -390,6 +391,57 @@ def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
         "target is of type dict: give a tensor with rows of the batch",
         "input 0 has 0 rows, which 2 microbatches do not divide: give a multiple of 2",
     ]
+
+
+class Failing(Stateful):
+    """A stage whose backward pass fails, if told."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows."""
+        out = super().forward(x)
+        if self.broken:
+            out.register_hook(_planted)
+        return out
+
+
+def _planted(grad: Tensor) -> None:
+    raise ZeroDivisionError("planted")
+
+
+def what_ranks_are_told() -> list[str]:
+    """Return what is raised on each of two ranks, by a batch and by a pass of rank 0 alone."""
+    rank = dist.get_rank()
+    schedule = plain([(0, F, 0), (0, B, 0)], [(1, F, 0), (1, B, 0)])
+    stage = Failing()
+    runtime = PipelineRuntime(schedule, {rank: stage}, squared)
+    told = []
+    for size in (8, 0, 8):  # rank 0 has none of the second batch
+        try:
+            runtime.train(rows(8 if rank else size), target=rows(8) if rank else None)
+        except (ValueError, RuntimeError) as error:
+            told.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    stage.broken = rank == 0
+    for _ in range(2):  # rank 1 has done its part when the last pass of rank 0 fails
+        try:
+            runtime.train(rows(8), target=rows(8))
+        except (ZeroDivisionError, RuntimeError) as error:
+            told.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    return told
+
+
+def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
+    """A batch: the next step runs. A pass: on a rank that was done, at its next step."""
+    first, second = two_ranks.run(what_ranks_are_told, deadline_s=DEADLINE_S)
+    batch_of_none = "rank 0 failed before the step: ValueError: input 0 has 0 rows"
+    assert batch_of_none in first[0]
+    assert batch_of_none in second[0]
+    pass_of_rank_0 = "rank 0 failed at stage 0, B of microbatch 0: ZeroDivisionError: planted"
+    assert pass_of_rank_0 in first[1]
+    assert pass_of_rank_0 in first[2]  # the next call says why it refuses
+    assert "make a new runtime" in first[2]
+    assert second[1:] == [pass_of_rank_0]
 
 
 def test_there_has_to_be_a_process_group() -> None:
