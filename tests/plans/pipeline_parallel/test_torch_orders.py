@@ -137,6 +137,11 @@ def test_every_cell_of_torchs_files_is_kept(order: TorchOrder) -> None:
             assert str(PipelineSchedule.from_csv(text)) == kept
 
 
+CROSSED = (
+    "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
+)
+
 WRONG = [
     ("0F0,0UNSHARD,0B0,0RESHARD", "0F0 on rank 0 comes where its stage is sharded"),
     ("0UNSHARD,0UNSHARD,0F0,0B0,0RESHARD", "is unsharded already"),
@@ -149,8 +154,7 @@ WRONG = [
     ("0F0,1SEND_F0,0B0\n1F0,1B0", "1SEND_F0 on rank 0 leads from this rank to no other"),
     ("0F0,0SEND_F0,0SEND_F0,0B0\n1F0,1B0", "0SEND_F0 is on rank 0 twice"),
     (
-        "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1"
-        + "\n1RECV_F1,1RECV_F0,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+        CROSSED,
         "rank 0 sends to rank 1 in another order than that one receives",
     ),
     (
