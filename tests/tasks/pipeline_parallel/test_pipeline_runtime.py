@@ -433,7 +433,7 @@ def what_ranks_are_told() -> list[str]:
 
 def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
     """A batch: the next step runs. A pass: on a rank that was done, at its next step."""
-    first, second = two_ranks.run(what_ranks_are_told, deadline_s=DEADLINE_S)
+    first, second = two_ranks.run(what_ranks_are_told)
     batch_of_none = "rank 0 failed before the step: ValueError: input 0 has 0 rows"
     assert batch_of_none in first[0]
     assert batch_of_none in second[0]
