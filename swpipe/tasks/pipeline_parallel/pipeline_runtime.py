@@ -3,7 +3,8 @@
 Guarantees
     - Losses and gradients are those of a single process that runs the microbatches one after the
       other, bit for bit (``SerialRuntime``).
-    - What cannot run is refused when the runtime is made, on all ranks alike.
+    - What cannot run is refused when the runtime is made, on all ranks alike; what one rank refuses
+      later, or fails at, all ranks raise that wait for it (``step_link``).
     - An evaluation between two training steps changes nothing of the training.
 
 How torch's runtime is used
@@ -161,9 +162,10 @@ class PipelineRuntime:
 
     Args:
         schedule: The order of passes. On a V of n ranks, rank r has stages r and 2n - 1 - r.
-        chunks: Stage to module, of this rank's stages. Only the activations of one tensor or of a
-            tuple of tensors go from stage to stage. A chunk has parameters of its own, and starts
-            no collectives but with ranks of other pipelines.
+        chunks: Stage to module, of this rank's stages. What can be pickled goes from stage to
+            stage. A chunk has parameters of its own, and starts no collectives but with ranks of
+            other pipelines; it may be wrapped as a whole by ``fully_shard``, or
+            ``DistributedDataParallel``, over these.
         loss_fn: (output of the last stage, target) to a scalar, for one microbatch.
         device: Where the chunks are.
         group: The ranks; None for the default group.
