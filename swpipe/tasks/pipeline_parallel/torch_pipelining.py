@@ -103,14 +103,15 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
     """
     ranks = dist.get_process_group_ranks(group)
     options: Any = group._get_backend(device).options
+    helper: Any = distributed_c10d._new_process_group_helper
     made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
+    made, _ = helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
         str(dist.get_backend_config(group)),
         distributed_c10d._get_default_store(),
-        distributed_c10d.GroupName(name),
+        name,
         timeout=options._timeout,
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
