@@ -107,7 +107,7 @@ class StepLink:
         if self._closed or dist.get_world_size(self.group) == 1:
             return
         self._closed = True
-        if dist.get_backend(self.group) != "gloo" and self._device.type != "cpu":
+        if not isinstance(self.group._get_backend(self._device), dist.ProcessGroupGloo):
             self.group.abort()
             return
         buffer = torch.empty(1)
