@@ -38,6 +38,7 @@ PARTS = (
     "sparse_dist",
     "torchrec_classes",
     "pipeline_parallel",
+    "predicted_schedules",
     "layer_overlap",
     "paired_passes",
     "device",

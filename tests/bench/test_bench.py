@@ -22,6 +22,7 @@ from bench import (
     loader,
     memory,
     pipeline_parallel,
+    predicted_schedules,
     profiler,
     serial,
     v_schedule,
@@ -152,6 +153,15 @@ def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
     for times, predicted_ms, _ in two_ranks.run(pipeline_parallel.on_rank, 1, 0.05, 0.02):
         assert times.keys() == predicted_ms.keys() == {"ours", *pipeline_parallel.BARS}
         assert all(len(each) == 1 for each in times.values())
+
+
+def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
+    """Of two stages for one of 1F1B; V-Min takes longer than ZBV, in less memory."""
+    for found in two_ranks.run(predicted_schedules.on_rank, 1, 0.05):
+        assert [len(times) for _, times in found.values()] == [1] * 4
+        predicted = {name: value for name, (value, _) in found.items()}
+        assert predicted["ZBV"] < predicted["V-Min"]
+        assert predicted["ZBV"] < predicted["1F1B"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -4,7 +4,8 @@ A schedule orders the passes of a model's stages over ranks. It is no ``Pipeline
 orders the tasks of one process.
 """
 
-from swpipe.plans.pipeline_parallel.action import Action, Pair, ScheduleError
+from swpipe.plans.pipeline_parallel.action import Action, Communication, Pair, ScheduleError
+from swpipe.plans.pipeline_parallel.collective_placement import place_collectives
 from swpipe.plans.pipeline_parallel.order_check import TimedAction
 from swpipe.plans.pipeline_parallel.pipeline_costs import (
     ActivationMemory,
@@ -25,6 +26,7 @@ from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
 __all__ = [
     "Action",
     "ActivationMemory",
+    "Communication",
     "ComparedSchedule",
     "Pair",
     "PipelineCosts",
@@ -39,6 +41,7 @@ __all__ = [
     "activation_memory",
     "check_schedule",
     "compare_schedules",
+    "place_collectives",
     "plan_v_schedule",
     "torch_schedule",
 ]

@@ -1,4 +1,4 @@
-"""Actions: what a rank does to one microbatch at one stage, pairs of them, and their error."""
+"""Actions: what a rank does to one microbatch at one stage, pairs, communication; their error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ Op: TypeAlias = Literal["F", "I", "W", "B"]
 OPS: tuple[Op, ...] = get_args(Op)
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
+_COMMUNICATION = re.compile(
+    r"(0|[1-9][0-9]{0,8})(?:(UNSHARD|RESHARD|REDUCE_GRAD)|((?:SEND|RECV)_[FB])(0|[1-9][0-9]{0,8}))"
+)
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
@@ -65,16 +68,51 @@ class Pair(NamedTuple):
         return f"({self.f};{self.b})OVERLAP_F_B"
 
 
-Entry: TypeAlias = Action | Pair
+COLLECTIVES = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""What a rank does to a stage's parameters together with the ranks that hold the other shards."""
+
+
+class Communication(NamedTuple):
+    """An entry that moves data; it prints as torch writes it, ``1UNSHARD``, ``2SEND_F0``.
+
+    Attributes:
+        stage: The stage.
+        op: ``UNSHARD``, which gathers the parameters of an FSDP stage while passes run;
+            ``RESHARD``, which frees them; ``REDUCE_GRAD``, which reduces and scales the gradients.
+            ``SEND_F``, ``SEND_B``: of a pass's result to a neighbouring stage; ``RECV_F``,
+            ``RECV_B``: by the stage that needs it.
+        micro: The microbatch of a send or receive, else None.
+    """
+
+    stage: int
+    op: str
+    micro: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.micro is None else self.micro}"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it concerns parameters or gradients, and no microbatch."""
+        return self.op in COLLECTIVES
+
+
+Entry: TypeAlias = Action | Pair | Communication
 """What a row of a schedule consists of."""
 
 
 def parse_entry(text: str) -> Entry:
-    """The action or pair that prints as ``text``; the parts of a pair in any order.
+    """Return the entry that prints as ``text``; the parts of a pair come in any order.
 
     Raises:
         ScheduleError: The text is something else.
     """
+    match = _COMMUNICATION.fullmatch(text)
+    if match is not None:
+        stage, collective, transfer, micro = match.groups()
+        return Communication(
+            int(stage), collective or transfer, None if micro is None else int(micro)
+        )
     match = _PAIR.fullmatch(text)
     if match is None:
         return Action.parse(text)
@@ -85,8 +123,13 @@ def parse_entry(text: str) -> Entry:
 
 
 def actions_of(row: Iterable[Entry]) -> tuple[Action, ...]:
-    """The actions of a row; a pair is its F, and then its B."""
-    return tuple(a for entry in row for a in (entry if isinstance(entry, Pair) else (entry,)))
+    """Return the passes of a row, without communication; a pair is its F, and then its B."""
+    return tuple(part for part in parts_of(row) if isinstance(part, Action))
+
+
+def parts_of(row: Iterable[Entry]) -> tuple[Action | Communication, ...]:
+    """Return the entries of a row; a pair is its F, and then its B."""
+    return tuple(part for entry in row for part in (entry if isinstance(entry, Pair) else (entry,)))
 
 
 class ScheduleError(ValueError):

@@ -9,26 +9,34 @@ The rules, for the actions of each stage and microbatch:
    single process does: sums of floating-point numbers depend on their order.
 5. The waits of the ranks for each other form no cycle; a pair waits for what both its parts need.
 6. A pair is an F and a B, of different microbatches.
+7. If a stage is unsharded, all are, at each of their passes and reductions, never twice, and no
+   longer at the end. If one is reduced, all are, once, after their last weight gradients.
+8. If results are sent and received, all are that go to another rank: once, sent after the pass that
+   makes them and received before the one that needs them; and a rank receives from another one in
+   the order of the sends.
 
 The checker shares no code with what makes schedules.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from swpipe.plans.pipeline_parallel.action import (
     OPS,
     Action,
+    Communication,
     Entry,
     Pair,
     ScheduleError,
     actions_of,
+    parts_of,
 )
 
 Rows = Sequence[Sequence[Entry]]
+Part: TypeAlias = Action | Communication
 
 
 class TimedAction(NamedTuple):
@@ -67,7 +75,7 @@ def check_order(rows: Rows, n_micro: int) -> None:
 
 
 def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
-    """Rules 1 to 4, and 6; gives the placement."""
+    """Check rules 1 to 4, and 6 to 8; return the placement."""
     if not any(rows):
         raise ScheduleError("there is no action: a schedule has a row of actions per rank")
     for rank, row in enumerate(rows):
@@ -82,6 +90,13 @@ def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
     for rank, row in enumerate(map(actions_of, rows)):
         _check_counts(row, rank, n_micro)
         _check_row(row, rank)
+    ops = {part.op for row in rows for part in row if isinstance(part, Communication)}
+    for rank, row in enumerate(rows):
+        if not ops.isdisjoint(("UNSHARD", "RESHARD")):
+            _check_shards(row, rank)
+        if "REDUCE_GRAD" in ops:
+            _check_reductions(row, rank)
+    _check_transfers(rows, placement)
     return placement
 
 
@@ -154,58 +169,193 @@ def _check_row(row: Sequence[Action], rank: int) -> None:
             if micro != next_weight[stage]:
                 raise ScheduleError(
                     f"{action} on rank {rank} comes before microbatch {next_weight[stage]} of its "
-                    "stage: gradients of weights are added up in the order of the microbatches",
+                    "stage: gradients of weights are added up in the order of the microbatches; "
+                    "sort them, or read the file with renumbered=True",
                     action,
                 )
             next_weight[stage] += 1
         done.add(action)
 
 
+def _check_shards(row: Sequence[Entry], rank: int) -> None:
+    """Rule 7, of parameters."""
+    unsharded: set[int] = set()
+    for part in parts_of(row):
+        stage, is_transfer = part.stage, part.op.startswith(("SEND", "RECV"))
+        if part.op == "UNSHARD":
+            if stage in unsharded:
+                raise ScheduleError(
+                    f"{part} on rank {rank}: the stage is unsharded already: remove one"
+                )
+            unsharded.add(stage)
+        elif not is_transfer and stage not in unsharded:
+            raise ScheduleError(
+                f"{part} on rank {rank} comes where its stage is sharded: put {stage}UNSHARD "
+                "before it",
+                part if isinstance(part, Action) else None,
+            )
+        elif part.op == "RESHARD":
+            unsharded.remove(stage)
+    for stage in sorted(unsharded):
+        raise ScheduleError(f"{stage}RESHARD is missing on rank {rank}: a step leaves no stage so")
+
+
+def _check_reductions(row: Sequence[Entry], rank: int) -> None:
+    """Rule 7, of gradients."""
+    left = Counter(part.stage for part in actions_of(row) if part.op in "WB")
+    reduced: set[int] = set()
+    for part in parts_of(row):
+        if isinstance(part, Action) and part.op in "WB":
+            left[part.stage] -= 1
+        elif part.op == "REDUCE_GRAD":
+            if part.stage in reduced or part.stage not in left or left[part.stage]:
+                raise ScheduleError(
+                    f"{part} on rank {rank}: the gradients of a stage of the rank are reduced "
+                    "once, after the last of them"
+                )
+            reduced.add(part.stage)
+    for stage in sorted({*left} - reduced):
+        raise ScheduleError(
+            f"{stage}REDUCE_GRAD is missing on rank {rank}: a schedule that has reductions reduces "
+            "every stage"
+        )
+
+
+def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
+    """Rule 8."""
+    sent: dict[tuple[int, int], list[Communication]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Communication]] = defaultdict(list)
+    transfers = [
+        part
+        for row in rows
+        for part in row
+        if isinstance(part, Communication) and not part.is_collective
+    ]
+    if not transfers:
+        return
+    for rank, row in enumerate(rows):
+        done: set[Part] = set()
+        for part in parts_of(row):
+            if part in done:
+                raise ScheduleError(f"{part} is on rank {rank} twice: remove one")
+            done.add(part)
+            if isinstance(part, Communication) and not part.is_collective:
+                peer = _peer(part, rank, placement, done)
+                if part.op.startswith("SEND"):
+                    sent[rank, peer].append(_counterpart(part))
+                else:
+                    received[peer, rank].append(part)
+            elif isinstance(part, Action):
+                needed = _receive_of(part, len(placement))
+                is_away = needed and placement[_counterpart(needed).stage] != rank
+                if needed and is_away and needed not in done:
+                    raise ScheduleError(f"{part} on rank {rank} comes before {needed}", part)
+    for pair in sorted({*sent, *received}):
+        if sent[pair] != received[pair]:
+            raise ScheduleError(
+                f"rank {pair[0]} sends to rank {pair[1]} in another order than that one receives, "
+                f"or not as much: it receives {', '.join(map(str, received[pair]))}; what arrives "
+                f"is {', '.join(map(str, sent[pair]))}"
+            )
+
+
+def _counterpart(transfer: Communication) -> Communication:
+    """The receive of a send, and the send of a receive."""
+    forward = transfer.op.endswith("F")
+    is_send = transfer.op.startswith("SEND")
+    stage = transfer.stage + (1 if forward == is_send else -1)
+    return Communication(
+        stage, f"{'RECV' if is_send else 'SEND'}_{transfer.op[-1]}", transfer.micro
+    )
+
+
+def _receive_of(action: Action, n_stages: int) -> Communication | None:
+    """What has to be received before a pass, if its neighbour is on another rank."""
+    if action.op == "F" and action.stage:
+        return Communication(action.stage, "RECV_F", action.micro)
+    if action.op in "IB" and action.stage < n_stages - 1:
+        return Communication(action.stage, "RECV_B", action.micro)
+    return None
+
+
+def _peer(part: Communication, rank: int, placement: Sequence[int], done: set[Part]) -> int:
+    """The rank at the other end; raises where there is none, or nothing to send yet."""
+    other = _counterpart(part).stage
+    on_rank = part.stage < len(placement) and placement[part.stage] == rank
+    if not on_rank or not 0 <= other < len(placement) or placement[other] == rank:
+        raise ScheduleError(f"{part} on rank {rank} leads from this rank to no other: remove it")
+    if part.op.startswith("SEND"):
+        ops = "F" if part.op == "SEND_F" else "IB"
+        if not any((part.stage, op, part.micro) in done for op in ops):
+            raise ScheduleError(f"{part} on rank {rank} comes before the pass whose result it is")
+    return placement[other]
+
+
 def earliest_times(
-    rows: Rows, placement: Sequence[int], cost: Callable[[Entry], float], hop: float
+    rows: Rows,
+    placement: Sequence[int],
+    cost: Callable[[Entry], float],
+    hop: float,
 ) -> tuple[tuple[TimedAction, ...], ...]:
     """Each action's times, as early as the order of its rank and its input allow; rule 5.
 
     Args:
         rows: Rows that keep the other rules.
         placement: The rank of each stage.
-        cost: How long an action, or a pair, takes.
+        cost: How long an action, or a pair, takes; of collectives, how long the link of the rank to
+            those that hold the other shards is taken. A rank works on while it unshards, and waits
+            while it reduces.
         hop: How much later a result is on another rank.
 
     Raises:
         ScheduleError: A deadlock.
     """
-    ends: dict[Action, float] = {}
+    ends: dict[Part, float] = {}
+    link_free: list[float] = [0] * len(rows)
+    gathered: dict[int, float] = {}
     timed: list[list[TimedAction]] = [[] for _ in rows]
     ready = list(range(len(rows)))
-    waiting: dict[Action, int] = {}
+    waiting: dict[Part, int] = {}
     while ready:
         rank = ready.pop()
         row, times = rows[rank], timed[rank]
         clock = times[-1].end if times else 0
         for entry in row[len(times) :]:
+            if isinstance(entry, Communication) and entry.is_collective:
+                start = clock
+                if entry.op != "RESHARD":
+                    start = max(clock, link_free[rank])
+                    link_free[rank] = gathered[entry.stage] = start + cost(entry)
+                clock = link_free[rank] if entry.op == "REDUCE_GRAD" else clock
+                times.append(TimedAction(entry, min(start, clock), clock))
+                continue
             parts = entry if isinstance(entry, Pair) else (entry,)
             needs = [n for one in parts if (n := _needed(one, ends, len(placement))) is not None]
             if missing := [needed for needed in needs if needed not in ends]:
                 waiting[missing[0]] = rank
                 break
-            away = [hop if placement[needed.stage] != rank else 0 for needed in needs]
-            start = max([clock, *(ends[n] + late for n, late in zip(needs, away, strict=True))])
-            clock = start + cost(entry)
+            start = clock
+            if not isinstance(entry, Communication):  # a receive begins at once, in the background
+                away = [hop if placement[needed.stage] != rank else 0 for needed in needs]
+                arrivals = [ends[n] + late for n, late in zip(needs, away, strict=True)]
+                start = max([clock, *arrivals, *(gathered.get(part.stage, 0) for part in parts)])
+                clock = start + cost(entry)
             times.append(TimedAction(entry, start, clock))
-            for action in parts:
-                ends[action] = clock
+            for part in parts:
+                ends[part] = clock
                 # Whoever waits for a gradient waits for I or for B, whichever this is.
-                names = (action, action._replace(op="I")) if action.op == "B" else (action,)
+                names = (part, part._replace(op="I")) if part.op == "B" else (part,)
                 ready += [waiting.pop(name) for name in names if name in waiting]
     if waiting:
         raise _deadlock(rows, placement, {rank: needed for needed, rank in waiting.items()})
     return tuple(map(tuple, timed))
 
 
-def _needed(action: Action, ends: dict[Action, float], n_stages: int) -> Action | None:
-    """What the action needs of a neighbouring stage."""
-    stage, op, micro = action
+def _needed(part: Part, ends: Mapping[Part, float], n_stages: int) -> Part | None:
+    """Return what an entry needs of a neighbouring stage."""
+    if isinstance(part, Communication):
+        return _counterpart(part) if part.op.startswith("RECV") else None
+    stage, op, micro = part
     if op == "F":
         return Action(stage - 1, "F", micro) if stage else None
     if op == "W" or stage == n_stages - 1:
@@ -214,7 +364,7 @@ def _needed(action: Action, ends: dict[Action, float], n_stages: int) -> Action 
     return whole if whole in ends else Action(stage + 1, "I", micro)
 
 
-def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Action]) -> ScheduleError:
+def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> ScheduleError:
     """The cycle of ranks that wait for each other, in words."""
     rank, seen = next(iter(waits)), []
     while rank not in seen:
@@ -226,11 +376,11 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Action]) ->
     told, first = [], None
     for rank in cycle:
         needed = waits[rank]
-        if needed not in actions_of(rows[placement[needed.stage]]):
-            needed = needed._replace(op="B")
-        action = next(
-            a for a in actions_of(rows[rank]) if _needed(a, {needed: 0}, len(placement)) == needed
+        if needed not in parts_of(rows[placement[needed.stage]]):
+            needed = Action(needed.stage, "B", int(needed.micro or 0))
+        part = next(
+            p for p in parts_of(rows[rank]) if _needed(p, {needed: 0}, len(placement)) == needed
         )
-        first = first or action
-        told.append(f"rank {rank} waits at {action} for {needed} of rank {placement[needed.stage]}")
+        first = first or (part if isinstance(part, Action) else None)
+        told.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
     return ScheduleError("the schedule deadlocks: " + ", ".join(told), first)

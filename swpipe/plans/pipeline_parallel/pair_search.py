@@ -66,7 +66,7 @@ def _changed(row: tuple[Entry, ...], at: int) -> Iterator[tuple[Entry, ...]]:
     if isinstance(entry, Pair):
         for parts in (entry, entry[::-1]):
             yield (*row[:at], *parts, *row[at + 1 :])
-    elif entry is not None and entry.op == "F":
+    elif isinstance(entry, Action) and entry.op == "F":
         for side in (row[:at][::-1], row[at + 1 :]):
             other = next(
                 (one for one in side if not (isinstance(one, Action) and one.op == "W")), 0

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import Action, Entry, Pair, ScheduleError
+from swpipe.plans.pipeline_parallel.action import (
+    Action,
+    Communication,
+    Entry,
+    Pair,
+    ScheduleError,
+)
 
 Values: TypeAlias = float | Sequence[float]
 
 _MEMORY = ("f_mem", "b_mem", "w_mem")
 
-OF_STAGES = ("forward", "backward", "weight", "pair", *_MEMORY, "work_mem")
+OF_STAGES = ("forward", "backward", "weight", "pair", *_MEMORY, "work_mem", "unshard", "reduce")
 """What may be one number per rank or stage."""
 
 
@@ -38,6 +44,9 @@ class PipelineCosts:
             on a V of n ranks; ``math.inf``: no limit.
         pair: The time of an F over a B, by the rank or the stage of the F; at least that of the
             longer one is counted. None: F and B in sequence.
+        unshard: The time for which gathering the parameters of a stage takes the rank's link to the
+            ranks that hold the other shards.
+        reduce: The time for which reducing the gradients of a stage takes it.
         work_mem: What a pass needs only while it runs, as what is computed once more.
 
     Raises:
@@ -54,6 +63,8 @@ class PipelineCosts:
     max_mem: float | None = None
     pair: Values | None = None
     work_mem: Values = 0
+    unshard: Values = 0
+    reduce: Values = 0
 
     def __post_init__(self) -> None:
         wrong = []
@@ -123,6 +134,9 @@ class PipelineCosts:
             action: Which one.
             placement: The rank of each stage.
         """
+        if isinstance(action, Communication):
+            value = {"UNSHARD": self.unshard, "REDUCE_GRAD": self.reduce}.get(action.op, 0)
+            return _of_stage(value, action.stage, placement)
         if isinstance(action, Pair):
             parts = [self.time(part, placement) for part in action]
             if self.pair is None:
@@ -220,6 +234,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hop": (lambda one: is_number(one) and one >= 0, "0, for a free link, or a number above"),
     "b_mem": (is_number, "a number"),
     "w_mem": (lambda one: is_number(one) and one <= 0, "0 or a number below, what is freed"),
-    "work_mem": (lambda one: is_number(one) and one >= 0, "0 or a number above"),
+    **dict.fromkeys(
+        OF_STAGES[-3:], (lambda one: is_number(one) and one >= 0, "0 or a number above")
+    ),
 }
 """What each value, or each of its numbers, has to be."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,26 +14,28 @@ from pathlib import Path
 from swpipe.core.files import read_text
 from swpipe.plans.pipeline_parallel.action import (
     Action,
+    Communication,
     Entry,
     Pair,
     ScheduleError,
     actions_of,
     parse_entry,
+    parts_of,
 )
 from swpipe.plans.pipeline_parallel.order_check import check_order, placement_of
 from swpipe.plans.pipeline_parallel.pipeline_graph import ScheduledNode
 
-_COMMUNICATES = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
-
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which each rank runs its actions, and pairs of them.
+    """The order in which each rank runs its actions, pairs of them, and communication.
 
     Whether the order can run is said by ``check_schedule``; any rows can be held.
 
     Attributes:
-        rows: A row of actions and pairs per rank, from rank 0.
+        rows: A row of actions, pairs and communication per rank, from rank 0. Communication may be
+            left out: it then follows from the passes. Of collectives, and of sends and receives,
+            there are all or none.
         n_micro: The number of microbatches.
     """
 
@@ -42,7 +44,7 @@ class PipelineSchedule:
 
     def __post_init__(self) -> None:
         rows = tuple(
-            tuple(one if isinstance(one, Pair) else Action(*one) for one in row)
+            tuple(one if isinstance(one, Pair | Communication) else Action(*one) for one in row)
             for row in self.rows
         )
         object.__setattr__(self, "rows", rows)
@@ -65,13 +67,19 @@ class PipelineSchedule:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows with the parts of each pair one after the other, F first."""
+        """The passes of each rank, with the parts of each pair one after the other, F first."""
         return tuple(map(actions_of, self.rows))
 
     @property
     def in_sequence(self) -> PipelineSchedule:
         """The same without pairs."""
-        return PipelineSchedule(self.actions, self.n_micro)
+        return PipelineSchedule(tuple(map(parts_of, self.rows)), self.n_micro)
+
+    @property
+    def passes(self) -> PipelineSchedule:
+        """The same without communication."""
+        rows = (tuple(e for e in row if not isinstance(e, Communication)) for row in self.rows)
+        return PipelineSchedule(tuple(rows), self.n_micro)
 
     @property
     def n_ranks(self) -> int:
@@ -110,17 +118,21 @@ class PipelineSchedule:
         *,
         n_ranks: int | None = None,
         n_micro: int | None = None,
+        renumbered: bool = False,
     ) -> PipelineSchedule:
         """Read what ``to_csv`` or torch's runtime wrote: a line per rank, cells such as ``2F0``.
 
-        Empty cells, in which torch's rank idles, are left out, and so are sends, receives, and
-        what shards and reduces, which the runtime inserts anew. Passes that torch overlaps,
-        ``(0F1;3B0)OVERLAP_F_B``, are a pair.
+        Empty cells, in which torch's rank idles, are left out. All others are kept, or refused by
+        name: passes; those that torch overlaps, ``(0F1;3B0)OVERLAP_F_B``, as a pair; sends and
+        receives, ``1SEND_F0``; ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of a stage.
 
         Args:
             source: The text; or a ``pathlib.Path``, the file that has it.
             n_ranks: The number of ranks that the file must have.
             n_micro: The number of microbatches that it must have.
+            renumbered: Number the microbatches anew, from 0, in the order in which each stage takes
+                them. Torch's GPipe and LoopedBFS take the backward passes from the last one on, in
+                which order nothing else depends, and gradients would be added up from behind.
 
         Raises:
             ScheduleError: The text is not such a file, or the order cannot run; see
@@ -132,6 +144,8 @@ class PipelineSchedule:
         except UnicodeDecodeError as error:
             raise ScheduleError(f"{source} is no CSV file: it is not UTF-8 text") from error
         rows = tuple(_row(number, cells) for number, cells in _lines(text))
+        if renumbered:
+            rows = tuple(tuple(in_order_of_stages(row)) for row in rows)
         found = 1 + max((a.micro for row in rows for a in actions_of(row)), default=-1)
         if not found:
             raise ScheduleError("there is no action: a schedule has a line of actions per rank")
@@ -154,6 +168,15 @@ class PipelineSchedule:
         return text.getvalue()
 
 
+def in_order_of_stages(row: Iterable[Entry]) -> Iterator[Entry]:
+    """Number the microbatches of each stage and op from 0; pairs are taken apart."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for part in parts_of(row):
+        number = counts[part.stage, part.op]
+        counts[part.stage, part.op] += 1
+        yield part if part.micro is None else part._replace(micro=number)
+
+
 def _lines(text: str) -> list[tuple[int, list[str]]]:
     try:
         lines = list(enumerate(csv.reader(io.StringIO(text), strict=True), start=1))
@@ -168,7 +191,7 @@ def _row(number: int, cells: list[str]) -> tuple[Entry, ...]:
     entries = []
     for position, cell in enumerate(map(str.strip, cells), start=1):
         try:
-            if cell and not _COMMUNICATES.fullmatch(cell):
+            if cell:
                 entries.append(parse_entry(cell))
         except ScheduleError as error:
             raise ScheduleError(f"line {number}, cell {position}: {error}") from None

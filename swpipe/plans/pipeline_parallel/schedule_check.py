@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import Action, ScheduleError, actions_of
+from swpipe.plans.pipeline_parallel.action import (
+    Action,
+    Communication,
+    ScheduleError,
+    actions_of,
+)
 from swpipe.plans.pipeline_parallel.order_check import TimedAction, check_rows, earliest_times
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
@@ -67,6 +72,8 @@ class ScheduleReport:
         for rank, row in enumerate(self.times):
             before = row[0].start
             for entry, start, end in row:
+                if isinstance(entry, Communication):
+                    continue
                 parts, on = actions_of((entry,)), Row("thread", f"rank {rank}")
                 task = "+".join(f"{one.stage}{one.op}" for one in parts)
                 spans.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -12,13 +11,15 @@ from swpipe.plans.pipeline_parallel.action import (
     OPS,
     Action,
     Entry,
-    Op,
     Pair,
     ScheduleError,
     actions_of,
 )
 from swpipe.plans.pipeline_parallel.pipeline_costs import require_counts
-from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
+from swpipe.plans.pipeline_parallel.pipeline_schedule import (
+    PipelineSchedule,
+    in_order_of_stages,
+)
 
 TorchOrder: TypeAlias = Literal[
     "1f1b", "interleaved", "zbv", "dualpipev", "gpipe", "looped_bfs", "interleaved_zb"
@@ -99,20 +100,12 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ScheduleError(f"torch's {kind.torch_class} has no such schedule: {text}") from error
-    numbered = _renumbered if kind.renumbered else _entries
-    return PipelineSchedule(tuple(tuple(numbered(by_rank[r])) for r in range(n_ranks)), n_micro)
-
-
-def _renumbered(entries: Iterable[Any]) -> Iterable[Action]:
-    """The computations, numbered from 0 at each stage.
-
-    Torch counts the last rank's forward passes of 1F1B from 1, and takes the backward passes of
-    LoopedBFS and GPipe from the last microbatch on, in which order nothing else depends.
-    """
-    counts: Counter[tuple[int, Op]] = Counter()
-    for stage, op, _ in actions_of(_entries(entries)):
-        yield Action(stage, op, counts[stage, op])
-        counts[stage, op] += 1
+    rows = [tuple(_entries(by_rank[rank])) for rank in range(n_ranks)]
+    if kind.renumbered:
+        # Torch counts the last rank's forward passes of 1F1B from 1, and takes the backward passes
+        # of LoopedBFS and GPipe from the last microbatch on, in which order nothing else depends.
+        rows = [tuple(in_order_of_stages(row)) for row in rows]
+    return PipelineSchedule(tuple(rows), n_micro)
 
 
 def _entries(entries: Iterable[Any]) -> Iterable[Entry]:

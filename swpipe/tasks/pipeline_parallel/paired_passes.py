@@ -127,6 +127,7 @@ class PairedPasses:
 
     def _forward(self, stage: Any, micro: int, context: Any) -> None:
         runtime, number = context.schedule_ref, stage.stage_index
+        runtime._assert_unsharded(stage)
         wait_for(runtime.fwd_recv_ops.pop((number, micro), []))
         given = context.arg_mbs[micro], context.kwarg_mbs[micro]
         output = stage.forward_one_chunk(micro, *given, save_forward_output=self.with_output)
@@ -136,8 +137,12 @@ class PairedPasses:
 
     def _backward(self, stage: Any, micro: int, context: Any) -> None:
         runtime, number = context.schedule_ref, stage.stage_index
+        runtime._assert_unsharded(stage)
         wait_for(runtime.bwd_recv_ops.pop((number, micro), []))
-        stage.backward_one_chunk(micro, loss=runtime._maybe_get_loss(stage, micro))
+        runtime.backward_counter[number] += 1
+        is_last = runtime.backward_counter[number] == runtime._n_microbatches
+        loss = runtime._maybe_get_loss(stage, micro)
+        stage.backward_one_chunk(micro, loss=loss, last_backward=is_last)
         if number - 1 in self._stages:
             self._stages[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro), micro)
 

@@ -3,7 +3,8 @@
 Guarantees
     - Losses and gradients are those of a single process that runs the microbatches one after the
       other, bit for bit (``SerialRuntime``).
-    - What cannot run is refused when the runtime is made, on all ranks alike.
+    - What cannot run is refused when the runtime is made, on all ranks alike; what one rank refuses
+      later, or fails at, all ranks raise that wait for it (``step_link``).
     - An evaluation between two training steps changes nothing of the training.
 
 How torch's runtime is used
@@ -19,6 +20,7 @@ How torch's runtime is used
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.plans.pipeline_parallel import Pair, PipelineSchedule, ScheduleError
+from swpipe.errors import add_note
+from swpipe.plans.pipeline_parallel import Communication, Pair, PipelineSchedule, ScheduleError
 from swpipe.plans.pipeline_parallel.action import Entry
 from swpipe.tasks.pipeline_parallel.paired_passes import PairedPasses, planned_micros
 from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
@@ -41,12 +44,15 @@ from swpipe.tasks.pipeline_parallel.run_rules import (
     check_chunks,
     check_runnable,
 )
+from swpipe.tasks.pipeline_parallel.step_link import StepFailure, StepLink
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
+    COMMUNICATION,
     OPS,
     OVERLAP,
     TorchAction,
     TorchRuntime,
+    lower,
 )
 
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -156,12 +162,15 @@ class PipelineRuntime:
 
     Args:
         schedule: The order of passes. On a V of n ranks, rank r has stages r and 2n - 1 - r.
-        chunks: Stage to module, of this rank's stages. Only the activations of one tensor or of a
-            tuple of tensors go from stage to stage. A chunk has parameters of its own, and starts
-            no collectives but with ranks of other pipelines.
+        chunks: Stage to module, of this rank's stages. What can be pickled goes from stage to
+            stage. A chunk has parameters of its own, and starts no collectives but with ranks of
+            other pipelines; it may be wrapped as a whole by ``fully_shard``, or
+            ``DistributedDataParallel``, over these.
         loss_fn: (output of the last stage, target) to a scalar, for one microbatch.
         device: Where the chunks are.
         group: The ranks; None for the default group.
+        varying_shapes: Whether what stages hand on, and batches, may have other shapes, or another
+            structure, from one microbatch to the next. Each then has a header of its own.
 
     Raises:
         ScheduleError: The schedule cannot run on these ranks and chunks, or the ranks have
@@ -177,6 +186,7 @@ class PipelineRuntime:
         *,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        varying_shapes: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -189,6 +199,15 @@ class PipelineRuntime:
         self.has_first = 0 in chunks
         self.has_last = schedule.n_stages - 1 in chunks
         self._loss_fn, self._device, self.group = loss_fn, torch.device(device), group
+        self.varying_shapes = varying_shapes
+        self._failure: StepFailure | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        """Join the ranks, and begin without anything under way."""
+        self.link = StepLink(self.group, self._device)
+        self._release = weakref.finalize(self, self.link.release)
+        self._release.atexit = False
         self._training = _Passes(self, self._make(()))
         self._evaluation: _Passes | None = None
 
@@ -220,6 +239,7 @@ class PipelineRuntime:
             ValueError: The microbatches do not divide the batch, or its shapes are not those of the
                 first one. Nothing was run.
         """
+        self._reconnect()
         with _gradients_of_step(self.modules, accumulate):
             return self._training.run(inputs, target, with_output, keywords)
 
@@ -235,10 +255,35 @@ class PipelineRuntime:
         The modules are in the mode, training or evaluation, in which the caller has put them. A
         batch may have another size than in training.
         """
+        self._reconnect()
         if self._evaluation is None:
             self._evaluation = _Passes(self, self._make(BACKWARD), training=False)
         with torch.no_grad():
             return self._evaluation.run(inputs, target, with_output, keywords)
+
+    def _reconnect(self) -> None:
+        """Begin anew where a call refused its arguments, which all ranks know; else say why not."""
+        if self._failure is None:
+            return
+        if not self._failure.before:
+            raise RuntimeError(
+                f"an earlier step failed ({self._failure}), and microbatches were under "
+                "way: make a new runtime on all ranks"
+            )
+        self._failure = None
+        self._release()
+        self._connect()
+
+    def fail(self, error: BaseException, *, before: bool) -> None:
+        """Raise on this rank what the rank that failed first says; its own error goes on by itself.
+
+        The others wait for what this rank would send, and wake.
+        """
+        first = self.link.fail(error, before=before)
+        self._failure = first
+        if first.rank != self.rank and not before:
+            raise RuntimeError(str(first)) from error
+        add_note(error, f"swpipe: {first}")
 
     def _make(self, left_out: tuple[Any, ...]) -> Any:
         """A runtime of torch's, with stages of its own, in which some ops do nothing.
@@ -252,16 +297,16 @@ class PipelineRuntime:
                 stage,
                 self.schedule.n_stages,
                 self._device,
-                group=self.group,
+                link=self.link,
                 in_order=_inputs_in_order(schedule, stage),
+                varying=self.varying_shapes,
                 planned=planned_micros(schedule, stage, self.chunks),
             )
             for stage, chunk in self.chunks.items()
         ]
         made = TorchRuntime(stages, self.schedule.n_micro, loss_fn=self._loss_fn)
-        made._prepare_schedule_with_comms(
-            {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
-        )
+        rows = {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
+        lower(made, rows, schedule.placement)
         made.register_custom_function(OVERLAP, PairedPasses(stages))
         for op in left_out:
             made.register_custom_function(op, _do_nothing)
@@ -274,7 +319,7 @@ class _Passes:
     def __init__(self, owner: PipelineRuntime, runtime: Any, *, training: bool = True) -> None:
         self._owner, self._runtime, self._training = owner, runtime, training
         self._shapes: dict[str, str] = {}
-        self._ready = self._failed = False
+        self._ready = False
 
     def run(
         self,
@@ -284,28 +329,29 @@ class _Passes:
         keywords: Keywords,
     ) -> StepResult:
         owner, runtime = self._owner, self._runtime
-        if self._failed:
-            raise RuntimeError(
-                "an earlier step failed, and its microbatches are still under way on other ranks: "
-                "make a new runtime on all of them"
-            )
-        self._check(inputs, target, keywords)
+        try:
+            self._check(inputs, target, keywords)
+        except ValueError as error:
+            owner.fail(error, before=True)
+            raise
         inputs = inputs if owner.has_first else ()
         target = target if owner.has_last else None
         losses: list[Tensor] | None = [] if owner.has_last else None
-        self._failed = True
         runtime._comp_type_to_function_map[OVERLAP].with_output = with_output
         step = runtime.step if self._training else runtime.eval
-        with nullcontext() if self._ready else CollectivesBeside(owner.group):
-            output = step(
-                *inputs, target=target, losses=losses, return_outputs=with_output, **keywords
-            )
+        try:
+            with nullcontext() if self._ready else CollectivesBeside(owner.group):
+                output = step(
+                    *inputs, target=target, losses=losses, return_outputs=with_output, **keywords
+                )
+            for stage in runtime._stages:
+                stage.finish()
+        except BaseException as error:
+            owner.fail(error, before=False)
+            raise
         self._ready = True
-        for stage in runtime._stages:
-            stage.finish()
         # What backward passes would have used up; an evaluation has none.
         runtime.bwd_recv_ops.clear()
-        self._failed = False
         if losses is None:
             return StepResult()
         output = output if output is None else tree_map(Tensor.detach, output)
@@ -321,10 +367,12 @@ class _Passes:
                 raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
         for name, tensor in check_batch(inputs, target, owner.schedule.n_micro, keywords).items():
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            if (before := self._shapes.setdefault(name, found)) != found:
+            before = self._shapes.setdefault(name, found)
+            if before != found and not owner.varying_shapes:
                 raise ValueError(
                     f"{name} is {found}, and the first batch had {before}: the ranks receive into "
-                    "memory of that shape; give batches of one shape, or make another runtime"
+                    "memory of that shape; give batches of one shape, or make the runtime with "
+                    "varying_shapes=True"
                 )
 
 
@@ -344,7 +392,8 @@ def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterat
 def _of_torch(entry: Entry) -> Any:
     if isinstance(entry, Pair):
         return TorchAction(-1, OVERLAP, None, tuple(map(_of_torch, entry)))
-    return TorchAction(entry.stage, OPS[entry.op], entry.micro)
+    ops = COMMUNICATION if isinstance(entry, Communication) else OPS
+    return TorchAction(entry.stage, ops[entry.op], entry.micro)
 
 
 def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
@@ -360,7 +409,7 @@ def _check_together(
     rank, problem = dist.get_rank(group), ""
     try:
         check_runnable(schedule, dist.get_world_size(group))
-        check_chunks(schedule, rank, chunks)
+        check_chunks(schedule, rank, chunks, dist.get_process_group_ranks(group))
     except ScheduleError as error:
         problem = str(error)
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()

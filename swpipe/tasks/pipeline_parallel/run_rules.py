@@ -66,12 +66,23 @@ def _out_of_order(forwards: Sequence[Action]) -> Iterator[Action]:
     return (action for expected, action in enumerate(forwards) if action.micro != expected)
 
 
-def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.Module]) -> None:
+def check_chunks(
+    schedule: PipelineSchedule,
+    rank: int,
+    chunks: Mapping[int, nn.Module],
+    ranks: Sequence[int],
+) -> None:
     """Check the chunks of the model that a rank has.
+
+    Args:
+        schedule: The schedule.
+        rank: In the group of the pipeline.
+        chunks: Stage to module.
+        ranks: Of the pipeline, in the default group.
 
     Raises:
         ScheduleError: They are not those of the rank's stages, share a parameter, or are wrapped
-            for data parallelism.
+            for data parallelism in a way in which ranks would wait for each other.
     """
     stages = [stage for stage, place in enumerate(schedule.placement) if place == rank]
     if sorted(chunks) != stages:
@@ -89,13 +100,8 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
                 f"buffer {buffer}, which a pass may change: sort the F of this stage",
                 early,
             )
-        for name, module in chunks[stage].named_modules():
-            if isinstance(module, DistributedDataParallel | FSDPModule):
-                raise ScheduleError(
-                    f"stage {stage}: {name or 'the chunk'} is a {type(module).__name__}, which "
-                    "starts collectives inside a pass, where each rank is at another one: give "
-                    "the plain module, and reduce gradients after the step"
-                )
+        has_split = any(a.stage == stage and a.op == "I" for a in schedule.actions[rank])
+        _check_data_parallel(chunks[stage], stage, ranks, has_split=has_split)
         for name, parameter in chunks[stage].named_parameters():
             own = f"{name} of stage {stage}"
             if (other := owner.setdefault(id(parameter), own)) != own:
@@ -103,6 +109,35 @@ def check_chunks(schedule: PipelineSchedule, rank: int, chunks: Mapping[int, nn.
                     f"{own} is {other}: the runtime would scale its gradient twice, before it is "
                     "complete; give each stage parameters of its own"
                 )
+
+
+def _check_data_parallel(
+    chunk: nn.Module, stage: int, ranks: Sequence[int], *, has_split: bool
+) -> None:
+    """A chunk may be wrapped as a whole, over ranks that have the same stage in other pipelines."""
+    for name, module in chunk.named_modules():
+        is_wrapper = isinstance(module, DistributedDataParallel | FSDPModule)
+        inside = name and not (isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule))
+        if is_wrapper and inside:
+            raise ScheduleError(
+                f"stage {stage}: {name} is a {type(module).__name__} inside of a chunk that is "
+                "none, and would reduce after each microbatch: wrap the chunk as a whole"
+            )
+    if not isinstance(chunk, DistributedDataParallel):
+        return
+    shared = set(ranks).intersection(dist.get_process_group_ranks(chunk.process_group))
+    if len(shared) > 1:
+        raise ScheduleError(
+            f"stage {stage}: the chunk is a DistributedDataParallel over ranks "
+            f"{listed([str(one) for one in sorted(shared)])} of the pipeline, each of which has "
+            "other stages: give it a process_group that has one rank of each pipeline"
+        )
+    if has_split and (chunk.find_unused_parameters or chunk.static_graph):
+        raise ScheduleError(
+            f"stage {stage}: a DistributedDataParallel with find_unused_parameters or static_graph "
+            "looks at a whole backward pass, and the schedule splits it: use B instead of I and W, "
+            "or neither option"
+        )
 
 
 def check_batch(

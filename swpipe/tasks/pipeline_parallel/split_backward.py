@@ -130,10 +130,19 @@ def whole_pass(
     """
     roots, ours = _roots(outputs, grads), _requiring(inputs)
     before = [one.grad for one in ours]
-    if roots:
-        edges, values = zip(*roots, strict=True)
-        torch.autograd.backward(edges, values)
-    found = {id(one): one.grad for one in ours}
+    found: dict[int, Tensor] = {}
+    # A hook sees the gradient with the strides that it comes with; ``.grad`` has the input's.
+    handles = [
+        one.register_hook(partial(found.__setitem__, id(one)))  # type: ignore[no-untyped-call]
+        for one in ours
+    ]
+    try:
+        if roots:
+            edges, values = zip(*roots, strict=True)
+            torch.autograd.backward(edges, values)
+    finally:
+        for handle in handles:
+            handle.remove()
     for one, grad in zip(ours, before, strict=True):
         one.grad = grad
     _let_go(outputs)

@@ -14,7 +14,7 @@ from swpipe.plans.pipeline_parallel import (
     check_schedule,
     torch_schedule,
 )
-from swpipe.plans.pipeline_parallel.torch_orders import TorchOrder
+from swpipe.plans.pipeline_parallel.torch_orders import _KINDS, TorchOrder, _StandInStage
 from tests.plans.pipeline_parallel.zbv_figures import PUBLISHED
 from tests.support.scripts import Script, Scripts
 
@@ -64,22 +64,111 @@ def test_loading_the_room_loads_no_torch_pipelining(scripts: Scripts) -> None:
     assert scripts.run(Script(code)).stdout == "[]\n"
 
 
+ONE_RANK = (
+    "0UNSHARD,1UNSHARD,0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,1REDUCE_GRAD,1RESHARD,0B1,"
+    "0REDUCE_GRAD,0RESHARD\n"
+)
+
+
 def test_torchs_own_file_is_read() -> None:
     """As its runtime writes it, with communication and pairs; what is written is read again."""
-    text = "0UNSHARD,0F0,1F0,(0F1;1B0)OVERLAP_F_B,0SEND_B3,0B0,1F1,1B1,0B1,1RECV_F0,0REDUCE_GRAD"
-    schedule = PipelineSchedule.from_csv(text)
-    assert str(schedule) == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
-    assert PipelineSchedule.from_csv("0F0,1F0,(1B0; 0F1)OVERLAP_F_B,0B0,1F1,1B1,0B1") == schedule
-    assert str(schedule.in_sequence) == "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1"
+    schedule = PipelineSchedule.from_csv(ONE_RANK)
+    assert schedule.to_csv() == ONE_RANK
+    assert str(schedule.passes) == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
+    assert str(schedule.passes.in_sequence) == "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1"
+    assert "(" not in schedule.in_sequence.to_csv()
+    assert "1REDUCE_GRAD" in schedule.in_sequence.to_csv()
+    text = "0F0,1F0,(1B0; 0F1)OVERLAP_F_B,0B0,1F1,1B1,0B1"
+    assert PipelineSchedule.from_csv(text) == schedule.passes
     for cell, told in (
         ("(0F1;1B0)OVERLAP", "is no action"),
         ("0REDUCE", "is no action"),
+        ("0UNSHARD0", "is no action"),
+        ("0SEND_F", "is no action"),
         ("(0F1;0REDUCE_GRAD)OVERLAP_F_B", "is no action"),
         ("(0F1;0I0)OVERLAP_F_B", "is no pair"),
         ("(0F1;0F2)OVERLAP_F_B", "is no pair"),
     ):
         with pytest.raises(ScheduleError, match=f"line 1, cell 1: .* {told}"):
             PipelineSchedule.from_csv(f"{cell},0F0")
+
+
+def torchs_text(order: TorchOrder, comms: bool) -> str:
+    """Return the file that torch's runtime writes of one of its orders, on 2 ranks."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    kind = _KINDS[order]
+    stages = [_StandInStage(s, kind.stages * 2, 2) for s in range(kind.stages)]
+    make = getattr(schedules, kind.torch_class)
+    if kind.stages == 1:
+        rows = make(stages[0], 4)._get_pipeline_order()
+    else:
+        rows = dict(make(stages, 4).pipeline_order)
+    if comms and kind.stages > 1:
+        places = torch_schedule(order, 2, 4).placement
+        rows = {rank: schedules._add_unshard_reshard(row) for rank, row in rows.items()}
+        rows = {rank: schedules._add_reduce_grad(row, 4) for rank, row in rows.items()}
+        rows = schedules._add_send_recv(rows, places.__getitem__, kind.stages * 2)
+    return "".join(
+        ",".join("" if cell is None else str(cell) for cell in rows[rank]) + "\n" for rank in (0, 1)
+    )
+
+
+BACKWARDS = {"looped_bfs": "2B3 on rank 0 comes before microbatch 0", "1f1b": "0F4 is missing"}
+"""Torch's orders that are refused: gradients from behind; microbatches counted from 1."""
+
+
+@pytest.mark.parametrize("order", get_args(TorchOrder))
+def test_every_cell_of_torchs_files_is_kept(order: TorchOrder) -> None:
+    """Or refused by name; with communication and without."""
+    for comms in (False, True):
+        text = torchs_text(order, comms)
+        if order in BACKWARDS:
+            with pytest.raises(ScheduleError, match=BACKWARDS[order]):
+                PipelineSchedule.from_csv(text)
+            renumbered = PipelineSchedule.from_csv(text, renumbered=True)
+            assert renumbered.passes == torch_schedule(order, 2, 4)
+            assert renumbered.to_csv().count(",") == sum(
+                len([cell for cell in line.split(",") if cell]) - 1 for line in text.splitlines()
+            )
+        else:
+            kept = "\n".join(
+                ",".join(cell for cell in line.split(",") if cell) for line in text.splitlines()
+            )
+            assert str(PipelineSchedule.from_csv(text)) == kept
+
+
+CROSSED = (
+    "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
+)
+
+WRONG = [
+    ("0F0,0UNSHARD,0B0,0RESHARD", "0F0 on rank 0 comes where its stage is sharded"),
+    ("0UNSHARD,0UNSHARD,0F0,0B0,0RESHARD", "is unsharded already"),
+    ("0UNSHARD,0F0,0B0", "0RESHARD is missing on rank 0"),
+    ("0F0,0REDUCE_GRAD,0B0", "0REDUCE_GRAD on rank 0: .* once, after the last of them"),
+    ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "0REDUCE_GRAD on rank 0: .* once"),
+    ("0F0,1F0,1B0,0B0,0REDUCE_GRAD", "1REDUCE_GRAD is missing on rank 0"),
+    ("0F0,0SEND_F0,0B0\n1F0,1B0", "0B0 on rank 0 comes before 0RECV_B0"),
+    ("0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 .* before the pass"),
+    ("0F0,1SEND_F0,0B0\n1F0,1B0", "1SEND_F0 on rank 0 leads from this rank to no other"),
+    ("0F0,0SEND_F0,0SEND_F0,0B0\n1F0,1B0", "0SEND_F0 is on rank 0 twice"),
+    (
+        CROSSED,
+        "rank 0 sends to rank 1 in another order than that one receives",
+    ),
+    (
+        "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+        "deadlocks: rank 0 waits at 0RECV_B0 for 1SEND_B0 of rank 1, rank 1 waits at 1RECV_F0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG)
+def test_communication_that_cannot_run_is_refused(text: str, told: str) -> None:
+    """In words that name the entry."""
+    with pytest.raises(ScheduleError, match=told):
+        PipelineSchedule.from_csv(text)
 
 
 def test_torch_reads_what_is_written() -> None:

@@ -106,6 +106,31 @@ def test_any_valid_order_gives_the_same_bits(two_ranks: Ranks) -> None:
     assert none_different(two_ranks, schedules)
 
 
+WITH_COMMUNICATION = (
+    "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
+    "1UNSHARD,1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1REDUCE_GRAD,1SEND_B1,1RESHARD"
+)
+
+
+def test_communication_runs_where_the_schedule_has_it(two_ranks: Ranks) -> None:
+    """All of it, or only sends and receives, or only what concerns parameters and gradients."""
+    whole_text = PipelineSchedule.from_csv(WITH_COMMUNICATION)
+    collectives = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+    parts = [
+        PipelineSchedule(
+            tuple(
+                tuple(e for e in row if is_left(getattr(e, "op", ""))) for row in whole_text.rows
+            ),
+            2,
+        )
+        for is_left in (
+            lambda op: op not in collectives,
+            lambda op: not op.startswith(("SEND", "RECV")),
+        )
+    ]
+    assert none_different(two_ranks, [whole_text, *parts])
+
+
 # --------------------------------------------------------------------------------- one rank
 
 F, B = "F", "B"
@@ -322,7 +347,8 @@ def refusals() -> list[str]:
         elif rank and kind == "shared":
             own[2] = own[1]
         elif rank:
-            own[2] = nn.parallel.DistributedDataParallel(own[2], process_group=alone)
+            inside = nn.parallel.DistributedDataParallel(own[2], process_group=alone)
+            own[2] = nn.Sequential(inside)
         cases.append((good, own))
     told = []
     for schedule, chunks in cases:
@@ -346,7 +372,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
             "ranks 0 and 1 have different schedules",
             "rank 1: the chunks are those of stages [1], and the schedule places stages ",
             "rank 1: layers.2.input_norm.weight of stage 2 is ",
-            "rank 1: stage 2: the chunk is a DistributedDataParallel, which starts ",
+            "rank 1: stage 2: 0 is a DistributedDataParallel inside of a chunk ",
         ],
         strict=True,
     ):
@@ -390,6 +416,57 @@ def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
         "target is of type dict: give a tensor with rows of the batch",
         "input 0 has 0 rows, which 2 microbatches do not divide: give a multiple of 2",
     ]
+
+
+class Failing(Stateful):
+    """A stage whose backward pass fails, if told."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows."""
+        out = super().forward(x)
+        if self.broken:
+            out.register_hook(_planted)
+        return out
+
+
+def _planted(grad: Tensor) -> None:
+    raise ZeroDivisionError("planted")
+
+
+def what_ranks_are_told() -> list[str]:
+    """Return what is raised on each of two ranks, by a batch and by a pass of rank 0 alone."""
+    rank = dist.get_rank()
+    schedule = plain([(0, F, 0), (0, B, 0)], [(1, F, 0), (1, B, 0)])
+    stage = Failing()
+    runtime = PipelineRuntime(schedule, {rank: stage}, squared)
+    told = []
+    for size in (8, 0, 8):  # rank 0 has none of the second batch
+        try:
+            runtime.train(rows(8 if rank else size), target=rows(8) if rank else None)
+        except (ValueError, RuntimeError) as error:
+            told.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    stage.broken = rank == 0
+    for _ in range(2):  # rank 1 has done its part when the last pass of rank 0 fails
+        try:
+            runtime.train(rows(8), target=rows(8))
+        except (ZeroDivisionError, RuntimeError) as error:
+            told.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    return told
+
+
+def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
+    """A batch: the next step runs. A pass: on a rank that was done, at its next step."""
+    first, second = two_ranks.run(what_ranks_are_told)
+    batch_of_none = "rank 0 failed before the step: ValueError: input 0 has 0 rows"
+    assert batch_of_none in first[0]
+    assert batch_of_none in second[0]
+    pass_of_rank_0 = "rank 0 failed at stage 0, B of microbatch 0: ZeroDivisionError: planted"
+    assert pass_of_rank_0 in first[1]
+    assert pass_of_rank_0 in first[2]  # the next call says why it refuses
+    assert "make a new runtime" in first[2]
+    assert second[1:] == [pass_of_rank_0]
 
 
 def test_there_has_to_be_a_process_group() -> None:

@@ -43,6 +43,15 @@ def test_a_whole_pass_leaves_no_gradient_on_its_inputs() -> None:
     assert torch.equal(layer.bias.grad, torch.full((3,), 4.0))
 
 
+def test_gradients_of_inputs_keep_their_strides() -> None:
+    """As they would flow on to the stage before in a single process, in both kinds of passes."""
+    x = torch.ones(4, 3, requires_grad=True)
+    for run in (whole_pass, lambda *given: input_pass(*given)[0]):
+        (grad,) = run([x.sum(0)], [torch.ones(3)], [x])
+        assert grad is not None
+        assert grad.stride() == (0, 1)
+
+
 def test_the_way_to_the_inputs_is_computed_once() -> None:
     """In I: an exchange on it would be repeated in W, and W take as long as the whole pass."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

@@ -1,0 +1,214 @@
+"""Stages that are sharded or replicated over the ranks of other pipelines."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from swpipe.plans.pipeline_parallel import (
+    PipelineCosts,
+    PipelineSchedule,
+    ScheduleError,
+    place_collectives,
+    torch_schedule,
+)
+from swpipe.tasks.pipeline_parallel import PipelineRuntime
+from tests.support.ranks import Ranks
+
+SIZE, N_MICRO, STEPS = 6, 4, 2
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Two pipelines of two ranks: the ranks of this one, and those with the same stages."""
+
+    pipeline: Any
+    replicas: Any
+    sharded: Any
+    rank: int
+    replica: int
+
+
+def mesh() -> Mesh:
+    """Make the groups of 2 x 2 ranks."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replica"))
+    pipeline, replicas = both["pipeline"], both["replica"]
+    return Mesh(
+        pipeline.get_group(),
+        replicas.get_group(),
+        replicas,
+        pipeline.get_local_rank(),
+        replicas.get_local_rank(),
+    )
+
+
+def chunk(stage: int, kind: str, where: Mesh) -> nn.Module:
+    """Make the chunk of a stage, the same on all ranks."""
+    torch.manual_seed(stage)
+    layers = nn.Sequential(
+        nn.Linear(SIZE, SIZE), nn.Tanh(), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
+    )
+    if kind == "nested":
+        fully_shard(layers[3], mesh=where.sharded)
+    if kind != "ddp":
+        return fully_shard(layers, mesh=where.sharded)
+    return DistributedDataParallel(layers, process_group=where.replicas)
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss."""
+    return (output - target).square().mean()
+
+
+def values(chunks: dict[int, nn.Module]) -> list[Tensor]:
+    """Return the gradients and parameters of the shards of this rank."""
+    found = []
+    for module in chunks.values():
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            both = (parameter.grad, parameter.detach())
+            found += [getattr(tensor, "_local_tensor", tensor).clone() for tensor in both]
+    return found
+
+
+def torchs_runtime(schedule: PipelineSchedule, chunks: dict[int, nn.Module], where: Mesh) -> Any:
+    """Make torch's own runtime, which reads the schedule from a file."""
+    stages = [
+        PipelineStage(module, stage, schedule.n_stages, torch.device("cpu"), group=where.pipeline)
+        for stage, module in chunks.items()
+    ]
+    made = schedules._PipelineScheduleRuntime(stages, n_microbatches=N_MICRO, loss_fn=squared)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "schedule.csv")
+        file.write_text(schedule.to_csv())
+        made._load_csv(str(file))
+    return made
+
+
+def trained(kind: str, schedule: PipelineSchedule, ours: bool, where: Mesh) -> list[Tensor]:
+    """Train on this runtime or on torch's; what this rank's shards become."""
+    chunks = {
+        stage: chunk(stage, kind, where)
+        for stage, rank in enumerate(schedule.placement)
+        if rank == where.rank
+    }
+    runtime: Any = (
+        PipelineRuntime(schedule, chunks, squared, group=where.pipeline)
+        if ours
+        else torchs_runtime(schedule.passes, chunks, where)
+    )
+    optimizer = torch.optim.AdamW(p for module in chunks.values() for p in module.parameters())
+    found = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(10 * step + where.replica)
+        x, y = (torch.randn(2 * N_MICRO, SIZE, generator=draw) for _ in range(2))
+        if ours:
+            runtime.train(x, target=y)
+            runtime.evaluate(x, target=y)
+        else:
+            optimizer.zero_grad()
+            inputs = (x,) if 0 in chunks else ()
+            target = {"target": y} if schedule.n_stages - 1 in chunks else {}
+            runtime.step(*inputs, **target)
+        optimizer.step()
+        found += values(chunks)
+    return found
+
+
+def different(cases: list[tuple[str, PipelineSchedule]]) -> list[tuple[str, str]]:
+    """Return the cases in which this rank's shards differ from those of torch's runtime."""
+    where = mesh()
+    told = []
+    for kind, schedule in cases:
+        # Of nested shards torch's runtime loses gradients where it splits the backward pass.
+        torchs = "fsdp" if kind == "nested" else kind
+        both = [
+            trained(kind, schedule, True, where),
+            trained(torchs, schedule, False, where),
+        ]
+        assert len(both[0]) == len(both[1]) > 0
+        if not all(map(torch.equal, *both)):
+            told.append((kind, str(schedule)))
+    return told
+
+
+def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> None:
+    """On 2 x 2 ranks, gradients and parameters; also with collectives placed by the planner."""
+    costs = PipelineCosts(unshard=5, reduce=5)
+    sharded = [torch_schedule(n, 2, N_MICRO) for n in ("1f1b", "zbv", "interleaved_zb")]
+    pairs = torch_schedule("dualpipev", 2, N_MICRO)
+    cases = [("fsdp", one) for one in (*sharded, pairs)]
+    cases += [("nested", place_collectives(one, costs)) for one in sharded[1:]]
+    assert four_ranks.run(different, cases, deadline_s=240.0) == [[]] * 4
+
+
+def unlike_shards(orders: tuple[str, ...]) -> list[str]:
+    """Return the orders under which replicated stages do not end as the sharded ones do."""
+    where = mesh()
+    told = []
+    for order in orders:
+        schedule = torch_schedule(order, 2, N_MICRO)  # type: ignore[arg-type]
+        replicated, shards = (trained(kind, schedule, True, where) for kind in ("ddp", "fsdp"))
+        for whole, shard in zip(replicated, shards, strict=True):
+            if not torch.equal(whole.chunk(2)[where.replica], shard):
+                told.append(order)
+    return told
+
+
+def test_replicated_stages_have_the_bits_of_sharded_ones(four_ranks: Ranks) -> None:
+    """Whether passes are whole, split or in pairs.
+
+    Torch's runtime is no oracle: the pass that it runs once more leaves the reducer armed, which
+    then reduces the first microbatch as well, and fails in a later step.
+    """
+    orders = ("1f1b", "zbv", "dualpipev")
+    assert four_ranks.run(unlike_shards, orders, deadline_s=240.0) == [[]] * 4
+
+
+def refusals() -> list[str]:
+    """What chunks that are wrapped in other ways raise, on each of the four ranks."""
+    where = mesh()
+    schedule = torch_schedule("zbv", 2, N_MICRO)
+    told = []
+    for kind in ("inside", "across", "unused"):
+        chunks: dict[int, nn.Module] = {}
+        for stage, rank in enumerate(schedule.placement):
+            if rank == where.rank:
+                inner = nn.Linear(SIZE, SIZE)
+                if kind == "inside":
+                    chunks[stage] = nn.Sequential(fully_shard(inner, mesh=where.sharded))
+                else:
+                    group = where.pipeline if kind == "across" else where.replicas
+                    chunks[stage] = DistributedDataParallel(
+                        inner, process_group=group, find_unused_parameters=kind == "unused"
+                    )
+        with pytest.raises(ScheduleError) as error:
+            PipelineRuntime(schedule, chunks, squared, group=where.pipeline)
+        told.append(str(error.value))
+    return told
+
+
+REFUSED = (
+    "0 is a FSDPLinear inside of a chunk that is none",
+    "of the pipeline, each of which has other stages",
+    "use B instead of I and W",
+)
+
+
+def test_stages_that_would_reduce_inside_a_pass_are_refused(four_ranks: Ranks) -> None:
+    """On all ranks, in words."""
+    for told in four_ranks.run(refusals, deadline_s=240.0):
+        for one, words in zip(told, REFUSED, strict=True):
+            assert "rank 0: stage 0: " in one
+            assert "rank 1: stage 1: " in one
+            assert words in one
