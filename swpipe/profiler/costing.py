@@ -129,7 +129,7 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
         added = (used,) if isinstance(used, str) else tuple(used)
         both = tuple(dict.fromkeys((*cost.resources, *added)))
         tasks[name_of(task)] = replace(cost, resources=both)
-    return CostModel(tasks, costs.handover_us)
+    return replace(costs, tasks=tasks)
 
 
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:

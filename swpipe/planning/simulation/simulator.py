@@ -12,7 +12,8 @@ its host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
 
 Assumptions:
 
-- A task takes its ``host_us`` on its thread, always the same. The first ``gil_us`` of it need the
+- A task takes its ``host_us`` on its thread: that of each sampled iteration, one after the other
+  and again, where the costs have tables; otherwise always the same. The first ``gil_us`` of it need the
   interpreter lock, which is granted in the order of requests and is not taken away. (Python takes
   it away after 5 ms, so for longer parts the simulated waits are too long.)
 - Then its ``device_us`` run on its stream, once the stream has reached them, their event waits (3)
@@ -31,7 +32,8 @@ Assumptions:
 - On a device without streams all work is host work: host and device times add up on the thread.
 - Batches are on the host, and there is always another one until the last.
 
-**The interval** is exact if ``exact`` is true. Without contention (see ``timed_graph``) it is the
+**The interval** is exact if ``exact`` is true. With tables it is the mean over the sampled
+iterations in the steady state. Planners search by the mean costs (``interval_us``). Without contention (see ``timed_graph``) it is the
 maximum cycle ratio of the program's timed graph. This is more accurate than a simulation, since
 threads of nearly equal load take long to reach the steady state. With contention, the run is
 simulated until it repeats exactly; if it does not within some hundred iterations, the interval is
@@ -169,7 +171,7 @@ def simulate(
         rule = f"at most {MOST_STEPS} are simulated: use fewer tasks or stages"
         raise PlanError([Problem(f"tasks x iterations in flight are {steps}, but {rule}")])
     program = compile_plan(resolved, streams=streams)
-    graph = timed_graph(program, costs)
+    graph = timed_graph(program, costs, sampled=True)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
     run = simulate_run(graph, shown)
