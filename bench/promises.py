@@ -112,7 +112,7 @@ def kept(name: str, cache: Path) -> Kept:
         step, advice = found.profile.step, [c.advice for c in found.changes if c.advice.plan]
         if found.cannot_tell or not advice:
             return Kept(TOO_BUSY if found.cannot_tell else found.next_step[:60], step)
-        gain = gained(loop, found.plan, PipelinePlan.from_json(advice[0].plan))
+        gain = gained(loop, found.plan, advice[0].plan)
         return Kept("", step, Estimate(advice[0].saved_s, advice[0].spread_s), gain)
 
 

@@ -104,7 +104,7 @@ def test_a_clean_loop_over_a_list_has_no_findings() -> None:
     found = diagnose([*training(), log], batches())
     assert found.findings == ()
     assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="batches is empty"):
         diagnose(training(), ())
 
 

@@ -29,8 +29,10 @@ class Machine:
     pipelined = False
     num_warmup = 2
     measure = 3
+    cycle = 1
     tasks = ()
     pulls = None
+    device = SimpleNamespace(has_streams=False)
 
     def __init__(
         self,

@@ -342,7 +342,7 @@ def test_a_trial_has_as_many_rounds_as_there_is_time_for(
 
 
 def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one batch at least; in half of the time, those of a plan are not measured again."""
+    """One in a window at least; in half of the time, those of a plan are not measured again."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(autotuning, "_WINDOWS", 3)
     monkeypatch.setattr(autotuning, "measure_costs", clock.take(1.0))
@@ -351,9 +351,9 @@ def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -
         clock.now_s += 2
     assert loop.budget.window(6, 0.3) == Window(1, 3)
     loop.measure(SERIAL, 0.3)
-    assert clock.now_s == 2 + 2 * 3 * 4
+    assert clock.now_s == 2 + 3 * 9
     loop.measure(SERIAL, 0.3)  # no time is left: the least
-    assert clock.now_s == 26 + 3 * 2
+    assert clock.now_s == 29 + 3 * 2
     assert not loop.budget.allows(0, 0.3)
     assert Budget().window(6, 0.3) == Window(3, 10)
 

@@ -285,9 +285,7 @@ class _Builder:
             row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
             each = [*cost.each(self.sampled)]
             times = tuple(max(self.least, host_time(one, self.streams)) for one in each)
-            nodes.append(
-                Node(ins.task, ins.stage, row, time, lock, here, previous, back, times)
-            )
+            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back, times))
             if ins.task in self.device:
                 time = ticks(cost.device_us)
                 work = Node(ins.task, ins.stage, stream_row, time, 0, there)
