@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Self
+from typing import Any, Self
 
 from swpipe.core.files import read_rows, read_text, write_atomically
 from swpipe.core.messages import listed, shown
@@ -53,9 +53,7 @@ class TaskCost:
 
     def scaled(self, factor: float) -> TaskCost:
         """Return the cost of a task whose every time is ``factor`` times as long."""
-        times = {key: factor * getattr(self, key) for key in _TIMES}
-        tables = {key: tuple(factor * us for us in getattr(self, key)) for key in _TABLES}
-        return replace(self, **times, **tables)
+        return TaskCost.mean([self], factor)
 
     def each(self, iterations: int) -> Iterator[TaskCost]:
         """Yield the cost in each of so many sampled iterations."""
@@ -65,20 +63,21 @@ class TaskCost:
             yield replace(self, host_us=host_us, device_us=device_us)
 
     @classmethod
-    def mean(cls, costs: Sequence[TaskCost]) -> Self:
-        """Return the mean of each time; of tables, iteration by iteration, if all have the length.
+    def mean(cls, costs: Sequence[TaskCost], factor: float = 1.0) -> TaskCost:
+        """Return the mean of each time, times ``factor``; that of tables, iteration by iteration.
 
-        The resources are those of all. A task that blocks in one cost blocks.
+        There is no table where the costs have tables of different lengths. The resources are those
+        of all. A task that blocks in one cost blocks.
         """
-        times = {key: fmean(getattr(cost, key) for cost in costs) for key in _TIMES}
-        tables = {}
+        times: dict[str, Any] = {}
+        for key in _TIMES:
+            times[key] = factor * fmean(getattr(cost, key) for cost in costs)
         for key in _TABLES:
             each = [getattr(cost, key) for cost in costs]
-            same = len({*map(len, each)}) == 1
-            tables[key] = tuple(map(fmean, zip(*each, strict=True))) if same else ()
+            columns = zip(*each, strict=True) if len({*map(len, each)}) == 1 else ()
+            times[key] = tuple(factor * fmean(column) for column in columns)
         resources = tuple(dict.fromkeys(name for cost in costs for name in cost.resources))
-        blocks = any(cost.blocks for cost in costs)
-        return cls(resources=resources, blocks=blocks, **times, **tables)
+        return cls(resources=resources, blocks=any(cost.blocks for cost in costs), **times)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,9 @@ def diagnose(
         found += _repeated_rows(dataloader, batches)
     found += _lock_findings(given, costs, profile.baseline_s)
     names = listed([each.name for each in given])
-    return Diagnosis(tuple(found), headroom_of(given, profile, costs), f"{names}, on device {where.name}")
+    return Diagnosis(
+        tuple(found), headroom_of(given, profile, costs), f"{names}, on device {where.name}"
+    )
 
 
 def _watch(

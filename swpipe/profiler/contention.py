@@ -1,7 +1,7 @@
 """Why tasks that were to run beside each other did not: what they share, and nobody declared.
 
-No cost says what two tasks share. It shows when they run side by side: each takes longer than alone.
-Then a plan under which they do is watched::
+No cost says what two tasks share. It shows when they run side by side: each takes longer than
+alone. Then a plan under which they do is watched::
 
     task         [==== on the CPU ====|.... off the CPU ....]
                         |                      |-- in futex: waits for a lock

@@ -137,10 +137,11 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = loop.times
     gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
     blocking_s, exact_s = _while_behind(timer)
-    device_s = {name: fmean(each_s) for name, each_s in loop.device_s.items()} | exact_s
+    works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
+    device_s = {name: fmean(each_s) for name, each_s in works_s.items()} | exact_s
     host_s, cpu_s = times.host_s, times.cpu_s
     tables = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in times.each_s.items()}
-    works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in loop.device_s.items()}
+    works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
     for name, mean_s in blocking_s.items():  # without the wait
         host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
     return {

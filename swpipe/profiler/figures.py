@@ -27,7 +27,7 @@ MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "core_s", "not_measured",
+    "core_s", "not_measured", "host_each_s", "device_each_s",
 )  # fmt: skip
 
 
@@ -123,9 +123,6 @@ class Figures:
     def __post_init__(self) -> None:
         for name in _BY_TASK:
             object.__setattr__(self, name, ByTask(getattr(self, name)))
-        for name in ("host_each_s", "device_each_s"):
-            tables = {task: tuple(each_s) for task, each_s in getattr(self, name).items()}
-            object.__setattr__(self, name, ByTask(tables))
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -338,6 +338,10 @@ class WindowTimer:
     def passage(self, count: int, cycle: int = 0) -> Passage:
         """Go through the loop: so many successive iterations, each task timed in each.
 
+        What a task's work takes on its stream is the time between two events, before and after it.
+        If the host queues work more slowly than the device executes it, this includes idle time of
+        the device: it is then close to the host time, and longer than the device is busy.
+
         ``cycle``: After how many it repeats, if that is not the number of batches.
         """
         times = HostTimes(task.name for task in self.pipe.tasks)
@@ -347,7 +351,9 @@ class WindowTimer:
             nonlocal called
             called = 0 if self.pulls is None else len(self.pulls.runs)
 
-        with self._tracing() as trace, self.pipe.observe(seen):
+        streams = self.pipe.device.has_streams
+        tracing = self.pipe.trace() if streams else nullcontext(Trace(()))
+        with tracing as trace, self.pipe.observe(seen):
             measured = run.iterate(max(self.warmup, self._least), count, begin)
             run.end()
         numbers = run.numbers[measured]
@@ -356,25 +362,6 @@ class WindowTimer:
             times.put_first(PULL, self.pulls.runs[called:][:count])
         device_s = _on_streams(trace, {*numbers})
         return Passage(run.seconds()[measured], times, cycle or self.cycle, device_s)
-
-    def _tracing(self) -> AbstractContextManager[Trace]:
-        """Record what streams do, if there are some."""
-        return self.pipe.trace() if self.pipe.device.has_streams else nullcontext(Trace(()))
-
-    def device_times_s(self) -> dict[str, Sequence[float]]:
-        """How long the work that each task queues takes on its stream, by iteration in seconds.
-
-        The time between two events, before and after that work. If the host queues work more
-        slowly than the device executes it, this includes idle time of the device: it is then close
-        to the host time and higher than the time the device is busy. Empty if the device has no
-        streams, or its events have no timing.
-        """
-        if not self.pipe.device.has_streams:
-            return {}
-        first = self.pipe.next_iteration + self.num_warmup
-        with self._tracing() as trace:
-            self.window()
-        return _on_streams(trace, range(first, self.pipe.next_iteration))
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
@@ -394,22 +381,30 @@ class Passage(NamedTuple):
         steps_s: The time of each, in their order.
         times: What each task took in each.
         cycle: After how many the batches came again.
-        device_s: Task to what its work took on its stream in each; empty without streams.
+        device_s: Task to what its work took on its stream, by the iteration's number; empty without
+            streams.
     """
 
     steps_s: Sequence[float]
     times: HostTimes
     cycle: int
-    device_s: Mapping[str, Sequence[float]] = MappingProxyType({})
+    device_s: Mapping[str, Mapping[int, float]] = MappingProxyType({})
+
+    def of_batch(self, place: int) -> dict[str, dict[int, float]]:
+        """Return ``device_s`` of the iterations with one of the batches."""
+        return {
+            task: {n: s for n, s in each_s.items() if n % self.cycle == place}
+            for task, each_s in self.device_s.items()
+        }
 
 
-def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, Sequence[float]]:
-    """Return the seconds of each task's work on its stream in these iterations, in their order."""
+def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, dict[int, float]]:
+    """Return the seconds of each task's work on its stream in these iterations, by number."""
     each_s: dict[str, dict[int, float]] = defaultdict(dict)
     for span in trace.spans:
         if span.row.kind == "stream" and span.iteration in numbers:
             each_s[span.task][span.iteration] = span.duration_ns / 1e9
-    return {task: [s for _, s in sorted(of.items())] for task, of in each_s.items()}
+    return {task: dict(sorted(of.items())) for task, of in each_s.items()}
 
 
 class _Feed:

@@ -231,31 +231,28 @@ class TaskProfiler:
             pulls=pulls,
         )
         passage, section = None, len(sample)
-        with progress_bar("profiling", " visits", total, shown=verbose) as bar:
-            with saved.trial(), self.pipe.borrow():
-                if of_loop:
-                    passage, counts, section = self._passage(
-                        timer, sample, counts, within_s, len(visits(kinds))
-                    )
-                    saved.restore_training()
-                timer = replace(
-                    timer, batches=sample.section(0, section), measure=counts.num_measure
+        bar = progress_bar("profiling", " visits", total, shown=verbose)
+        with bar, saved.trial(), self.pipe.borrow():
+            if of_loop:
+                passage, counts, section = self._passage(
+                    timer, sample, counts, within_s, len(visits(kinds))
                 )
-                rounds = Rounds(
-                    timer,
-                    counts,
-                    saved.restore_training,
-                    lambda turn: sample.section(turn, section),
-                )
-                rounds.warm_up()
-                device_s = timer.device_times_s() if passage is None else passage.device_s
-                rounds.measure(kinds, bar.update)
+                saved.restore_training()
+            batches = sample.section(0, section)
+            timer = replace(timer, batches=batches, measure=counts.num_measure)
+            rounds = Rounds(
+                timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
+            )
+            rounds.warm_up()
+            on_streams = passage or timer.passage(timer.whole_cycles(timer.measure))
+            rounds.measure(kinds, bar.update)
         result = partial(
             _result_of,
             rounds,
             put_back=tuple(map(str, saved.owners)),
             already_shortcut=left_out,
         )
+        device_s = on_streams.device_s
         whole = result(rounds.exposures(passage=passage), device_s, batch=labels[0])
         if passage is not None:
             whole = replace(whole, seen=sample.seen(len(passage.steps_s)))
@@ -268,11 +265,14 @@ class TaskProfiler:
             None if pulls is None else pulls.effects,
         )
         whole = replace(whole, advice=advise(whole, loop))
-        each = (
-            result(rounds.exposures(place), device_s, batch=label)
-            for place, label in enumerate(labels[1:])
-        )
-        return [whole, *(replace(one, advice=whole.advice) for one in each)]
+        return [
+            whole,
+            *(
+                replace(result(rounds.exposures(place), of, batch=label), advice=whole.advice)
+                for place, label in enumerate(labels[1:])
+                for of in [on_streams.of_batch(place)]
+            ),
+        ]
 
     def _passage(
         self,
@@ -355,7 +355,7 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
 
 
 def _result_of(
-    rounds: Rounds, found: Exposures, device_s: Mapping[str, Sequence[float]], **about: Any
+    rounds: Rounds, found: Exposures, device_s: Mapping[str, Mapping[int, float]], **about: Any
 ) -> ProfileResult:
     """From what was measured to a result, without its advice."""
     timer, pulls, times, loop = rounds.timer, rounds.timer.pulls, found.times[BASE], found.loop
@@ -384,7 +384,7 @@ def _result_of(
         in_others_s=found.in_others_s,
         host_s={name: host_s[name] for name in names},
         blocked_s={name: blocked_s[name] for name in names},
-        device_s={name: fmean(device_s[name]) for name in names if name in device_s},
+        device_s={name: fmean(device_s[name].values()) for name in names if name in device_s},
         busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
         advice=(),
         num_warmup=timer.warmup,
@@ -398,7 +398,7 @@ def _result_of(
         core_s={name: core_s[name] for name in names},
         steps_s=tuple(loop.steps_s),
         host_each_s=loop.times.each_s,
-        device_each_s=device_s,
+        device_each_s={name: tuple(each_s.values()) for name, each_s in device_s.items()},
         **about,
     )
     if is_alone():

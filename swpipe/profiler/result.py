@@ -188,6 +188,7 @@ class ProfileResult(Figures, Report):
                 "advice": tuple(map(_advice_of, data["advice"])),
                 "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
                 "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
+                **{key: _tables(data.get(key, {})) for key in ("host_each_s", "device_each_s")},
                 "loader": LoaderPace(**pace) if (pace := data.get("loader")) else None,
             }
         except (AttributeError, KeyError, TypeError) as error:
@@ -212,6 +213,10 @@ def _advice_of(data: Mapping[str, Any]) -> Advice:
     return Advice(**{**data, "plan": PipelinePlan.from_json(text) if text else None})
 
 
+def _tables(data: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    return {task: tuple(each_s) for task, each_s in data.items()}
+
+
 def _check_figures(data: Mapping[str, Any]) -> None:
     """Refuse what cannot be the times of a profile, in a file that was edited or damaged."""
     if wrong := [key for key in data if key.endswith("_s") and not _is_times(data[key])]:
@@ -233,7 +238,7 @@ def _is_times(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-class ProfileResults(Report, tuple[ProfileResult, ...]):
+class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it has a loop
     """The results of several batches, in the order of the batches.
 
     Attributes:
@@ -244,7 +249,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):
     loop: ProfileResult | None = None
 
     @classmethod
-    def of(cls, results: Iterable[ProfileResult], loop: ProfileResult) -> Self:
+    def of(cls, results: Iterable[ProfileResult], loop: ProfileResult | None) -> Self:
         """Return the results, with that of the loop."""
         found = cls(results)
         found.loop = loop
@@ -291,6 +296,4 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):
         if not isinstance(data, list):
             rule = 'a JSON list, or an object with "loop" and "batches"'
             raise ValueError(f"profile results are {rule}, not {type(data).__name__}")
-        found = cls(ProfileResult.from_dict(entry) for entry in data)
-        found.loop = loop
-        return found
+        return cls.of((ProfileResult.from_dict(entry) for entry in data), loop)

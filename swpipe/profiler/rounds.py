@@ -375,8 +375,7 @@ class Rounds:
         where: list[slice] = []
         called = self._called = list[list[HostRun]]()
         pipe = self.timer.pipe
-        if self.timer.cycle > 1:
-            pipe.cycle_shortcuts(self.timer.cycle)
+        pipe.cycle_shortcuts(self.timer.cycle)
         run, seen = self.timer.run(), HostObserver(task.name for task in pipe.tasks)
         try:
             with pipe.observe(seen):

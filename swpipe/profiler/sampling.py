@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from statistics import fmean, median, pstdev
-from typing import Any, Self
+from typing import Any
 
 from swpipe.core.messages import counted
 from swpipe.profiler.spread import short_ms
@@ -51,7 +51,7 @@ class Sample(Sequence[Any]):
     given: int
 
     @classmethod
-    def of(cls, batches: Iterable[Any], most: int = MOST) -> Self:
+    def of(cls, batches: Iterable[Any], most: int = MOST) -> Sample:
         """Return a sample of at most so many batches.
 
         A list is sampled in blocks from its beginning to its end. Of an iterator, which can be gone

@@ -316,7 +316,8 @@ class _Trials(NamedTuple):
         plan = next(one.plan for one in profile.advice if one.plan and one.change in tried)
         said: Any = {"device": loop.device, "context": loop.context, "check_effects": False}
         with SWPipeline(plan, loop.tasks, **said) as pipe:
-            with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
+            saved = trial_state(pipe, loop.batches[0], None)
+            with saved.trial(), pipe.borrow():
                 batches = loop.batches.section(0, Window().num_measure)
                 cpu_s = {name: profile.cpu_s(name) for name in profile.host_s}
                 return contention(pipe, batches, profile.host_s, cpu_s, len(batches))

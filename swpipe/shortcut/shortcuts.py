@@ -62,8 +62,9 @@ class Shortcuts:
         self.names: set[str] = set()
         self.cycle = 1
         self._device: Device = CpuDevice() if device is None else device
-        # Task to grad mode and place in the cycle to cache. Each ``enable`` creates a new inner dict: a run that started
-        # before ``disable`` stores its cache in the old one, where it is never read.
+        # Task to grad mode and place in the cycle to cache. Each ``enable`` creates a new inner
+        # dict: a run that started before ``disable`` stores its cache in the old one, where it is
+        # never read.
         self._caches: dict[str, dict[tuple[bool, int], Cache]] = {}
         self._substitutes: dict[str, Callable[[Any], None]] = {}
         self._lock = threading.Lock()  # names and caches change together

@@ -41,9 +41,9 @@ from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan, beside_the_others, check_limit
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
+from swpipe.profiler.measure import length_of
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, load_so_far
-from swpipe.profiler.measure import length_of
 from swpipe.profiler.sampling import MOST, Sample
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.tried_plans import Candidate, choose, explain
@@ -233,7 +233,7 @@ class Loop:
     def _cycle(self, window: Window) -> int:
         """Return how many batches a window goes through, again and again."""
         if self.loader is not None and length_of(self.loader) == window.num_measure:
-            return self.batches.dividing(window.num_measure)
+            return int(self.batches.dividing(window.num_measure))
         return window.num_measure
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:

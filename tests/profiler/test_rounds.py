@@ -85,6 +85,9 @@ class Machine:
     def observe(self, seen: object) -> Iterator[None]:
         yield
 
+    def cycle_shortcuts(self, cycle: int) -> None:
+        """There is one batch."""
+
     def check_shortcuts(self) -> None:
         if self.kind in self.modified:
             raise ShortcutError(self.kind, "planted")

@@ -62,6 +62,7 @@ def length(number: int) -> float:
     return (number * 0.6180339887 % 1) ** 2
 
 
+NO_LOCK = nullcontext()
 LOADER_THREAD = "Call the loader on a thread of its own"
 CASES = {
     "nothing to overlap": Case({"train": 30}, None, 30, "compute-bound", "Make train take half"),
@@ -215,7 +216,7 @@ def tasks_of(
             ctx: IterContext,
             name: str = name,
             ms: Ms = ms,
-            held: Any = lock if name in locked else nullcontext(),
+            held: Any = lock if name in locked else NO_LOCK,
             before: Any = found[-1:],
         ) -> None:
             for one in before:

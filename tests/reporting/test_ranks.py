@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swpipe import IterContext, PipelinePlan, report, task
+from swpipe import IterContext, report, task
 from swpipe.reporting import StepReport
 from tests.support.ranks import Ranks
 from tests.support.virtual_clock import TimedHost, tell_time
