@@ -170,12 +170,12 @@ class Pulls:
                     took_s = self._timed()[1].wall_s
                     if self._taken > 1:
                         times_s.append(took_s)
-            last_s = sorted(times_s[len(times_s) // 2 :]) or [0.0]
-            self.rate_s = fmean(last_s)
+            last_s = times_s[len(times_s) // 2 :] or [0.0]
+            self.rate_s = fmean(_from_slow_to_slow(times_s) or last_s)
             # Batches that are read together come in one slow call and many quick ones.
             self._usual_s = sorted(times_s or [0.0])[-1 - len(times_s) // _RARE]
             if self._ahead is None:
-                self._look(math.ceil(2 * last_s[-1] / self.rate_s) if self.rate_s else 0)
+                self._look(math.ceil(2 * max(last_s) / self.rate_s) if self.rate_s else 0)
             self.drains = not self.agreed(self._ahead is False or not self.rate_s)
         self.runs.clear()
 
@@ -257,6 +257,13 @@ class Pulls:
     def end(self) -> None:
         """Let the loader's iterator go: its workers end."""
         self._batches = None
+
+
+def _from_slow_to_slow(times_s: Sequence[float]) -> Sequence[float]:
+    """Return whole periods of calls of which few are slow, for all batches of a chunk."""
+    later_s = times_s[len(times_s) // 4 :]
+    slow = [k for k, took_s in enumerate(later_s) if took_s > max(later_s) / 2]
+    return later_s[slow[0] + 1 : slow[-1] + 1] if 1 < len(slow) <= len(later_s) // 2 else ()
 
 
 def length_of(loader: Any) -> int:

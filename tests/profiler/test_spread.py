@@ -13,9 +13,11 @@ from swpipe.profiler.spread import (
     Estimate,
     mean_of,
     mean_of_loop,
+    ms,
     student_95,
     time_saved,
     with_replay,
+    within,
 )
 
 
@@ -110,3 +112,11 @@ def test_differences_of_batches_are_no_uncertainty() -> None:
     grows = mean_of_loop([float(number) for number in range(60)], cycle=60)
     assert grows.value_s == 29.5
     assert grows.spread_s > 10.0
+
+
+def test_an_interval_of_nothing_is_not_printed() -> None:
+    """Nor one that is nothing in the digits shown."""
+    assert Estimate(0.012, 0.0).text == "12.0"
+    assert Estimate(0.012, 0.0006).text == "12.0 ± 0.60"
+    assert within(0.000001) == ""
+    assert within(0.000001, ms) == " ± 0.001"
