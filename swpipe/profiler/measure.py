@@ -163,17 +163,19 @@ class Pulls:
         if not self.rate_s:
             self._measure_start()
             times_s: list[float] = []  # without those of passes that begin
+            all_s: list[float] = []
             calls, begin_s = 0, time.perf_counter()
             while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
                 for _ in range(max(calls, _LEAST_CALLS)):
                     calls += 1
-                    took_s = self._timed()[1].wall_s
+                    all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
-                        times_s.append(took_s)
-            last_s = times_s[len(times_s) // 2 :] or [0.0]
-            self.rate_s = fmean(_from_slow_to_slow(times_s) or last_s)
+                        times_s.append(all_s[-1])
             # Batches that are read together come in one slow call and many quick ones.
             self._usual_s = sorted(times_s or [0.0])[-1 - len(times_s) // _RARE]
+            last_s = times_s[len(times_s) // 2 :] or [0.0]
+            periods_s = _from_slow_to_slow(times_s if self.start_s else all_s)
+            self.rate_s = fmean(periods_s or last_s)
             if self._ahead is None:
                 self._look(math.ceil(2 * max(last_s) / self.rate_s) if self.rate_s else 0)
             self.drains = not self.agreed(self._ahead is False or not self.rate_s)

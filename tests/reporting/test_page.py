@@ -133,6 +133,9 @@ def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
     profile = replace(found.profile, collectives=("train",))
     page = replace(found, profile=profile).to_html()
     assert "Rank 0 waits for rank 1: 4.000" in page
+    waiting = replace(found, profile=profile, rank=1)
+    assert "ranks: 2. The others wait for rank 1." in str(waiting)
+    assert "ranks: 2. No rank waits for another; rank 1 has the longest steps." in str(found)
     assert "No rank waits" in found.to_html()
     assert re.search("<th>step</th><td>22.5</td><td>25.0</td><td>1</td>", page)
     alone = replace(found, profile=replace(profile, ranks=())).to_html()

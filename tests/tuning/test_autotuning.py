@@ -488,3 +488,31 @@ def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(
         assert {*rounds[0]} == {"serial", on_cores, again, PLANNED, PLANNED_AGAIN}
         assert tuned.plan.schedule["read"].workers == workers
         assert f"{tuned.plan.threads} threads" in tuned.format()
+
+
+def test_a_trial_goes_through_batches_from_all_over_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All plans of a turn through the same ones in a row; a window is no shorter than ten."""
+    tried: list[list[int]] = []
+
+    def try_plans(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+        tried.append([*batches])
+        return dict.fromkeys(plans, 1.0)
+
+    monkeypatch.setattr(autotuning, "try_plans", try_plans)
+    loop = Loop(TASKS, range(1000), "cpu")
+    for turn in range(4):
+        loop.try_round({"serial": SERIAL}, turn, None, loop.through(20))
+    assert [len(batches) for batches in tried] == [20] * 4
+    assert max(map(max, tried)) - min(map(min, tried)) > 500
+    assert loop.through() == Window(3, 48)
+    assert Loop(TASKS, range(3), "cpu").through() == Window(3, 10)
+
+
+def test_a_trial_has_whole_passes_of_a_loader() -> None:
+    """And the batches in them come as often as each other."""
+    loop = Loop(TASKS, range(40), "cpu", loader=range(48))
+    window = loop.through()
+    assert window == Window(3, 48)
+    assert loop._cycle(window) == 24
