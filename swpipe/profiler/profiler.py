@@ -223,6 +223,8 @@ class TaskProfiler:
         """
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
+        if not is_alone():  # ranks go through as many
+            sample = Sample.of(sample, min(gather(len(sample))))
         saved = trial_state(self.pipe, sample[0], self._state, copy)
         kinds = [*([] if pulls is None else [PULL]), *names]
         total = counts.num_rounds * len(kinds) if counts.fixed else None

@@ -117,6 +117,7 @@ def report_on(
     rounds: int | None = None,
 ) -> StepReport:
     """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
+    loop = loop.agreed()
     recording = loop.record()
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())

@@ -140,6 +140,10 @@ class Loop:
     def __post_init__(self) -> None:
         object.__setattr__(self, "batches", Sample.of(self.batches))
 
+    def agreed(self) -> Loop:
+        """Return the loop with as many batches as each rank has."""
+        return replace(self, batches=Sample.of(self.batches, min(self.gather(len(self.batches)))))
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         if self.over_ranks is not None:
@@ -334,6 +338,7 @@ def autotune(
         # About how many iterations come after the recording.
         usual = loop.through().iterations
         budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
+        loop = loop.agreed()
         recording = loop.record()
         if load is not None and (now := load.others()) is not None and now.is_busy:
             budget.show(progress, now.text)

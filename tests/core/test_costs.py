@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,9 @@ def test_tables_of_unequal_length_are_refused() -> None:
     lengths = r"read.host_each_us 3, train.device_each_us 2"
     with pytest.raises(PlanError, match=rf"tables have different lengths \({lengths}\): {rule}"):
         CostModel.from_json(text)
-    for table in ("[2, -1]", '"ab"', "3"):
+    for table in ([2, -1], "ab", 3):
         with pytest.raises(PlanError, match="task 'a': host_each_us is"):
-            CostModel.from_json('{"tasks": {"a": {"host_us": 1, "host_each_us": %s}}}' % table)
+            CostModel.from_json(json.dumps({"tasks": {"a": {"host_us": 1, "host_each_us": table}}}))
 
 
 def test_means_and_scaled_costs_keep_their_tables() -> None:

@@ -110,9 +110,10 @@ def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
     assert loader.passes == 2
 
 
-def test_a_loader_that_reads_chunks_does_not_work_ahead(host: TimedHost) -> None:
+@pytest.mark.parametrize("chunk", [4, 10, 12, 16])
+def test_a_loader_that_reads_chunks_does_not_work_ahead(host: TimedHost, chunk: int) -> None:
     """Most of its calls take nothing, whatever time it has; its first one is like some others."""
-    pulls = Pulls(Calls(host, lambda number: 0.0 if number % 16 else 96.0, 48))
+    pulls = Pulls(Calls(host, lambda number: 0.0 if number % chunk else 6.0 * chunk, 4 * chunk))
     pulls.measure()
     assert pulls.rate_s == pytest.approx(6e-3)
     assert not pulls.works_ahead

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
+from swpipe import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    SWPipeline,
+    TaskProfiler,
+    TaskSchedule,
+)
 from swpipe.profiler.sampling import MOST, Sample, pattern_of, visit_length
 from tests.support.virtual_clock import TimedHost
 
@@ -16,7 +25,7 @@ def test_a_list_is_sampled_in_blocks_from_its_beginning_to_its_end() -> None:
     assert (len(sample), sample.given) == (MOST, 5_000)
     assert (sample[0], sample[-1]) == (0, 4_999)
     assert [*sample] == sorted(sample)
-    assert sum(late - early == 1 for early, late in zip(sample, sample[1:], strict=False)) == 236
+    assert sum(late - early == 1 for early, late in pairwise(sample)) == 236
     assert Sample.of(sample) is sample
     assert Sample.of(sample, 40).given == 5_000
 
@@ -42,7 +51,7 @@ def test_sections_are_batches_in_a_row_from_all_over_the_sample() -> None:
         assert [(b - section[0]) % 100 for b in section] == [0, 1, 2, 3, 4]
     starts = sorted(section[0] for section in sections)
     assert starts[-1] - starts[0] > 60
-    assert min(b - a for a, b in zip(starts, starts[1:], strict=False)) > 5
+    assert min(b - a for a, b in pairwise(starts)) > 5
     assert sample.section(3, 200) == [*range(100)]
     assert sample.dividing(48) == 48
     assert Sample.of(range(40)).dividing(48) == 24
@@ -131,8 +140,6 @@ def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
     host: TimedHost, uneven: list[PipelineTask]
 ) -> None:
     """Augmenting the next batch beside training: what is left is what neither hides."""
-    from swpipe import TaskSchedule
-
     plan = PipelinePlan(
         {"augment": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)},
         deps=[("train", "augment")],
@@ -140,8 +147,6 @@ def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
     )
     with SWPipeline(plan, uneven, device="cpu") as pipe:
         result = TaskProfiler(pipe).profile_loop(range(3), num_rounds=3, pipelined=True)
-        seen: list[float] = []
-        for _ in pipe.iterate(list(range(3)) * 40):
-            seen.append(host.perf_counter())
+        seen = [host.perf_counter() for _ in pipe.iterate(list(range(3)) * 40)]
     assert result.baseline_s == pytest.approx((seen[99] - seen[39]) / 60, rel=0.01)
     assert result.exposed_s["augment"] == pytest.approx(result.baseline_s - 12e-3, rel=0.02)
