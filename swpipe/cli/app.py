@@ -166,7 +166,7 @@ def profile(
     with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
         under = opened.plan()
         results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
-        held = format_memory(opened, None if serially else under, results[0])
+        held = format_memory(opened, None if serially else under, results.loop or results[0])
     echo(f"{results.format_report()}\n{LEGEND}\n{held}")
     save(context, Output("written to", output, results.save))
 

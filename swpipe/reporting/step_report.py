@@ -183,8 +183,9 @@ class StepReport(StepAccount):
             yield self.busy
         if not self.cannot_tell:
             yield f"{self.verdict.bound}. {self.verdict.why}"
-        pattern = f"; {self.pattern}" if self.pattern else ""
-        yield f"step: {short_ms(step.value_s)}{within(step.spread_s)} ms{pattern}"
+        yield f"step: {short_ms(step.value_s)}{within(step.spread_s)} ms"
+        if self.pattern:
+            yield f"steps differ: {self.pattern}"
         if self.profile.seen and not self.profile.seen.startswith("All"):
             yield f"seen: {self.profile.seen}"
         if self.cannot_tell:
