@@ -1,8 +1,8 @@
 """What a report promises of a plan, beside what training under that plan obtains.
 
 The workloads of the guide, a loop over compressed files, and twelve loops of known tasks on a real
-clock, half of them with batches that differ. Training is plain and under the advised plan in turns, apart from the report; fill and drain
-of a turn do not count.
+clock, half of them with batches that differ. Training is plain and under the advised plan in turns,
+apart from the report; fill and drain of a turn do not count.
 Promise and gain must agree within both of their 95% intervals, in each of three reports. A report
 on a step of 100 ms must take a minute at most.
 
