@@ -99,7 +99,7 @@ def try_plans(
         pipes = {n: stack.enter_context(SWPipeline(p, tasks, **said)) for n, p in plans.items()}
         saved = trial_state(next(iter(pipes.values())), batches[0], state, copy)
         for turn in range(num_rounds):
-            for name in reversed(pipes) if turn % 2 else pipes:
+            for name in pipes if turn % 2 else reversed(pipes):
                 timer = WindowTimer(
                     *(pipes[name], batches, copy, num_warmup, num_measure),
                     pipelined=True,

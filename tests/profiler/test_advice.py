@@ -76,7 +76,7 @@ def test_no_more_is_promised_than_the_moved_tasks_expose(host: TimedHost) -> Non
     result = profiled(plan, tasks, pipelined=True)
     assert result.baseline_s == pytest.approx(15e-3)
     assert [result.exposed_s[name] for name in ("left", "right")] == pytest.approx([0, 0], abs=1e-9)
-    assert {advice.plan for advice in result.advice} == {""}
+    assert {advice.plan for advice in result.advice} == {None}
 
 
 def test_what_stands_in_the_way_is_named(host: TimedHost) -> None:
