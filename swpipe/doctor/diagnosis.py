@@ -64,8 +64,8 @@ class Headroom:
         return "\n".join(map(wrapped, self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        step = f"{ms(self.step.value_s)}{within(self.step.spread_s, ms)}"
-        yield f"headroom: a step takes {step} ms"
+        wide = within(self.step.spread_s, ms)
+        yield f"headroom: a step takes {ms(self.step.value_s)} ms{wide}{' ms' if wide else ''}"
         if self.overlappable:
             gain = f"{-self.ceiling:.0%}" if self.ceiling else "not told apart from that"
             free = listed(self.overlappable)

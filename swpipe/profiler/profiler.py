@@ -18,11 +18,12 @@ from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
+from swpipe.profiler.exposures import BASE, Exposures
 from swpipe.profiler.figures import busy_s
 from swpipe.profiler.measure import Passage, Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import BASE, LEAST_ROUNDS, Counts, Exposures, Rounds, visits
+from swpipe.profiler.rounds import LEAST_ROUNDS, Counts, Rounds, visits
 from swpipe.profiler.sampling import MOST, Sample, visit_length
 from swpipe.profiler.trial import trial_state
 

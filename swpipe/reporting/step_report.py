@@ -216,9 +216,10 @@ class StepReport(StepAccount):
         """The report as plain data, for tools; times in milliseconds.
 
         Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None where the machine was too busy to
-        tell), ``why``, ``step``, ``parts``, ``ceiling``, ``next_step``, ``changes``, ``findings``,
-        ``rank``, ``waits`` (of ranks), ``machine``. A time with an interval is ``ms`` and
-        ``spread_ms``. Keys may be added; one that changes its meaning changes ``version``.
+        tell), ``why``, ``step``, ``steps_differ``, ``seen``, ``parts``, ``ceiling``, ``in_vain``,
+        ``next_step``, ``changes``, ``findings``, ``rank``, ``waits`` (of ranks), ``machine``. A
+        time with an interval is ``ms`` and ``spread_ms``. Keys may be added; one that changes its
+        meaning changes ``version``.
         """
         ceiling, told = self.ceiling, not self.cannot_tell
         return {
@@ -228,6 +229,8 @@ class StepReport(StepAccount):
             "bound": self.verdict.bound if told else None,
             "why": self.verdict.why if told else "",
             "step": _estimate(self.profile.step),
+            "steps_differ": self.pattern,
+            "seen": self.profile.seen,
             "parts": [
                 {"task": one.task, "cause": one.cause, "ms": _ms(one.seconds)} for one in self.parts
             ],
@@ -236,6 +239,7 @@ class StepReport(StepAccount):
                 "worth_it": ceiling.is_worth_it,
                 "limit": ceiling.limit,
             },
+            "in_vain": self.in_vain,
             "next_step": self.next_step,
             "changes": [
                 {

@@ -11,8 +11,9 @@ import pytest
 
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
+from swpipe.profiler.exposures import BASE, Kind
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.rounds import BASE, MAX_ROUNDS, Counts, Kind, Rounds
+from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
 
 READ, STEP = "read", "step"
 

@@ -8,7 +8,8 @@ from statistics import fmean
 
 import pytest
 
-from swpipe.profiler.rounds import BASE, Kind, differences_in, visits
+from swpipe.profiler.exposures import BASE, Kind, differences_in
+from swpipe.profiler.rounds import visits
 from swpipe.profiler.spread import (
     Estimate,
     mean_of,
