@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from bench.measure import report as print_rows
 from swpipe import IterContext, PipelinePlan, SWPipeline, report, task
 from swpipe.reporting import StepReport
 from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
+from tests.reporting.loops import Calls
 
 BUSY, BUSY_ROUNDS = 2, 2  # fewer rounds than by default
 TOO_BUSY = "too busy to tell"
@@ -132,6 +133,8 @@ def loader_of(case: Case) -> Any:
     if case.loader is None:
         return None
     kind, ms, *passes = case.loader
+    if kind == "calls":
+        return Calls(CLOCK, ms, *passes)
     if kind == "in turn":
         return _InTurn(ms / 1e3)
     if passes:
@@ -191,24 +194,25 @@ def in_process(name: str, rounds: int | None) -> Found:
     """A loop of this process."""
     case = CASES[name]
     begin_s = time.monotonic()
-    tasks, plan = tasks_of(CLOCK, case.tasks), plan_of(case)
+    tasks, plan = tasks_of(CLOCK, case.tasks, case.locked), plan_of(case)
     step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # beside others: as made
-    found = report(tasks, range(8), plan=plan, loader=loader_of(case), rounds=rounds)
+    found = report(tasks, range(case.batches), plan=plan, loader=loader_of(case), rounds=rounds)
     return judged(case, name, step_ms, found, time.monotonic() - begin_s)
 
 
 def _timed_ms(case: Case, tasks: Sequence[Any], plan: PipelinePlan | None) -> float:
     """A step, in a run without a report: whole passes, if their start counts."""
-    passes = case.loader is not None and len(case.loader) > 2
+    passes = case.loader is not None and len(case.loader) > 2 and case.loader[0] != "calls"
     # A plan's first and last iterations, and workers that end in turn, count less in a long run.
     least = 12 if plan is None and case.loader is None else 100
     steps = max(least, round(_TRUTH_S / case.step * 1e3))
+    steps = -(-steps // case.batches) * case.batches  # in whole passes each batch counts as often
     loader = loader_of(case)
     with SWPipeline(plan or PipelinePlan.serial(tasks), tasks) as pipe:
         if passes:
             pipe.run(range(2))  # the first iterations allocate
             return 1e3 * pipe.run(loader).seconds / len(loader)
-        batches = iter(range(10_000) if loader is None else loader)
+        batches = chain.from_iterable(repeat(range(case.batches) if loader is None else loader))
         pipe.run(islice(batches, _READY + _WARM_UP))
         return 1e3 * pipe.run(islice(batches, steps)).seconds / steps
 

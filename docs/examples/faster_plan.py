@@ -27,7 +27,7 @@ with SWPipeline(plan, tasks) as pipe:
 before.print_report()
 
 advice = before.advice[0]
-with SWPipeline(PipelinePlan.from_json(advice.plan), tasks) as pipe:
+with SWPipeline(advice.plan, tasks) as pipe:
     after = TaskProfiler(pipe).profile(None, num_rounds=6, pipelined=True)
 diff = before.diff(after)
 print(f"\npromised {1e3 * advice.saved_s:.1f} ± {1e3 * advice.spread_s:.1f} ms:")

@@ -22,7 +22,6 @@ from swpipe.cli import launched as ranks
 from swpipe.cli import options, plan_commands
 from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.cli.user_inputs import (
-    MEASURED,
     SERIAL,
     Opened,
     Output,
@@ -167,7 +166,7 @@ def profile(
     with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
         under = opened.plan()
         results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
-        held = format_memory(opened, None if serially else under, results[0])
+        held = format_memory(opened, None if serially else under, results.loop or results[0])
     echo(f"{results.format_report()}\n{LEGEND}\n{held}")
     save(context, Output("written to", output, results.save))
 
@@ -247,7 +246,7 @@ def doctor(
         loader = opened.loader
         found = diagnose(
             opened.tasks,
-            opened.take(MEASURED) if loader is None else loader,
+            opened.measured() if loader is None else loader,
             plan=opened.plan() if plan else None,
             device=opened.config.device,
             context=opened.job.context,
@@ -301,7 +300,7 @@ def report(
     ):
         known = {**sparse_dist.PLANS, **opened.workload.plans}
         found = report_on(
-            opened.loop(MEASURED),
+            opened.loop(opened.measured()),
             None if plain_loop else opened.plan(),
             name=workload,
             ready_made={name: make() for name, make in known.items() if name != SERIAL},

@@ -17,7 +17,6 @@ from swpipe.cli import options
 from swpipe.cli.launched import agree
 from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.cli.user_inputs import (
-    MEASURED,
     TUNING_S,
     Opened,
     Output,
@@ -152,7 +151,7 @@ def simulate(
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
         with Opened(context, workload, given, [plan]) as opened:
-            loaded, loop = opened.plan(), opened.loop(MEASURED)
+            loaded, loop = opened.plan(), opened.loop(opened.measured())
             model = replace(loop.measure(loaded), memory=loop.measure_memory())
             streams = loop.has_streams
     with about_plan(plan):

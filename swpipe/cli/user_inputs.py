@@ -42,7 +42,7 @@ AUTO, SERIAL = "auto", "serial"
 
 PICTURES = (".png", ".svg", ".pdf")
 
-MEASURED = 3
+MEASURED, MOST_MEASURED = 3, 20
 """Batches that costs are measured on and plans tried with."""
 
 TUNING_S = 60.0
@@ -144,9 +144,20 @@ class Opened:
                 "needed; it may return a loader or a generator in place of a list"
             )
 
-    def loop(self, batches: int = 1) -> Loop:
-        """Its tasks and first batches, with what its usual plan says about streams and order."""
-        return Loop(self.tasks, self.take(batches), **self._known())
+    def measured(self) -> Sequence[Any]:
+        """Return the batches to measure on: a list, of which a sample is taken, or the first."""
+        if not isinstance(self.job, _OwnJob):
+            return self.take(MEASURED)
+        given = self.job.loader
+        batches = given if isinstance(given, Sequence) else [*self.job.batches(MOST_MEASURED)]
+        return batches if len(batches) >= MEASURED else self.take(MEASURED)
+
+    def loop(self, batches: Sequence[Any] = ()) -> Loop:
+        """Its tasks and batches, with what its usual plan says about streams and order.
+
+        ``batches``: Those to measure on; empty for the first one.
+        """
+        return Loop(self.tasks, batches or self.take(1), **self._known())
 
     def tune(
         self, limits: Limits | None = None, seconds: float = TUNING_S, max_bytes: int | None = None
@@ -156,7 +167,7 @@ class Opened:
         with about_plan(self.workload.name):
             return autotune(
                 self.tasks,
-                self.take(MEASURED),
+                self.measured(),
                 limits=limits,
                 seconds=seconds,
                 max_bytes=max_bytes,

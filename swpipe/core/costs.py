@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Self
+from typing import Any, Self
 
 from swpipe.core.files import read_rows, read_text, write_atomically
 from swpipe.core.messages import listed, shown
@@ -33,6 +33,9 @@ class TaskCost:
             the copy engine. Held during the device work or, without any, during the host work.
         blocks: The task returns when its device work is done, as with ``.item()`` or a copy from
             pageable memory. ``host_us`` is then without the wait.
+        host_each_us: ``host_us`` in each sampled iteration, in their order; () if it is the same
+            in all of them, or only the mean is known. The lock is held for the same part of each.
+        device_each_us: The same of ``device_us``.
     """
 
     host_us: float = 0.0
@@ -40,16 +43,48 @@ class TaskCost:
     device_us: float = 0.0
     resources: tuple[str, ...] = ()
     blocks: bool = False
+    host_each_us: tuple[float, ...] = ()
+    device_each_us: tuple[float, ...] = ()
 
     @property
     def total_us(self) -> float:
         """Microseconds that the task takes when it runs alone: host time, then device time."""
         return self.host_us + self.device_us
 
+    def scaled(self, factor: float) -> TaskCost:
+        """Return the cost of a task whose every time is ``factor`` times as long."""
+        return TaskCost.mean([self], factor)
+
+    def each(self, iterations: int) -> Iterator[TaskCost]:
+        """Yield the cost in each of so many sampled iterations."""
+        host = self.host_each_us or (self.host_us,) * iterations
+        device = self.device_each_us or (self.device_us,) * iterations
+        for host_us, device_us in zip(host, device, strict=True):
+            yield replace(self, host_us=host_us, device_us=device_us)
+
+    @classmethod
+    def mean(cls, costs: Sequence[TaskCost], factor: float = 1.0) -> TaskCost:
+        """Return the mean of each time, times ``factor``; that of tables, iteration by iteration.
+
+        There is no table where the costs have tables of different lengths. The resources are those
+        of all. A task that blocks in one cost blocks.
+        """
+        times: dict[str, Any] = {}
+        for key in _TIMES:
+            times[key] = factor * fmean(getattr(cost, key) for cost in costs)
+        for key in _TABLES:
+            each = [getattr(cost, key) for cost in costs]
+            columns = zip(*each, strict=True) if len({*map(len, each)}) == 1 else ()
+            times[key] = tuple(factor * fmean(column) for column in columns)
+        resources = tuple(dict.fromkeys(name for cost in costs for name in cost.resources))
+        return cls(resources=resources, blocks=any(cost.blocks for cost in costs), **times)
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The costs of a plan's tasks.
+    """The costs of a plan's tasks: their means, and how they vary over sampled iterations.
+
+    The tables of all tasks are of the same iterations, so that what is slow together stays so.
 
     Attributes:
         tasks: Task name to its cost; ``PULL`` to that of calling the loader, 0 if it is left out.
@@ -58,7 +93,7 @@ class CostModel:
 
     Raises:
         PlanError: A cost is negative, above ``MOST_US`` or not a number, a ``gil_us`` is above its
-            ``host_us``, or no task can have a name.
+            ``host_us``, no task can have a name, or tables have different lengths.
     """
 
     tasks: Mapping[str, TaskCost]
@@ -72,6 +107,12 @@ class CostModel:
             for name, cost in self.tasks.items()
             for text in _faults(name, cost)
         ]
+        lengths = {} if problems else self._lengths()
+        if len({*lengths.values()}) > 1:
+            each = listed([f"{table} {length}" for table, length in lengths.items()])
+            rule = "the tables of all tasks are of the same sampled iterations"
+            mend = "measure the costs again, or leave the tables out"
+            problems.append(Problem(f"tables have different lengths ({each}): {rule}; {mend}"))
         if not _is_time(self.handover_us):
             problems.append(Problem(f"handover_us is {shown(self.handover_us)}: {_RULE}"))
         if problems:
@@ -91,19 +132,29 @@ class CostModel:
         if not models:
             raise ValueError("models is empty: give at least one cost model")
         rows = [model.of(models[0].tasks) for model in models]
-        tasks = {}
-        for name in models[0].tasks:
-            costs = [row[name] for row in rows]
-            tasks[name] = TaskCost(
-                fmean(cost.host_us for cost in costs),
-                fmean(cost.gil_us for cost in costs),
-                fmean(cost.device_us for cost in costs),
-                tuple(dict.fromkeys(name for cost in costs for name in cost.resources)),
-                any(cost.blocks for cost in costs),
-            )
+        tasks = {name: TaskCost.mean([row[name] for row in rows]) for name in models[0].tasks}
         known = [model.memory for model in models if model.memory is not None]
         memory = max(known, key=lambda one: one.serial_peak(models[0].tasks), default=None)
         return cls(tasks, fmean(model.handover_us for model in models), memory)
+
+    @property
+    def iterations(self) -> int:
+        """How many sampled iterations the tables have; 0 without tables."""
+        return max(self._lengths().values(), default=0)
+
+    def _lengths(self) -> dict[str, int]:
+        """Return the lengths of the tables that there are, by task and field."""
+        tables = {
+            f"{name}.{key}": getattr(cost, key)
+            for name, cost in self.tasks.items()
+            for key in _TABLES
+        }
+        return {where: len(table) for where, table in tables.items() if table}
+
+    def with_scaled(self, factors: Mapping[str, float]) -> Self:
+        """Return the model in which some tasks take so many times as long."""
+        scaled = {name: self.tasks[name].scaled(factor) for name, factor in factors.items()}
+        return replace(self, tasks={**self.tasks, **scaled})
 
     def of(self, tasks: Iterable[TaskRef]) -> dict[str, TaskCost]:
         """The costs of these tasks, by name, in the order given.
@@ -171,6 +222,7 @@ def _of_schedulable(row: object) -> bool:
 
 
 _TIMES = ("host_us", "gil_us", "device_us")
+_TABLES = ("host_each_us", "device_each_us")
 
 
 _RULE = f"times are microseconds from 0 to {MOST_US:g}"
@@ -199,6 +251,10 @@ def _faults(name: object, cost: object) -> Iterable[str]:
         isinstance(r, str) and is_label(r) for r in cost.resources
     ):
         yield f"resources is {shown(cost.resources)}; give names: {LABEL_RULE}"
+    for key in _TABLES:
+        table = getattr(cost, key)
+        if not isinstance(table, tuple) or not all(map(_is_time, table)):
+            yield f"{key} is {shown(table)}: give a time for each sampled iteration; {_RULE}"
     blocks: object = cost.blocks
     if not isinstance(blocks, bool):
         yield f"blocks is {shown(blocks)}: give true or false"

@@ -9,7 +9,7 @@ from typing import Any
 from swpipe.core.messages import counted, listed
 from swpipe.core.tables import wrapped
 from swpipe.profiler.figures import LoaderPace
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.spread import Estimate, ms, within
 
 _SHOWN = 0.01  # of a step
 
@@ -64,7 +64,8 @@ class Headroom:
         return "\n".join(map(wrapped, self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        yield f"headroom: a step takes {ms(self.step.value_s)} ms ± {ms(self.step.spread_s)} ms"
+        wide = within(self.step.spread_s, ms)
+        yield f"headroom: a step takes {ms(self.step.value_s)} ms{wide}{' ms' if wide else ''}"
         if self.overlappable:
             gain = f"{-self.ceiling:.0%}" if self.ceiling else "not told apart from that"
             free = listed(self.overlappable)

@@ -34,7 +34,8 @@ from swpipe.profiler.costing import measure_costs
 from swpipe.profiler.other_load import LoadSoFar, load_so_far
 from swpipe.profiler.profiler import TaskProfiler
 from swpipe.profiler.result import ProfileResult
-from swpipe.profiler.spread import ms
+from swpipe.profiler.sampling import Sample
+from swpipe.profiler.spread import ms, within
 from swpipe.profiler.trial import trial_state
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -42,6 +43,8 @@ _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 _WARM_UP = 2  # iterations in which torch allocates and compiles
 _WATCHED = 2
+_SEEN = 20  # batches of a loader: what comes every tenth time is among them twice
+_LOCKING = 3  # batches beside a thread that competes for the interpreter lock
 _LOAD_S = 0.5  # the kernel counts in steps of 10 ms
 _SHARE = 0.05
 """What takes less of a step is no finding."""
@@ -84,7 +87,7 @@ def diagnose(
         profile: Of the same loop, if there is one: the findings are of its figures.
 
     Raises:
-        ValueError: The loader has no batch, or ``rounds`` is too small.
+        ValueError: There is no batch, or ``rounds`` is too small.
         PlanError: There are no tasks, or two have the same name.
         BaseException: Whatever a task or the loader raised.
     """
@@ -99,18 +102,17 @@ def diagnose(
         found = [*_busy_findings(load), *found]
         return Diagnosis(tuple(found), None, f"machine and settings, for device {where.name}")
     given = tuple(each if isinstance(each, PipelineTask) else task(each) for each in refs_in(tasks))
-    batches = list(islice(loader, max(_WATCHED, min(workers, _MOST_WORKERS)) + 1))
-    if not batches:
-        raise ValueError("the loader has no batch: give one that has at least one")
+    least = max(_SEEN, min(workers, _MOST_WORKERS) + 1)
+    batches = Sample.of(loader if isinstance(loader, Sequence) else islice(loader, least))
     called = None if isinstance(loader, Sequence | Iterator) else loader
     serial = PipelinePlan.serial(given)
     with SWPipeline(serial, given, device=where, context=context, check_effects=False) as pipe:
         saved = trial_state(pipe, batches[0], state, copy)
         recorder = _watch(pipe, saved, batches, copy)
-        costs = measure_costs(pipe, batches[:1], 1, 3, state=state, copy=copy)
+        costs = measure_costs(pipe, batches.section(0, _LOCKING), 1, 3, state=state, copy=copy)
         if profile is None:
-            profile = TaskProfiler(pipe, state=state).profile(
-                batches[0], 1, num_rounds=rounds, loader=called, copy=copy
+            profile = TaskProfiler(pipe, state=state).profile_loop(
+                batches, 1, num_rounds=rounds, loader=called, copy=copy
             )
     found = [*_busy_findings(load), *found, *_per_iteration(recorder)]
     found += _priority_findings(plan, recorder.computing) if plan and where.has_streams else ()
@@ -120,7 +122,9 @@ def diagnose(
         found += _repeated_rows(dataloader, batches)
     found += _lock_findings(given, costs, profile.baseline_s)
     names = listed([each.name for each in given])
-    return Diagnosis(tuple(found), headroom_of(given, profile), f"{names}, on device {where.name}")
+    return Diagnosis(
+        tuple(found), headroom_of(given, profile, costs), f"{names}, on device {where.name}"
+    )
 
 
 def _watch(
@@ -204,7 +208,7 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
         yield Finding("slow-pass-start", "loader", text, mend)
     if not saved.is_clear or waits_s < least_s:
         return
-    takes = f"{ms(waits_s)} ± {ms(saved.spread_s)} ms of a step"
+    takes = f"{ms(waits_s)}{within(saved.spread_s, ms)} ms of a step"
     if pace.works_ahead:
         who = f"the loader's {counted(pace.workers, 'worker')}" if pace.workers else "the loader"
         text = f"the loop waits for {who}, {takes}: a batch takes {ms(pace.rate_s)} ms"

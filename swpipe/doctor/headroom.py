@@ -4,6 +4,7 @@ Two tasks that both use a state, one of which writes it, keep their order within
 from one to the next: together they are a cycle, and a step takes at least as long as they do. So of
 the groups of tasks that are connected by such states the longest stays, and the others may overlap
 with it. Tasks of which nothing is declared are one group.
+Nor does a step take less than all tasks together hold the interpreter lock.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from swpipe.doctor.diagnosis import Headroom
 from swpipe.profiler import ProfileResult
 
 
-def headroom_of(tasks: Sequence[PipelineTask], profile: ProfileResult) -> Headroom:
-    """The headroom of tasks, by a profile of their plain loop."""
+def headroom_of(
+    tasks: Sequence[PipelineTask], profile: ProfileResult, locks: CostModel | None = None
+) -> Headroom:
+    """The headroom of tasks, by a profile of their plain loop.
+
+    ``locks``: How long they hold the interpreter lock, which one thread at a time can.
+    """
     effects = with_the_others(declared_effects(tasks), unknown_beside(tasks), apart=True, body=True)
     costs, pace = profile.costs, profile.loader
     stays = staying(effects, costs)
     left_s = sum(costs.tasks[name].total_us for name in stays) / 1e6
+    held = locks.tasks.values() if locks is not None else ()
+    left_s = max(left_s, sum(cost.gil_us for cost in held) / 1e6)
     if pace is not None:
         left_s = max(left_s, pace.rate_s if pace.works_ahead else 0.0) + pace.start_s
     free = [one.name for one in tasks if one.name not in stays]

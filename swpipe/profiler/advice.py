@@ -1,12 +1,17 @@
 """What to change next: the planner's plan, and the tasks to make faster.
 
 The planner gets the loop as it was measured: its tasks' costs, the plan's dependences, what the
-tasks declare. The simulator predicts an iteration under its plan, in proportion to what it says for
-the plan that was measured; the cores that there are limit it too. Moving tasks cannot save more
-than their exposed times, so that is the most that is promised; and nothing is, where the interval
-of what is saved contains 0. If the plan declares no dependences between iterations, it is not known
-which task may move, and none is moved; nor is a task of which nothing is declared, away from the
-loop's body. A task that is made faster saves at most its own part of its exposed time.
+tasks declare. The simulator runs its plan over the sampled iterations, and predicts an iteration in
+proportion to what it says for the plan that was measured; the cores that there are limit it too.
+Batches that differ are evened out by more iterations in flight: so many are tried, too, from few to
+``MOST_AHEAD``. Moving tasks cannot save more than their exposed times, so that is the most that is
+promised; and nothing is, where the interval of what is saved contains 0. If the plan declares no
+dependences between iterations, it is not known which task may move, and none is moved; nor is a
+task of which nothing is declared, away from the loop's body.
+
+What a task saves that takes half as long is simulated as well. A step is convex in the cost of a
+task: half the cost saves at least half of the task's own part of its exposed time, and never more
+than all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
 from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
 from swpipe.profiler.figures import Advice, Figures
-from swpipe.profiler.spread import Estimate, ms, short_ms
+from swpipe.profiler.spread import Estimate, ms, short_ms, within
 
 if TYPE_CHECKING:
     from swpipe.planning.simulation.interval import Limit
@@ -57,6 +62,9 @@ MORE = 1.1
 
 EFFORT = 0.1
 """Of the planner: a tenth of a second for 14 tasks, if the lower bound is not reached."""
+
+MOST_AHEAD = 16
+"""The most iterations that are in flight beyond those of the planner's plan."""
 
 _FEW = 4  # tasks that are named
 _MOST_PLACES = 2  # to which tasks are moved, each in words of its own
@@ -106,15 +114,43 @@ def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
     found = [] if planned.advice is None else [planned.advice]
     found += sorted(_of_loader(result), key=lambda one: -one.saved_s)
     named = {one.task for one in found}
-    for task in sorted(result.own_s, key=lambda task: -result.own_s[task]):
-        half_s, spread_s = result.own_s[task] / 2, result.spread_s[task] / 2
+    halved = {task: _half(result, loop, task) for task in result.own_s}
+    for task in sorted(halved, key=lambda task: -halved[task].value_s):
+        saved = halved[task]
         least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
-        is_known = half_s > max(spread_s, least_s)
+        # What is certain has to be worth it: half of what the task's removal saves.
+        is_known = result.own_s[task] / 2 > max(result.spread_s[task] / 2, least_s)
         if is_known and task not in planned.moved and task not in named:
             what, why_not = "the loader" if task == PULL else task, planned.why_not.get(task, "")
             words = f"make {what} take half as long"
-            found.append(Advice(words, task, half_s, spread_s, not_moved=why_not))
+            found.append(Advice(words, task, *saved, not_moved=why_not))
     return tuple(found[:MOST])
+
+
+def _half(result: Figures, loop: LoopFacts, task: str) -> Estimate:
+    """How much shorter an iteration is if a task takes half as long."""
+    own_s, plan = result.own_s[task], _present(result, loop)
+    now_us, _ = _predict(plan, loop)
+    faster = loop._replace(costs=loop.costs.with_scaled({task: 0.5}))
+    faster = faster._replace(cpu_s=loop.cpu_s - result.cpu_s(task) / 2)
+    then_us, _ = _predict(plan, faster)
+    then_s = _at_least(result, result.baseline_s * then_us / now_us) if now_us else 0.0
+    saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
+    guessed_s = ERROR * (saved_s - own_s / 2)  # no less than half is certain
+    return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s if own_s else 0.0)
+
+
+def _present(result: Figures, loop: LoopFacts) -> PipelinePlan:
+    """The plan that was measured."""
+    return loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
+
+
+def _at_least(result: Figures, then_s: float) -> float:
+    """A predicted iteration, which no plan makes faster than the loader is."""
+    pace = result.loader
+    if pace is None:
+        return then_s
+    return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
 
 
 def _of_loader(result: Figures) -> Iterator[Advice]:
@@ -145,25 +181,27 @@ def _planned(result: Figures, loop: LoopFacts) -> _Planned:
     Raises:
         PlanError: The plan is too large.
     """
-    plan = loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
+    plan = _present(result, loop)
     declared = declared_effects(loop.tasks)
     best, why_not = _Planned(None, (), {}), dict[str, str]()
     least_s, (now_us, _) = LEAST * result.baseline_s, _predict(plan, loop)
-    for other in _others(plan, loop, declared, why_not) if now_us else ():
-        moved, (then_us, limit) = _moved(plan, other), _predict(other, loop)
-        promise = _promise(result, moved, result.baseline_s * then_us / now_us)
+    for other in _others(result, plan, loop, declared, why_not) if now_us else ():
+        moved = _moved(plan, other)
+        then_us, limit = _predict(other, loop)
+        beside = moved or [n for n, e in other.schedule.items() if e.thread_group != DEFAULT_GROUP]
+        promise = _promise(result, beside, result.baseline_s * then_us / now_us)
         if promise.value_s > max(promise.spread_s, least_s):
             if best.advice is None or promise.value_s > MORE * best.advice.saved_s:
-                words = _words(moved, other, {*plan.thread_groups, DEFAULT_GROUP})
+                words = _words(moved, other, plan)
                 if PULL in moved and loop.loader is not None and loop.loader.undeclared:
                     words += ", if it uses nothing that the loop changes"
-                task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0))
-                advice = Advice(words, task, *promise, limit, plan=_as_json(other))
+                task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
+                advice = Advice(words, task, *promise, limit, plan=replace(other, tasks=()))
                 best = _Planned(advice, moved, {})
         else:
             why = f"iterations would be limited by {limit}"
             if promise.value_s > least_s:
-                might = " ± ".join(map(ms, promise))
+                might = f"{ms(promise.value_s)}{within(promise.spread_s, ms)}"
                 why = f"it might save {might} ms, and may save nothing"
             why_not |= dict.fromkeys(plan.schedule, why)
     if best.advice is not None:
@@ -194,9 +232,32 @@ def _with_the_others(loop: LoopFacts, declared: EffectTable) -> EffectTable:
 
 
 def _others(
-    plan: PipelinePlan, loop: LoopFacts, declared: EffectTable, why_not: dict[str, str]
+    result: Figures,
+    plan: PipelinePlan,
+    loop: LoopFacts,
+    declared: EffectTable,
+    why_not: dict[str, str],
 ) -> Iterator[PipelinePlan]:
     """Plans to compare with this one, the simplest first."""
+    found = [*_overlapping(result, plan, loop, declared, why_not)]
+    yield from found
+    if loop.costs.iterations:
+        if plan.max_stage or plan.pull_group is not None:
+            found.insert(0, plan)
+        ahead = 1
+        while ahead <= MOST_AHEAD:
+            yield from (replace(one, pipeline_depth=one.depth + ahead) for one in found)
+            ahead *= 2
+
+
+def _overlapping(
+    result: Figures,
+    plan: PipelinePlan,
+    loop: LoopFacts,
+    declared: EffectTable,
+    why_not: dict[str, str],
+) -> Iterator[PipelinePlan]:
+    """Plans with as many iterations in flight as the mean costs need."""
     from swpipe.planning import Limits, auto_plan
 
     if PULL in loop.costs.tasks and plan.pull_group is None:
@@ -206,12 +267,22 @@ def _others(
     if plan.cross_iter_deps:
         effects = _with_the_others(loop, declared)
         said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
-        limits = Limits(threads=max(2, min(4, cores()), plan.threads), workers=1)
-        try:
-            best = auto_plan(plan, loop.costs, limits=limits, **said).plan
-            yield _least_moved(plan, best, loop, effects)
-        except PlanError as error:
-            why_not |= dict.fromkeys(plan.schedule, error.problems[0].text)
+        threads = max(2, min(4, cores()), plan.threads)
+        may_have = {name: result.workers(name) for name in result.host_s}
+        stay: Sequence[str] = ()
+        for workers in sorted({1, *may_have.values()}):
+            limits = Limits(threads=threads, workers=workers, frozen=stay)
+            try:
+                best = auto_plan(plan, loop.costs, limits=limits, **said).plan
+            except PlanError as error:
+                why_not |= dict.fromkeys(plan.schedule, error.problems[0].text)
+                break
+            if workers == 1:
+                best = _least_moved(plan, best, loop, effects)
+                # The caller's thread has no others beside it: what it runs keeps one.
+                stay = [n for n, e in best.schedule.items() if e.thread_group == DEFAULT_GROUP]
+            if all(e.workers <= may_have.get(name, 1) for name, e in best.schedule.items()):
+                yield best
 
 
 def _least_moved(
@@ -241,8 +312,7 @@ def _promise(result: Figures, moved: Sequence[str], then_s: float) -> Estimate:
     # Together they save the sum at most, which is right if none hides another.
     most_s = sum(max(0.0, one.value_s) for one in each)
     error_s = max(result.baseline_spread_s, math.hypot(*(one.spread_s for one in each)))
-    if result.loader is not None:  # no plan makes it faster
-        then_s = max(then_s, result.loader.rate_s + result.loader.start_s)
+    then_s = _at_least(result, then_s)
     return Estimate(min(result.baseline_s - then_s, most_s), error_s + ERROR * then_s)
 
 
@@ -305,13 +375,15 @@ def _moved(plan: PipelinePlan, best: PipelinePlan) -> list[str]:
         name
         for name, entry in best.schedule.items()
         if entry.thread_group != plan.schedule[name].thread_group
+        or entry.workers != plan.schedule[name].workers
         or _ahead(best, name) != _ahead(plan, name)
     ]
     return [PULL, *moved] if best.pull_group != plan.pull_group else moved
 
 
-def _words(moved: Sequence[str], best: PipelinePlan, known: set[str]) -> str:
+def _words(moved: Sequence[str], best: PipelinePlan, plan: PipelinePlan) -> str:
     """What to run where."""
+    known = {*plan.thread_groups, DEFAULT_GROUP}
     places: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name in moved:
         if name != PULL:
@@ -321,21 +393,19 @@ def _words(moved: Sequence[str], best: PipelinePlan, known: set[str]) -> str:
         threads = counted(len({group for group, _ in places}), "thread")
         furthest = counted(max(ahead for _, ahead in places), "iteration")
         names = [name for some in places.values() for name in some]
-        return "; ".join([*said, f"run {listed(names, _FEW)} on {threads}, up to {furthest} ahead"])
+        said.append(f"run {listed(names, _FEW)} on {threads}, up to {furthest} ahead")
+        places.clear()
     for (group, ahead), names in places.items():
+        workers = best.schedule[names[0]].workers
         where = f"thread {group!r}"
-        if group not in known:
+        if workers > 1:
+            where = f"{workers} threads of {'its' if len(names) == 1 else 'their'} own"
+        elif group not in known:
             where = f"a thread of {'its' if len(names) == 1 else 'their'} own"
         early = (
             f", {'one iteration' if ahead == 1 else f'{ahead} iterations'} ahead" if ahead else ""
         )
         said.append(f"run {listed(names, _FEW)} on {where}{early}")
+    if best.depth > best.least_depth:
+        said.append(f"have up to {best.depth} iterations in flight")
     return "; ".join(said)
-
-
-def _as_json(plan: PipelinePlan) -> str:
-    """The plan as text; "" if it has streams that no file can hold."""
-    try:
-        return plan.to_json()
-    except TypeError:
-        return ""

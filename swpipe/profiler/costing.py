@@ -12,9 +12,9 @@ several times slower for large arrays. Serial times do not show this: where it m
 under the plan or a similar one. The costs then hold for plans that run the same tasks at the same
 time. Under the plan, host times include waiting for the interpreter lock, so ``gil_us`` is 0.
 
-Times are means over the runs on a batch, then over batches: slow runs are part of the initiation
-interval, and a median would ignore them. ``gil_us`` is the minimum of several runs, capped at the
-task's CPU time.
+Batches are gone through in the order given. Each time is the mean over them (slow runs are part of
+the initiation interval, and a median would ignore them) beside a table with that of each iteration.
+``gil_us`` is the minimum over the runs, capped at the task's CPU time.
 
 Which tasks wait for the device only shows while it is behind::
 
@@ -26,7 +26,7 @@ blocks takes longer when the device is behind, and always returns when the devic
 And only if the device begins a task's work after the task has returned, the time between the events
 before and after that work has no idle time in it. So serial iterations run twice: with the device
 idle before each task, and back to back. Where the device is never behind, neither can be told, and
-device times are those of ``WindowTimer.device_times_s``.
+device times are those of ``WindowTimer.passage``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
-from swpipe.profiler.host import HostObserver, HostTimes
+from swpipe.profiler.figures import table_us
+from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
@@ -76,9 +77,10 @@ def measure_costs(
 
     Args:
         pipe: The pipeline; idle. Under torch.distributed, call this on all ranks.
-        batches: At least one. Each is fed repeatedly, and all have the same weight.
-        num_warmup: Iterations on each batch that are not timed.
-        num_measure: Iterations on each batch that are timed.
+        batches: At least one: those of the loop, in its order. They are gone through again and
+            again.
+        num_warmup: Iterations that are not timed.
+        num_measure: Iterations that are timed, at least; whole passes over the batches.
         pipelined: Measure while the plan runs, instead of one task at a time.
         lock: Measure ``gil_us`` too, in a serial measurement. This takes a few times as long as
             the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
@@ -106,15 +108,13 @@ def measure_costs(
     Counts(num_warmup, num_measure)
     pipe.check_idle("measuring costs")
     saved = trial_state(pipe, batches[0], state, copy)
-    found: list[CostModel] = []
-    for batch in batches:
-        timer = WindowTimer(pipe, batch, copy, num_warmup, num_measure, pipelined, pulls)
-        with saved.trial(), pipe.borrow():
-            timer.window()  # not used: the first iterations allocate and compile
-            if pulls is not None:
-                pulls.measure()
-            found.append(CostModel(_costs(timer, lock=lock and not pipelined)))
-    return replace(CostModel.mean(found), handover_us=_US * measure_handover_s(Host()))
+    timer = WindowTimer(pipe, batches, copy, num_warmup, num_measure, pipelined, pulls)
+    with saved.trial(), pipe.borrow():
+        timer.window()  # not used: the first iterations allocate and compile
+        if pulls is not None:
+            pulls.measure()
+        costs = _costs(timer, lock=lock and not pipelined)
+    return CostModel(costs, handover_us=_US * measure_handover_s(Host()))
 
 
 def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[str]]) -> CostModel:
@@ -129,18 +129,19 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
         added = (used,) if isinstance(used, str) else tuple(used)
         both = tuple(dict.fromkeys((*cost.resources, *added)))
         tasks[name_of(task)] = replace(cost, resources=both)
-    return CostModel(tasks, costs.handover_us)
+    return replace(costs, tasks=tasks)
 
 
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
-    times = HostTimes(task.name for task in timer.pipe.tasks)
-    timer.window(times)
-    if timer.pulls is not None:
-        times.put_first(PULL, timer.pulls.runs)
+    loop = timer.passage(timer.whole_cycles(timer.measure))
+    times = loop.times
     gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
     blocking_s, exact_s = _while_behind(timer)
-    device_s = timer.device_times_s() | exact_s
+    works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
+    device_s = {name: fmean(each_s) for name, each_s in works_s.items()} | exact_s
     host_s, cpu_s = times.host_s, times.cpu_s
+    tables = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in times.each_s.items()}
+    works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
     for name, mean_s in blocking_s.items():  # without the wait
         host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
     return {
@@ -149,6 +150,8 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
             blocks=name in blocking_s,
+            host_each_us=() if name in blocking_s else tables[name],
+            device_each_us=() if name in exact_s else works.get(name, ()),
         )
         for name, mean_s in host_s.items()
     }
@@ -199,7 +202,8 @@ def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
     first = pipe.next_iteration
     with pipe.observe(watch):
         for number in range(first, first + timer.warmup + timer.measure):
-            batch = timer.batch if timer.copy is None else timer.copy(timer.batch)
+            batch = timer.batches[number % timer.cycle]
+            batch = batch if timer.copy is None else timer.copy(batch)
             pipe.run_one_serial_iter(batch, number)
     pipe.device.synchronize()
     return watch

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
+from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.task import ByTask
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.rank_times import RankTimes, RankWait, rank_waits
-from swpipe.profiler.spread import Estimate, ms
+from swpipe.profiler.spread import Estimate, ms, within
 
 LIMITING = 0.9
 """A thread group that is busy for so much of an iteration may set its pace."""
+
+MOST_WORKERS = 8
+"""The most threads of one task."""
 
 MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "core_s", "not_measured",
+    "core_s", "not_measured", "host_each_s", "device_each_s",
 )  # fmt: skip
 
 
@@ -37,7 +42,7 @@ class Advice:
         spread_s: Half-width of the interval of ``saved_s``.
         limit: What limits iterations then; "" where that is not predicted.
         not_moved: Why the task is not moved instead; "" if it is.
-        plan: The plan to try, as JSON (``PipelinePlan.from_json``); "" if the plan stays.
+        plan: The plan to try; None if the plan stays.
     """
 
     change: str
@@ -46,14 +51,14 @@ class Advice:
     spread_s: float
     limit: str = ""
     not_moved: str = ""
-    plan: str = ""
+    plan: PipelinePlan | None = None
 
     @property
     def text(self) -> str:
         """One sentence or two."""
         then = f"; then limited by {self.limit}" if self.limit else ""
         why = f" Not moved: {self.not_moved}." if self.not_moved else ""
-        return f"{self.change}: saves {ms(self.saved_s)} ± {ms(self.spread_s)} ms{then}.{why}"
+        return f"{self.change}: saves {ms(self.saved_s)}{within(self.spread_s, ms)} ms{then}.{why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,10 @@ class Figures:
     collectives: tuple[str, ...] = ()
     loader: LoaderPace | None = None
     core_s: Mapping[str, float] = field(default_factory=dict)
+    steps_s: tuple[float, ...] = ()
+    host_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    device_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    seen: str = ""
 
     def __post_init__(self) -> None:
         for name in _BY_TASK:
@@ -128,6 +137,16 @@ class Figures:
     def exposed(self, name: str) -> Estimate | None:
         """The exposed time of a task as it was measured; None where it was not."""
         return Estimate(self.raw_s[name], self.spread_s[name]) if name in self.raw_s else None
+
+    def cpu_s(self, name: str) -> float:
+        """How long a task's thread is on the CPU."""
+        return self.host_s[name] - self.blocked_s.get(name, 0.0) - self.core_s.get(name, 0.0)
+
+    def workers(self, name: str) -> int:
+        """How many threads a task may have: each needs a spare core, unless it mostly waits."""
+        waits = self.cpu_s(name) < MIN_BLOCKED_SHARE * self.host_s[name]
+        spare = cores() // ranks_on_machine() - 1
+        return MOST_WORKERS if waits else max(1, min(MOST_WORKERS, spare))
 
     @property
     def own_s(self) -> Mapping[str, float]:
@@ -178,18 +197,25 @@ class Figures:
 
     @property
     def costs(self) -> CostModel:
-        """What the tasks cost, for a planner or the simulator."""
-        return costs_of(self.host_s, self.device_s)
+        """What the tasks cost, for a planner or the simulator; those not measured, too."""
+        names = self.host_each_s or self.host_s
+        return CostModel({name: self._cost(name) for name in names})
+
+    def _cost(self, name: str) -> TaskCost:
+        """Return a mean and, where each iteration was seen, the table."""
+        host_s, device_s = self.host_each_s.get(name, ()), self.device_each_s.get(name, ())
+        count = len(self.steps_s)
+        return TaskCost(
+            1e6 * (self.host_s[name] if name in self.host_s else fmean(host_s)),
+            device_us=1e6 * (fmean(device_s) if device_s else self.device_s.get(name, 0.0)),
+            host_each_us=table_us(host_s, count),
+            device_each_us=table_us(device_s, count),
+        )
 
 
-def costs_of(host_s: Mapping[str, float], device_s: Mapping[str, float]) -> CostModel:
-    """What tasks cost that take so many seconds."""
-    return CostModel(
-        {
-            name: TaskCost(1e6 * seconds, device_us=1e6 * device_s.get(name, 0.0))
-            for name, seconds in host_s.items()
-        }
-    )
+def table_us(each_s: Sequence[float], count: int) -> tuple[float, ...]:
+    """Return the times in microseconds, if there is one for each of the sampled iterations."""
+    return tuple(1e6 * s for s in each_s) if len(each_s) == count > 1 else ()
 
 
 def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:

@@ -19,10 +19,6 @@ from typing import NamedTuple
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 
-_SIGMAS = 4.0
-_LEAST_S = 20e-6
-"""Differences of host times from here on, in standard errors and in seconds, are told."""
-
 
 class HostRun(NamedTuple):
     """One run of a task; seconds. In ``core_s`` of them its thread waited for a core."""
@@ -139,16 +135,13 @@ class HostTimes:
         """Task to the mean time in which its thread could run, and others had the cores."""
         return {name: fmean(run.core_s for run in runs) for name, runs in self._kept.items()}
 
-    def shorter_in(self, other: HostTimes) -> dict[str, float]:
-        """Task to the seconds by which its runs in ``other`` are shorter, if that is no noise."""
-        found = {}
-        for name, here in self._visits_s.items():
-            there = other._visits_s[name]
-            less_s = fmean(here) - fmean(there)
-            noise_s = math.hypot(_error_s(here), _error_s(there))
-            if less_s > max(_SIGMAS * noise_s, _LEAST_S):
-                found[name] = less_s
-        return found
+    @property
+    def each_s(self) -> dict[str, tuple[float, ...]]:
+        """Task to its time in each iteration, in their order."""
+        in_order = {
+            n: sorted(runs, key=lambda run: run.iteration) for n, runs in self._kept.items()
+        }
+        return {name: tuple(run.wall_s for run in runs) for name, runs in in_order.items()}
 
 
 def _error_s(visits_s: Sequence[float]) -> float:

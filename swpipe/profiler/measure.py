@@ -16,22 +16,25 @@ Garbage is collected as in training: it is part of the step.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import sub
 from statistics import fmean
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart, unprepared
+from swpipe.core.plan import PULL
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.host import HostRun, HostTimes, thread_times
@@ -53,11 +56,14 @@ _MOST_READY = 1024
 _TURNS = 8
 """With more workers, a visit is not as long as all of them take for one batch each."""
 
-_LOOKS = 3
-"""So often a call after some rest took as long as others: the loader does not work ahead."""
+_LOOKS, _MOST_LOOKS, _LOOKS_S = 3, 64, 2.0
+"""Calls after a rest of a batch's time, by which it is seen whether the loader works ahead."""
 
-_REST = 0.1
-"""A shorter rest, as a part of the time of a batch, does not show in a call."""
+_RARE = 32
+"""One call in so many may take longer than usual by chance."""
+
+_LONGER = 0.1
+"""The first call of a pass is longer than others by more than this part of them, or it is not."""
 
 _START = 1e-4
 """Seconds of a step that the start of a pass takes, below which it is not measured again."""
@@ -94,14 +100,13 @@ class Pulls:
         self.workers: int = inner.num_workers if is_torchs else 0
         self.starts_workers = self.workers > 0 and not inner.persistent_workers
         self._ahead: bool | None = self.workers > 0 if is_torchs else None
-        self._looked = 0  # times that a call took as long as others after some rest
         self._batches: Iterator[Any] | None = None
         self._taken = 0  # of this pass
-        self._length = _length_of(loader)
+        self._length = length_of(loader)
         self._starts_s: list[float] = []
         self._on = True
         self.drains = False
-        self._called_s = 0.0  # when the last call ended
+        self._usual_s = 0.0
 
     @classmethod
     def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
@@ -130,12 +135,21 @@ class Pulls:
 
     @property
     def start_s(self) -> float:
-        """What the start of a pass takes, divided by the steps of a pass; 0 if unknown."""
+        """What the start of a pass takes, divided by the steps of a pass; 0 if unknown.
+
+        A first call that takes no longer than later ones now and then do, such as for a chunk of
+        batches, is a call like any other.
+        """
         if not self._starts_s or not self._length:
             return 0.0
         # The first one of all may start processes that stay.
-        starts_s = self._starts_s[1:] or self._starts_s
-        return max(0.0, fmean(starts_s) - self.rate_s) / self._length
+        longer_s = fmean(self._starts_s[1:] or self._starts_s) - self._usual_s
+        return longer_s / self._length if longer_s > _LONGER * self._usual_s else 0.0
+
+    @property
+    def length(self) -> int:
+        """The batches of a pass; 0 if unknown."""
+        return self._length
 
     @property
     def pace(self) -> LoaderPace:
@@ -145,18 +159,25 @@ class Pulls:
         )
 
     def measure(self) -> None:
-        """Measure the rate and the start of a pass, once; forget the calls so far."""
+        """Measure the rate, the start of a pass, and whether it works ahead; forget the calls."""
         if not self.rate_s:
             self._measure_start()
             times_s: list[float] = []  # without those of passes that begin
+            all_s: list[float] = []
             calls, begin_s = 0, time.perf_counter()
             while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
                 for _ in range(max(calls, _LEAST_CALLS)):
                     calls += 1
-                    took_s = self._timed()[1].wall_s
+                    all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
-                        times_s.append(took_s)
-            self.rate_s = fmean(times_s[len(times_s) // 2 :] or [0.0])
+                        times_s.append(all_s[-1])
+            # Batches that are read together come in one slow call and many quick ones.
+            self._usual_s = sorted(times_s or [0.0])[-1 - len(times_s) // _RARE]
+            last_s = times_s[len(times_s) // 2 :] or [0.0]
+            periods_s = _from_slow_to_slow(times_s if self.start_s else all_s)
+            self.rate_s = fmean(periods_s or last_s)
+            if self._ahead is None:
+                self._look(math.ceil(2 * max(last_s) / self.rate_s) if self.rate_s else 0)
             self.drains = not self.agreed(self._ahead is False or not self.rate_s)
         self.runs.clear()
 
@@ -177,23 +198,18 @@ class Pulls:
 
     def _drain(self) -> None:
         """Take away what is ready."""
-        rested_s = time.perf_counter() - self._called_s
-        for taken in range(_MOST_READY):
-            took_s = self._timed()[1].wall_s
-            if not taken and self._ahead is None:
-                self._look(rested_s, took_s)
-            if self.agreed(took_s >= self.rate_s / 2):
+        for _ in range(_MOST_READY):
+            if self.agreed(self._timed()[1].wall_s >= self.rate_s / 2):
                 break
 
-    def _look(self, rested_s: float, took_s: float) -> None:
-        """Whether a call takes less where the loader had time to make a batch before."""
-        has_time = rested_s >= _REST * self.rate_s
-        shows = took_s <= self.rate_s - min(rested_s, self.rate_s) / 2
-        self._looked += self.agreed(has_time and not shows)
-        if not self.agreed(not (has_time and shows)):
-            self._ahead = True
-        elif self._looked >= _LOOKS:
-            self._ahead = self.drains = False
+    def _look(self, calls: int) -> None:
+        """See whether calls take less where the loader has time to make a batch before each."""
+        most = max(_LOOKS, int(_LOOKS_S / self.rate_s)) if self.rate_s else _LOOKS
+        took_s = []
+        for _ in range(min(max(_LOOKS, calls), most, _MOST_LOOKS)):
+            time.sleep(self.rate_s)
+            took_s.append(self._timed()[1].wall_s)
+        self._ahead = not self.agreed(fmean(took_s) > self.rate_s / 2)
 
     def _measure_start(self) -> None:
         """Begin another pass, if what its start takes may count."""
@@ -208,7 +224,6 @@ class Pulls:
     def _timed(self) -> tuple[Any, HostRun]:
         begin = thread_times()
         batch = self._next()
-        self._called_s = time.perf_counter()
         return batch, HostRun(len(self.runs), *map(sub, thread_times(), begin))
 
     def _next(self) -> Any:
@@ -246,7 +261,14 @@ class Pulls:
         self._batches = None
 
 
-def _length_of(loader: Any) -> int:
+def _from_slow_to_slow(times_s: Sequence[float]) -> Sequence[float]:
+    """Return whole periods of calls of which few are slow, for all batches of a chunk."""
+    later_s = times_s[len(times_s) // 4 :]
+    slow = [k for k, took_s in enumerate(later_s) if took_s > max(later_s) / 2]
+    return later_s[slow[0] + 1 : slow[-1] + 1] if 1 < len(slow) <= len(later_s) // 2 else ()
+
+
+def length_of(loader: Any) -> int:
     """How many batches a pass has; 0 if it does not say."""
     try:
         return len(loader)
@@ -269,23 +291,33 @@ def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WindowTimer:
-    """Times iterations that all get the same batch.
+    """Times iterations that get sampled batches, one after the other and again.
 
     Attributes:
         pipe: The pipeline; idle, and borrowed for profiling.
-        copy: Makes the batches from ``batch``, before the iterations that get them.
-        warmup: Iterations before those that are timed; at least 1, in which a shortcut task is
-            cached.
+        batches: The sampled batches, in the order of the loop.
+        copy: Makes the batches that iterations get from these, before the iterations.
+        warmup: Iterations before those that are timed; at least 1 for each batch, in which a
+            shortcut task is cached.
         pulls: Called where an iteration gets its batch; None for nothing.
     """
 
     pipe: SWPipeline[Any]
-    batch: Any
+    batches: Sequence[Any]
     copy: Callable[[Any], Any] | None
     warmup: int
     measure: int
     pipelined: bool
     pulls: Pulls | None = None
+
+    @property
+    def cycle(self) -> int:
+        """After how many iterations batches come again."""
+        return len(self.batches)
+
+    def whole_cycles(self, count: int) -> int:
+        """Return so many iterations or a few more, in which each batch comes as often."""
+        return -(-count // self.cycle) * self.cycle
 
     @property
     def num_warmup(self) -> int:
@@ -294,38 +326,55 @@ class WindowTimer:
         Under the plan, ``depth`` iterations may be in flight at a change, and threads that were
         ahead may stay ahead for one more. The time of the next one begins when that is retired.
         """
-        return max(self.warmup, self.pipe.plan.depth + 2 if self.pipelined else 1)
+        return max(self.warmup, self._least + self.cycle - 1)
 
-    def window(self, times: HostTimes | None = None) -> list[float]:
-        """Seconds per iteration, one or more samples; ``times`` gets those of each task."""
+    @property
+    def _least(self) -> int:
+        return self.pipe.plan.depth + 2 if self.pipelined else 1
+
+    @property
+    def num_unmeasured(self) -> int:
+        """Batches that the loader makes for a passage beyond those of measured iterations."""
+        return max(self.warmup, self._least) + self.pipe.plan.depth + 1
+
+    def window(self) -> list[float]:
+        """Return the seconds of so many iterations as are measured, in whole cycles."""
         run = self.run()
-        seen = times.observer() if times else None
-        with self.pipe.observe(seen) if seen else nullcontext():
-            measured = run.iterate(self.num_warmup, self.measure)
-            run.end()
-        if times and seen:
-            times.add(seen, run.numbers[measured])
-        return self.spans(run.seconds()[measured])
+        measured = run.iterate(self.num_warmup, self.whole_cycles(self.measure))
+        run.end()
+        return run.seconds()[measured]
 
-    def device_times_s(self) -> dict[str, float]:
-        """How long the work that each task queues takes on its stream, in seconds per iteration.
+    def passage(self, count: int, cycle: int = 0) -> Passage:
+        """Go through the loop: so many successive iterations, each task timed in each.
 
-        The time between two events, before and after that work. If the host queues work more
-        slowly than the device executes it, this includes idle time of the device: it is then close
-        to the host time and higher than the time the device is busy. Empty if the device has no
-        streams, or its events have no timing.
+        What a task's work takes on its stream is the time between two events, before and after it.
+        If the host queues work more slowly than the device executes it, this includes idle time of
+        the device: it is then close to the host time, and longer than the device is busy.
+
+        ``cycle``: After how many it repeats, if that is not the number of batches.
         """
-        if not self.pipe.device.has_streams:
-            return {}
-        first = self.pipe.next_iteration + self.num_warmup
-        with self.pipe.trace() as trace:
-            self.window()
-        measured = Trace(span for span in trace.spans if span.iteration >= first).task_times()
-        return {each.task: each.mean_s for each in measured if each.row.kind == "stream"}
+        times = HostTimes(task.name for task in self.pipe.tasks)
+        run, seen, called = self.run(), times.observer(), 0
+
+        def begin() -> None:
+            nonlocal called
+            called = 0 if self.pulls is None else len(self.pulls.runs)
+
+        streams = self.pipe.device.has_streams
+        tracing = self.pipe.trace() if streams else nullcontext(Trace(()))
+        with tracing as trace, self.pipe.observe(seen):
+            measured = run.iterate(max(self.warmup, self._least), count, begin)
+            run.end()
+        numbers = run.numbers[measured]
+        times.add(seen, {*numbers})
+        if self.pulls is not None:
+            times.put_first(PULL, self.pulls.runs[called:][:count])
+        device_s = _on_streams(trace, {*numbers})
+        return Passage(run.seconds()[measured], times, cycle or self.cycle, device_s)
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
-        feed = _Feed(self.batch, self.copy, self.pulls)
+        feed = _Feed(self.batches, self.copy, self.pulls, self.pipe.next_iteration)
         return (TimedRun if self.pipelined else SerialRun)(self.pipe, feed)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
@@ -334,22 +383,63 @@ class WindowTimer:
         return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
 
 
+class Passage(NamedTuple):
+    """Successive iterations of a loop.
+
+    Attributes:
+        steps_s: The time of each, in their order.
+        times: What each task took in each.
+        cycle: After how many the batches came again.
+        device_s: Task to what its work took on its stream, by the iteration's number; empty without
+            streams.
+    """
+
+    steps_s: Sequence[float]
+    times: HostTimes
+    cycle: int
+    device_s: Mapping[str, Mapping[int, float]] = MappingProxyType({})
+
+    def of_batch(self, place: int) -> dict[str, dict[int, float]]:
+        """Return ``device_s`` of the iterations with one of the batches."""
+        return {
+            task: {n: s for n, s in each_s.items() if n % self.cycle == place}
+            for task, each_s in self.device_s.items()
+        }
+
+
+def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, dict[int, float]]:
+    """Return the seconds of each task's work on its stream in these iterations, by number."""
+    each_s: dict[str, dict[int, float]] = defaultdict(dict)
+    for span in trace.spans:
+        if span.row.kind == "stream" and span.iteration in numbers:
+            each_s[span.task][span.iteration] = span.duration_ns / 1e9
+    return {task: dict(sorted(of.items())) for task, of in each_s.items()}
+
+
 class _Feed:
     """The batches of a run: an iterator that has as many as were asked for ahead.
 
-    ``pulls`` is called for each that is taken.
+    ``pulls`` is called for each that is taken. Iteration i gets batch i modulo their number, from
+    the iteration ``first`` on: by that number a shortcut knows what belongs to it.
     """
 
     def __init__(
-        self, batch: Any, copy: Callable[[Any], Any] | None, pulls: Pulls | None = None
+        self,
+        batches: Sequence[Any],
+        copy: Callable[[Any], Any] | None,
+        pulls: Pulls | None = None,
+        first: int = 0,
     ) -> None:
-        self._batch, self._copy, self.pulls = batch, copy, pulls
+        self._batches, self._copy, self.pulls = batches, copy, pulls
+        self._number = first
         self._ahead: deque[Any] = deque()
 
     def prepare(self, count: int) -> None:
         """Have so many more batches."""
         for _ in range(count):
-            self._ahead.append(self._batch if self._copy is None else self._copy(self._batch))
+            batch = self._batches[self._number % len(self._batches)]
+            self._number += 1
+            self._ahead.append(batch if self._copy is None else self._copy(batch))
 
     def __iter__(self) -> Iterator[Any]:
         return self

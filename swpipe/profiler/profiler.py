@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +18,23 @@ from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
-from swpipe.profiler.figures import busy_s, costs_of
-from swpipe.profiler.measure import Pulls, WindowTimer
+from swpipe.profiler.exposures import BASE, Exposures
+from swpipe.profiler.figures import busy_s
+from swpipe.profiler.measure import Passage, Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import BASE, Counts, Rounds
+from swpipe.profiler.rounds import LEAST_ROUNDS, Counts, Rounds, visits
+from swpipe.profiler.sampling import MOST, Sample, visit_length
 from swpipe.profiler.trial import trial_state
+
+LOOP = "loop"
+"""The label of a result that is of all batches."""
+
+_PASSAGE_S, _VISITS_S = 6.0, 20.0
+"""Seconds: a passage over the loop is no longer; nor are two rounds of visits that are longer than
+they are asked to be, since iterations differ."""
+
+_FEW, _LEAST_SEEN = 4, 12  # iterations
 
 
 @suggests_keywords
@@ -146,40 +158,165 @@ class TaskProfiler:
         counts = Counts(num_warmup, num_measure, num_rounds, seconds, spread_s)
         batches = list(batches)
         labels = _labels(len(batches), labels)
+        many = len(batches) > 1
+        measured = self._measured(
+            Sample(batches, len(batches)),
+            *(counts, pipelined, tasks, verbose, copy, Pulls.of(loader)),
+            labels=[LOOP, *labels] if many else labels,
+        )
+        return ProfileResults.of(measured[1:], measured[0]) if many else ProfileResults(measured)
+
+    def profile_loop(
+        self,
+        batches: Iterable[Any],
+        num_warmup: int = 2,
+        num_measure: int = 3,
+        num_rounds: int = 5,
+        pipelined: bool = False,
+        tasks: Iterable[TaskRef] | TaskRef | None = None,
+        verbose: bool = False,
+        *,
+        seconds: float | None = None,
+        copy: Callable[[Any], Any] | None = None,
+        loader: Iterable[Any] | Pulls | None = None,
+    ) -> ProfileResult:
+        """Profile a loop: first its iterations in their order, then with shortcuts.
+
+        Args:
+            batches: Those that the loop goes through, in their order. Of many a sample is taken.
+            num_warmup: As for ``profile_many``.
+            num_measure: Iterations timed in each visit, at least: more where they differ.
+            num_rounds: Visits to each task.
+            pipelined: As for ``profile_many``.
+            tasks: As for ``profile_many``.
+            verbose: As for ``profile_many``.
+            seconds: About how long it may take: it has fewer rounds where a step is long, and two
+                at least. None for ``num_rounds`` in any case.
+            copy: As for ``profile_many``.
+            loader: As for ``profile_many``.
+
+        Raises:
+            BaseException: The errors of ``profile_many``.
+        """
+        counts = Counts(num_warmup, num_measure, num_rounds)
+        more = (counts, pipelined, tasks, verbose, copy, Pulls.of(loader))
+        return self._measured(
+            Sample.of(batches), *more, labels=[LOOP], of_loop=True, within_s=seconds
+        )[0]
+
+    def _measured(
+        self,
+        sample: Sample,
+        counts: Counts,
+        pipelined: bool,
+        tasks: Iterable[TaskRef] | TaskRef | None,
+        verbose: bool,
+        copy: Callable[[Any], Any] | None,
+        pulls: Pulls | None,
+        *,
+        labels: Sequence[str],
+        of_loop: bool = False,
+        within_s: float | None = None,
+    ) -> list[ProfileResult]:
+        """Return a result of all batches; and one for each batch, if there are labels for them.
+
+        ``of_loop``: Go through the loop first, and make visits that are as long as it needs.
+        """
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        saved = trial_state(self.pipe, batches[0], self._state, copy)
-        results = []
-        kinds = [*([] if loader is None else [PULL]), *names]
-        visits = len(batches) * num_rounds * len(kinds) if counts.fixed else None
-        with progress_bar("profiling", " visits", visits, shown=verbose) as bar:
-            for label, batch in zip(labels, batches, strict=True):
-                timer = WindowTimer(
-                    *(self.pipe, batch, copy, num_warmup, num_measure, pipelined),
-                    pulls=Pulls.of(loader),
+        if not is_alone():  # ranks go through as many
+            sample = Sample.of(sample, min(gather(len(sample))))
+        saved = trial_state(self.pipe, sample[0], self._state, copy)
+        kinds = [*([] if pulls is None else [PULL]), *names]
+        total = counts.num_rounds * len(kinds) if counts.fixed else None
+        timer = WindowTimer(
+            *(self.pipe, sample, copy, counts.num_warmup, counts.num_measure, pipelined),
+            pulls=pulls,
+        )
+        passage, section = None, len(sample)
+        bar = progress_bar("profiling", " visits", total, shown=verbose)
+        with bar, saved.trial(), self.pipe.borrow():
+            if of_loop:
+                passage, counts, section = self._passage(
+                    timer, sample, counts, within_s, len(visits(kinds))
                 )
-                rounds = Rounds(timer, counts, saved.restore_training)
-                with saved.trial(), self.pipe.borrow():
-                    rounds.warm_up()
-                    device_s = timer.device_times_s()
-                    rounds.measure(kinds, bar.update)
-                found = replace(
-                    _result_of(rounds, device_s),
-                    batch=label,
-                    put_back=tuple(map(str, saved.owners)),
-                    already_shortcut=left_out,
-                )
-                times = rounds.times[BASE]
-                loop = LoopFacts(
-                    self.pipe.tasks,
-                    self.pipe.plan,
-                    costs_of(times.host_s, device_s),
-                    self.pipe.device.has_streams,
-                    sum(times.cpu_s.values()),
-                    None if timer.pulls is None else timer.pulls.effects,
-                )
-                results.append(replace(found, advice=advise(found, loop)))
-        return ProfileResults(results)
+                saved.restore_training()
+            batches = sample.section(0, section)
+            timer = replace(timer, batches=batches, measure=counts.num_measure)
+            rounds = Rounds(
+                timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
+            )
+            rounds.warm_up()
+            on_streams = passage or timer.passage(timer.whole_cycles(timer.measure))
+            rounds.measure(kinds, bar.update)
+        result = partial(
+            _result_of,
+            rounds,
+            put_back=tuple(map(str, saved.owners)),
+            already_shortcut=left_out,
+        )
+        device_s = on_streams.device_s
+        whole = result(rounds.exposures(passage=passage), device_s, batch=labels[0])
+        if passage is not None:
+            whole = replace(whole, seen=sample.seen(len(passage.steps_s)))
+        loop = LoopFacts(
+            self.pipe.tasks,
+            self.pipe.plan,
+            whole.costs,
+            self.pipe.device.has_streams,
+            sum(map(whole.cpu_s, whole.host_s)),
+            None if pulls is None else pulls.effects,
+        )
+        whole = replace(whole, advice=advise(whole, loop))
+        return [
+            whole,
+            *(
+                replace(result(rounds.exposures(place), of, batch=label), advice=whole.advice)
+                for place, label in enumerate(labels[1:])
+                for of in [on_streams.of_batch(place)]
+            ),
+        ]
+
+    def _passage(
+        self,
+        timer: WindowTimer,
+        sample: Sample,
+        counts: Counts,
+        within_s: float | None,
+        places: int,
+    ) -> tuple[Passage, Counts, int]:
+        """Go through the loop; and return what visits of it fit: how many, how long, of what."""
+        pulls = timer.pulls
+        timer.window()  # the first iterations allocate and compile
+        if pulls is not None:
+            pulls.measure()
+        timed_s = fmean(timer.passage(_FEW).steps_s)
+        step_s = max(gather(timed_s)) if not is_alone() else timed_s
+        most = max(_LEAST_SEEN, _fitting(_PASSAGE_S, step_s))
+        length = 0 if pulls is None else pulls.length
+        if pulls is not None and pulls.start_s:  # which is known apart: stay within a pass
+            within = length - timer.num_unmeasured
+            most = min(most, within) if within > 1 else most
+            length = 0
+        count = sample.iterations(most, length)
+        if pulls is not None:
+            count = pulls.in_turns(count)
+        passage = replace(timer, batches=Sample.of(sample, count)).passage(
+            count, length if 0 < length <= count else 0
+        )
+        step_s = fmean(passage.steps_s)
+        fits = _fitting(_VISITS_S, LEAST_ROUNDS * places * step_s)
+        wanted = visit_length(passage.steps_s, passage.times.each_s.values(), max(1, fits // 2))
+        section = min(wanted, len(sample))
+        length = -(-max(wanted, counts.num_measure) // section) * section
+        num_rounds = counts.num_rounds
+        if within_s is not None:
+            round_s = places * (max(counts.num_warmup, section) + length) * step_s
+            fits = _fitting(max(0.0, within_s - len(passage.steps_s) * step_s), round_s)
+            if not is_alone():
+                fits = gather(fits)[0]
+            num_rounds = min(num_rounds, max(LEAST_ROUNDS, fits))
+        return passage, replace(counts, num_measure=length, num_rounds=num_rounds), section
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
@@ -205,6 +342,11 @@ class TaskProfiler:
         return names, tuple(name for name in in_order if name in shortcut)
 
 
+def _fitting(within_s: float, each_s: float) -> int:
+    """How many of these fit, ``MOST`` at most."""
+    return int(within_s / each_s) if within_s < MOST * each_s else MOST
+
+
 def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     if count == 0:
         raise ValueError("batches is empty: give at least one batch to profile on")
@@ -215,33 +357,37 @@ def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
     return list(labels)
 
 
-def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
-    """From what was measured to a result, without its label and advice."""
-    timer, times, step, exposed = rounds.timer, rounds.times[BASE], rounds.step, rounds.saved
-    in_others_s = {
-        name: {n: s for n, s in times.shorter_in(rounds.times[name]).items() if n != name}
-        for name in exposed
+def _result_of(
+    rounds: Rounds, found: Exposures, device_s: Mapping[str, Mapping[int, float]], **about: Any
+) -> ProfileResult:
+    """From what was measured to a result, without its advice."""
+    timer, pulls, times, loop = rounds.timer, rounds.timer.pulls, found.times[BASE], found.loop
+    start_s = 0.0 if pulls is None else pulls.start_s
+    step = found.step._replace(value_s=found.step.value_s + start_s)
+    replays_s = {
+        kind: fmean(rounds.in_backward_s[kind]) + found.times[kind].host_s.get(kind, 0.0)
+        for kind in rounds.saved_s
     }
-    pulls = timer.pulls
-    if pulls is not None:
-        times.put_first(PULL, rounds.pulls)
-    host_s, blocked_s, core_s = times.host_s, times.blocked_s, times.core_s
+    exposed = found.saved({kind: fmean(of) for kind, of in rounds.in_backward_s.items()})
+    if PULL in exposed:  # what was measured is within a pass; no call, no start
+        pull = exposed[PULL]
+        exposed[PULL] = pull._replace(value_s=pull.value_s + start_s)
+    host_s, blocked_s, core_s = loop.times.host_s, loop.times.blocked_s, loop.times.core_s
     names = [name for name in host_s if name in exposed or name in rounds.failed]
     not_measured = {n: f"{type(error).__name__}: {error}" for n, error in rounds.failed.items()}
     result = ProfileResult(
-        batch="",
         mode="pipelined" if timer.pipelined else "serial",
         baseline_s=step.value_s,
-        baseline_median_s=median(rounds.spans_s),
+        baseline_median_s=median(timer.spans(loop.steps_s)),
         baseline_spread_s=step.spread_s,
         exposed_s={n: min(max(0.0, each.value_s), step.value_s) for n, each in exposed.items()},
         raw_s={name: each.value_s for name, each in exposed.items()},
         spread_s={name: each.spread_s for name, each in exposed.items()},
-        replay_s=rounds.replays_s,
-        in_others_s=in_others_s,
+        replay_s=replays_s,
+        in_others_s=found.in_others_s,
         host_s={name: host_s[name] for name in names},
         blocked_s={name: blocked_s[name] for name in names},
-        device_s={name: device_s[name] for name in names if name in device_s},
+        device_s={name: fmean(device_s[name].values()) for name in names if name in device_s},
         busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
         advice=(),
         num_warmup=timer.warmup,
@@ -253,6 +399,10 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
         loader=None if pulls is None else pulls.pace,
         core_s={name: core_s[name] for name in names},
+        steps_s=tuple(loop.steps_s),
+        host_each_s=loop.times.each_s,
+        device_each_s={name: tuple(each_s.values()) for name, each_s in device_s.items()},
+        **about,
     )
     if is_alone():
         return result
@@ -264,7 +414,7 @@ def _result_of(rounds: Rounds, device_s: Mapping[str, float]) -> ProfileResult:
         spread_s=dict(result.spread_s),
         host_s=host_s,
         error_s=times.error_s,
-        in_others_s=in_others_s,
+        in_others_s=found.in_others_s,
     )
     return replace(result, ranks=tuple(gather(own)))
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table, wrapped
-from swpipe.profiler.spread import Estimate, ms, short_ms
+from swpipe.profiler.spread import Estimate, ms, short_ms, within
 
 _SIGMAS = 2.0
 _LEAST = 0.02
@@ -73,8 +73,8 @@ class RankWait:
             for of in (self.waits_in, self.longer_there)
         )
         return (
-            f"rank {self.rank} waits for rank {self.waits_for}: {ms(self.seconds)} ± "
-            f"{ms(self.spread_s)} ms per iteration, in {waits}; "
+            f"rank {self.rank} waits for rank {self.waits_for}: {ms(self.seconds)}"
+            f"{within(self.spread_s, ms)} ms per iteration, in {waits}; "
             f"rank {self.waits_for} takes longer in {longer}"
         )
 

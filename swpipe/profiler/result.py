@@ -6,13 +6,15 @@ import json
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
@@ -159,7 +161,7 @@ class ProfileResult(Figures, Report):
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(plain(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -183,14 +185,36 @@ class ProfileResult(Figures, Report):
         _check_figures(data)
         try:
             parts = {
-                "advice": tuple(Advice(**each) for each in data["advice"]),
+                "advice": tuple(map(_advice_of, data["advice"])),
                 "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
                 "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
+                **{key: _tables(data.get(key, {})) for key in ("host_each_s", "device_each_s")},
                 "loader": LoaderPace(**pace) if (pace := data.get("loader")) else None,
             }
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"a part of a profile result is damaged: {error}") from error
         return cls(**{**data, **lists, **parts})
+
+
+def plain(result: ProfileResult) -> dict[str, Any]:
+    """Return a result as data that JSON can hold."""
+    plans = [one.plan for one in result.advice]
+    data = asdict(replace(result, advice=tuple(replace(one, plan=None) for one in result.advice)))
+    for advice, plan in zip(data["advice"], plans, strict=True):
+        with suppress(TypeError):  # it has streams that no file can hold
+            advice["plan"] = plan and json.loads(plan.to_json())
+    return data
+
+
+def _advice_of(data: Mapping[str, Any]) -> Advice:
+    """Return an advice; its plan may be JSON text, as in a file of an earlier version."""
+    plan = data.get("plan")
+    text = plan if isinstance(plan, str) or not plan else json.dumps(plan)
+    return Advice(**{**data, "plan": PipelinePlan.from_json(text) if text else None})
+
+
+def _tables(data: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    return {task: tuple(each_s) for task, each_s in data.items()}
 
 
 def _check_figures(data: Mapping[str, Any]) -> None:
@@ -209,17 +233,33 @@ def _check_figures(data: Mapping[str, Any]) -> None:
 def _is_times(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_times, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_times, value))
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-class ProfileResults(Report, tuple[ProfileResult, ...]):
-    """The results of several batches, in the order of the batches."""
+class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it has a loop
+    """The results of several batches, in the order of the batches.
 
-    __slots__ = ()
+    Attributes:
+        loop: The result of all of them, one after the other and again: the loop's, if they are a
+            sample of its batches. None for results that were put together otherwise.
+    """
+
+    loop: ProfileResult | None = None
+
+    @classmethod
+    def of(cls, results: Iterable[ProfileResult], loop: ProfileResult | None) -> Self:
+        """Return the results, with that of the loop."""
+        found = cls(results)
+        found.loop = loop
+        return found
 
     def format_report(self) -> str:
         """One batch in full; several with a summary line each, side by side in one table."""
-        return result_text.several(self)
+        if self.loop is None:
+            return result_text.several(self)
+        return f"{result_text.one(self.loop)}\n\n{result_text.side_by_side(self)}"
 
     def diff(self, after: ProfileResults) -> tuple[ProfileDiff, ...]:
         """What changed from these profiles to those of the same batches, batch by batch.
@@ -241,11 +281,19 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):
         return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
-        return json.dumps([asdict(result) for result in self], indent=2)
+        batches = [plain(result) for result in self]
+        if self.loop is None:
+            return json.dumps(batches, indent=2)
+        return json.dumps({"loop": plain(self.loop), "batches": batches}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         data = json.loads(text)
+        loop = None
+        if isinstance(data, dict) and {*data} == {"loop", "batches"}:
+            loop = ProfileResult.from_dict(data["loop"])
+            data = data["batches"]
         if not isinstance(data, list):
-            raise ValueError(f"profile results are a JSON list, not {type(data).__name__}")
-        return cls(ProfileResult.from_dict(entry) for entry in data)
+            rule = 'a JSON list, or an object with "loop" and "batches"'
+            raise ValueError(f"profile results are {rule}, not {type(data).__name__}")
+        return cls.of((ProfileResult.from_dict(entry) for entry in data), loop)

@@ -9,7 +9,7 @@ from swpipe.core.messages import listed
 from swpipe.core.tables import table, wrapped
 from swpipe.profiler.figures import Figures
 from swpipe.profiler.rank_times import rank_lines
-from swpipe.profiler.spread import Estimate, ms, short_ms
+from swpipe.profiler.spread import Estimate, ms, short_ms, within
 
 LEGEND = (
     "exposed: how much shorter a mean iteration is if the task costs nothing, with a\n"
@@ -47,6 +47,15 @@ def several(results: Sequence[Figures]) -> str:
         return "no batches were profiled"
     if len(results) == 1:
         return one(results[0])
+    return _with_notes(results, _tables(results))
+
+
+def side_by_side(results: Sequence[Figures]) -> str:
+    """A line for each batch, and columns per batch, without what follows from them."""
+    return "\n".join([*map(wrapped, map(_summary, results)), _tables(results)])
+
+
+def _tables(results: Sequence[Figures]) -> str:
     names = list(dict.fromkeys(name for result in results for name in result.host_s))
     tables = []
     for first in range(0, len(results), _ABREAST):
@@ -59,7 +68,7 @@ def several(results: Sequence[Figures]) -> str:
             cells = (_exposed(result, name) for result in some)
             rows.append([name, *(cell for exposed, _, own in cells for cell in (exposed, own))])
         tables.append(table(titles, rows))
-    return _with_notes(results, "\n\n".join(tables))
+    return "\n\n".join(tables)
 
 
 def _with_notes(results: Sequence[Figures], rows: str) -> str:
@@ -79,8 +88,8 @@ def _summary(result: Figures) -> str:
     slow = 1 - result.baseline_median_s / result.baseline_s if result.baseline_s else 0.0
     tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
     return (
-        f"{result.batch}, {result.mode}: {ms(result.baseline_s)} ± "
-        f"{ms(result.baseline_spread_s)} ms per iteration, median "
+        f"{result.batch}, {result.mode}: {ms(result.baseline_s)}"
+        f"{within(result.baseline_spread_s, ms)} ms per iteration, median "
         f"{ms(result.baseline_median_s)}{tail} "
         f"({result.num_rounds} rounds, {result.num_measure} iterations per visit)"
     )

@@ -9,8 +9,12 @@ pipeline comes to its steady state, and then some that are. How many varies by o
 do not keep step with what comes every so many iterations. Orders and lengths are the same in every
 run, and so on every rank. ``swpipe.profiler.spread`` says how visits are compared.
 
+A visit goes through the sampled batches once or several times, in their order, and in each round
+all visits go through the same ones. A replay leaves what the task made of the batch at hand.
+
 In all visits each task is timed on its thread too. While one is shortcut, its own time is that of
 the replay, and that of others shows what it costs them: a forward takes part of the backward along.
+``swpipe.profiler.exposures`` says what follows.
 
 Each round starts from the same state, since a shortcut replays the same outputs in each iteration,
 which can lead training astray. On several ranks the pipeline is empty at each change: otherwise one
@@ -23,27 +27,18 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.host import HostRun, HostTimes
-from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
+from swpipe.profiler.exposures import BASE, Exposures, Kind, Round, differences_in
+from swpipe.profiler.host import HostObserver, HostRun
+from swpipe.profiler.measure import Passage, Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
-from swpipe.profiler.spread import Estimate, mean_of, time_saved, with_replay
-
-Kind: TypeAlias = str
-"""The task that is shortcut in a visit; ``PULL`` where the loader is not called."""
-
-Visit: TypeAlias = tuple[Kind, list[float]]
-"""A kind, and the times of the iterations that were timed."""
-
-BASE: Kind = ""
-"""No task."""
+from swpipe.profiler.spread import time_saved
 
 BETWEEN = 3
 """How many visits with a shortcut there are between two without.
@@ -105,77 +100,57 @@ class Rounds:
     Attributes:
         timer: Runs the iterations.
         base_s: The mean time of an iteration without a shortcut, round by round.
-        spans_s: All times of iterations without a shortcut, as ``WindowTimer.spans``.
         saved_s: Kind to the differences that ``time_saved`` takes.
-        times: Kind, and ``BASE``, to the times of all tasks.
+        seen: The rounds that are whole.
         in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
-        pulls: The loader's calls in iterations without a shortcut.
         failed: Kind to why it could not be measured; it is in none of the others.
         interrupted: Ctrl-C came before the last round.
         other_load: What other processes used of the machine; None where it does not tell.
 
     Args:
         restore: Called after each round.
+        sections: Turn, from 0, to the batches that the visits of a round go through.
     """
 
-    def __init__(self, timer: WindowTimer, counts: Counts, restore: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        timer: WindowTimer,
+        counts: Counts,
+        restore: Callable[[], object],
+        sections: Callable[[int], Sequence[Any]] | None = None,
+    ) -> None:
         self.timer, self._counts, self._restore = timer, counts, restore
+        self._sections = sections
         self._rng = random.Random(0)
         self._kind = BASE
         self.base_s: list[float] = []
-        self.spans_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
-        self.times: dict[Kind, HostTimes] = {BASE: self._new_times()}
+        self.seen: list[Round] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self.pulls: list[HostRun] = []
         self._called: list[list[HostRun]] = []  # of the run, visit by visit
         self._rest_s: dict[Kind, float] = {}  # of an iteration, less the call of the loader
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
 
-    # ------------------------------------------------------------------------- what was measured
-
-    @property
-    def step(self) -> Estimate:
-        """An iteration in which all tasks run, with its part of the start of a pass."""
-        found = mean_of(self.base_s)
-        return found._replace(value_s=found.value_s + self.start_s)
-
-    @property
-    def start_s(self) -> float:
-        """The part of an iteration that the start of a pass takes."""
-        return 0.0 if self.timer.pulls is None else self.timer.pulls.start_s
-
-    @property
-    def replays_s(self) -> dict[Kind, float]:
-        """What the replays of each kind took, per iteration."""
-        return {
-            kind: fmean(self.in_backward_s[kind]) + self.times[kind].host_s.get(kind, 0.0)
-            for kind in self.saved_s
-        }
-
-    @property
-    def saved(self) -> dict[Kind, Estimate]:
-        """How much shorter an iteration is if the task of each kind costs nothing."""
-        replays_s = self.replays_s
-        alone = not (self.timer.pipelined or self.timer.pipe.device.has_streams)
-        found = {
-            kind: with_replay(estimate, replays_s[kind], alone=alone)
-            for kind, estimate in time_saved(self.saved_s).items()
-        }
-        if PULL in found:  # visits are within a pass; a loader that is not called has no start
-            pull = found[PULL]
-            found[PULL] = pull._replace(value_s=pull.value_s + self.start_s)
-        return found
+    def exposures(self, place: int | None = None, passage: Passage | None = None) -> Exposures:
+        """Return what the rounds show: of all batches, or of the one at a place in the cycle."""
+        timer, pulls = self.timer, self.timer.pulls
+        return Exposures(
+            self.seen,
+            [*self.saved_s],
+            adds_up=not (timer.pipelined or timer.pipe.device.has_streams),
+            counts_pulls=pulls is not None and not pulls.works_ahead,
+            cycle=timer.cycle,
+            place=place,
+            passage=passage,
+        )
 
     # ------------------------------------------------------------------------------- measuring
 
     def warm_up(self) -> None:
         """Iterations that do not count: the first ones allocate and compile."""
         self._run(visits(()))
-        self.times[BASE] = self._new_times()
-        self.pulls.clear()
         if self.timer.pulls is not None:
             self.timer.pulls.measure()
 
@@ -190,7 +165,6 @@ class Rounds:
                 KeyboardInterrupt only in the first two rounds.
         """
         self.saved_s = {kind: [] for kind in kinds}
-        self.times |= {kind: self._new_times() for kind in kinds}
         begin_s, load = time.perf_counter(), load_so_far()
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
@@ -228,6 +202,8 @@ class Rounds:
         return wanted if self._counts.fixed or is_alone() else gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
+        if self._sections is not None:
+            self.timer = replace(self.timer, batches=self._sections(len(self.seen)))
         while True:
             try:
                 found = self._run(visits([kind for kind in order if kind in self.saved_s]), tick)
@@ -238,25 +214,27 @@ class Rounds:
                     raise
                 self._leave_out(self._kind, error)
                 continue
-            base = [seconds for kind, seconds in found if kind == BASE]
-            self.base_s.append(fmean(map(fmean, base)))
-            self.spans_s += [span for seconds in base for span in self.timer.spans(seconds)]
-            for kind, saved_s in differences_in(found).items():
+            taken = [(kind, [*took_s.values()]) for kind, took_s in found.visits]
+            self.base_s.append(fmean(fmean(took_s) for kind, took_s in taken if kind == BASE))
+            for kind, saved_s in differences_in(taken).items():
                 self.saved_s[kind].append(saved_s)
+            self.seen.append(found)
             return
 
     def _leave_out(self, failed: Kind, error: Exception) -> None:
         """Leave out a kind, if the shortcut was the reason."""
         self._run(visits(()))  # otherwise, this raises
         self.failed[failed] = error
-        del self.saved_s[failed], self.times[failed]
+        del self.saved_s[failed]
 
-    def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
+    def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> Round:
         where: list[slice] = []
         called = self._called = list[list[HostRun]]()
-        run, seen = self.timer.run(), self.times[BASE].observer()
+        pipe = self.timer.pipe
+        pipe.cycle_shortcuts(self.timer.cycle)
+        run, seen = self.timer.run(), HostObserver(task.name for task in pipe.tasks)
         try:
-            with self.timer.pipe.observe(seen):
+            with pipe.observe(seen):
                 for kind in order:
                     where.append(self._visit(run, kind))
                     if kind != BASE:
@@ -269,20 +247,25 @@ class Rounds:
         finally:
             self._restore()
         seconds = run.seconds()
-        for kind, measured in zip(order, where, strict=True):
-            self.times[kind].add(seen, set(run.numbers[measured]))
-        found = [(kind, seconds[measured]) for kind, measured in zip(order, where, strict=True)]
-        for (kind, took_s), calls in zip(found, called, strict=False):
-            if kind == BASE:
-                self.pulls += calls
+        pulls: dict[int, HostRun] = {}
+        taken = []
+        for place, (kind, measured) in enumerate(zip(order, where, strict=True)):
+            numbers, took_s = run.numbers[measured], seconds[measured]
+            taken.append((kind, dict(zip(numbers, took_s, strict=True))))
+            calls = called[place] if called else []
             if calls and not self.timer.pipelined:
                 self._rest_s[kind] = fmean(took_s) - fmean(each.wall_s for each in calls)
-        return found
+            # Under a plan the loader is called for iterations that are handed out later.
+            by_number = zip(numbers, calls, strict=False)
+            pulls |= {number: call._replace(iteration=number) for number, call in by_number}
+        return Round(seen, taken, pulls)
 
     def _visit(self, run: TimedRun, kind: Kind) -> slice:
         timer, self._kind, pulls = self.timer, kind, self.timer.pulls
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
-        if length > 1:
+        if timer.cycle > 1:
+            length = timer.whole_cycles(length)
+        elif length > 1:
             length += self._rng.choice((-1, 0, 1))
         drain = pulls is not None and kind != PULL and self._is_slow(pulls, kind)
         if drain and pulls is not None:
@@ -324,27 +307,8 @@ class Rounds:
             return self.timer.pulls.off()
         return nullcontext() if kind == BASE else self.timer.pipe.shortcut(kind)
 
-    def _new_times(self) -> HostTimes:
-        return HostTimes(task.name for task in self.timer.pipe.tasks)
-
 
 def visits(order: Sequence[Kind]) -> list[Kind]:
     """The visits of a round to these kinds: ``BASE`` first, last, and after every ``BETWEEN``."""
     groups = [order[i : i + BETWEEN] for i in range(0, len(order), BETWEEN)]
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]
-
-
-def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
-    """By how much each kind's iterations were shorter than those without a shortcut around it.
-
-    These are taken from the line between the two visits without one.
-    """
-    bases = [index for index, (kind, _) in enumerate(round_) if kind == BASE]
-    saved_s: dict[Kind, float] = {}
-    for before, after in pairwise(bases):
-        first_s, last_s = (fmean(round_[place][1]) for place in (before, after))
-        for place in range(before + 1, after):
-            kind, seconds = round_[place]
-            share = (place - before) / (after - before)
-            saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
-    return saved_s

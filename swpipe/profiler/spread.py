@@ -17,7 +17,7 @@ their number is estimated).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, variance
 from typing import NamedTuple, TypeVar
 
@@ -25,6 +25,9 @@ K = TypeVar("K")
 
 PRIOR = 4
 """How many differences the variance of the other kinds counts for, at most."""
+
+_PARTS = 6
+"""Into so many parts a run over the loop is divided, if it is long enough."""
 
 _STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
 _NORMAL_95 = 1.96
@@ -46,7 +49,7 @@ class Estimate(NamedTuple):
         """Milliseconds with their interval; "< x" for what is not told apart from 0."""
         if 0 < self.spread_s >= self.value_s:
             return f"< {short_ms(max(0.0, self.value_s) + self.spread_s)}"
-        return f"{short_ms(self.value_s)} ± {short_ms(self.spread_s)}"
+        return f"{short_ms(self.value_s)}{within(self.spread_s)}"
 
 
 def ms(seconds: float) -> str:
@@ -58,6 +61,12 @@ def short_ms(seconds: float) -> str:
     """Milliseconds, with three digits that count, such as "1.25", "12.5" and "125"."""
     value = 1e3 * seconds
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+
+
+def within(spread_s: float, show: Callable[[float], str] = short_ms) -> str:
+    """Return the half-width of an interval in words; "" where it is none in the digits shown."""
+    text = show(spread_s)
+    return f" ± {text}" if float(text) else ""
 
 
 def student_95(freedom: int) -> float:
@@ -76,6 +85,18 @@ def mean_of(by_round: Sequence[float]) -> Estimate:
     """The mean over two or more rounds."""
     half_s = student_95(len(by_round) - 1) * math.sqrt(variance(by_round) / len(by_round))
     return Estimate(fmean(by_round), half_s)
+
+
+def mean_of_loop(values: Sequence[float], cycle: int) -> Estimate:
+    """Return the mean over successive iterations of a loop, whose batches repeat after ``cycle``.
+
+    Differences of batches are no uncertainty where all of them were gone through: the interval is
+    that of the means of whole passes, or of parts of the one pass.
+    """
+    passes = len(values) // cycle
+    size = cycle * max(1, passes // _PARTS) if passes > 1 else max(1, len(values) // _PARTS)
+    parts = [fmean(values[i : i + size]) for i in range(0, len(values) - size + 1, size)]
+    return Estimate(fmean(values), mean_of(parts).spread_s if len(parts) > 1 else 0.0)
 
 
 def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
@@ -98,14 +119,11 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
     return found
 
 
-def with_replay(saved: Estimate, replay_s: float, *, alone: bool) -> Estimate:
+def with_replay(saved: Estimate, replay_s: float) -> Estimate:
     """Add what the replay took, so that the estimate is that of an iteration without the task.
 
-    ``alone``: nothing overlaps the task, so that the replay counts in full. Otherwise other work
-    may hide it, or wait for it: threads share the interpreter lock, which a replay holds even where
-    the task itself did not. It counts between nothing and in full: the estimate is the middle, and
-    the interval has both ends.
+    Other work may hide it, or wait for it: threads share the interpreter lock, which a replay holds
+    even where the task itself did not. It counts between nothing and in full: the estimate is the
+    middle, and the interval has both ends.
     """
-    if alone:
-        return Estimate(saved.value_s + replay_s, saved.spread_s)
     return Estimate(saved.value_s + replay_s / 2, saved.spread_s + replay_s / 2)

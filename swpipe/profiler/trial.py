@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -54,20 +54,23 @@ def try_plans(
     num_warmup: int = 3,
     num_measure: int = 10,
     *,
+    num_rounds: int = 2,
     device: Device | torch.device | str | None = None,
     context: type[TypedContext] | None = None,
     state: Any = None,
     copy: Callable[[Any], Any] | None = None,
     loader: Iterable[Any] | Pulls | None = None,
 ) -> dict[str, float]:
-    """Measure plans alternately, one round per batch, and restore all state afterwards.
+    """Measure plans alternately, twice over the same batches, and restore all state afterwards.
 
     Args:
         tasks: The tasks that the plans schedule.
         plans: Name to plan.
-        batches: At least one; in its round each iteration gets the batch itself.
+        batches: At least one: those of the loop, in its order. Iterations get the batches
+            themselves, one after the other and again.
         num_warmup: Iterations before each window that are not timed.
-        num_measure: Iterations timed in each window.
+        num_measure: Iterations timed in each window, at least; whole passes over the batches.
+        num_rounds: How often, in an order that turns around.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
         state: What to restore, as for ``TaskProfiler``.
@@ -76,7 +79,7 @@ def try_plans(
             ``TaskProfiler`` does.
 
     Returns:
-        Name to seconds per iteration in the steady state: the median over all windows.
+        Name to seconds per iteration in the steady state: the mean over all windows.
 
     Raises:
         ValueError: There are no plans or no batches, or a number is too small.
@@ -95,11 +98,13 @@ def try_plans(
     with ExitStack() as stack:
         pipes = {n: stack.enter_context(SWPipeline(p, tasks, **said)) for n, p in plans.items()}
         saved = trial_state(next(iter(pipes.values())), batches[0], state, copy)
-        order = list(pipes)
-        for turn, batch in enumerate(batches):
-            for name in order if turn % 2 else reversed(order):
-                pipe, counts = pipes[name], (num_warmup, num_measure)
-                timer = WindowTimer(pipe, batch, copy, *counts, pipelined=True, pulls=pulls)
-                with saved.trial(), pipe.borrow():
+        for turn in range(num_rounds):
+            for name in pipes if turn % 2 else reversed(pipes):
+                timer = WindowTimer(
+                    *(pipes[name], batches, copy, num_warmup, num_measure),
+                    pipelined=True,
+                    pulls=pulls,
+                )
+                with saved.trial(), pipes[name].borrow():
                     samples[name] += timer.window()
-    return {name: median(each) for name, each in samples.items()}
+    return {name: fmean(each) for name, each in samples.items()}

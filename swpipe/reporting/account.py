@@ -25,8 +25,8 @@ the steps of a pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
@@ -36,7 +36,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of
 from swpipe.planning import lower_bounds
 from swpipe.profiler import ProfileResult
-from swpipe.profiler.spread import short_ms
+from swpipe.profiler.spread import Estimate, short_ms, within
 from swpipe.trace import CriticalPath
 from swpipe.trace.critical_path import GAPS
 from swpipe.trace.span import Kind as RowKind
@@ -135,6 +135,23 @@ class Ceiling:
     def is_worth_it(self) -> bool:
         """Whether there is something to gain that can be told apart from nothing."""
         return self.saved_s > self.spread_s and self.share >= WORTH
+
+    def after_trials(self, tried: Iterable[Estimate], shared: str) -> Ceiling:
+        """Return what is left where plans that would come near it saved nothing when tried.
+
+        ``shared``: What tasks share, most likely, of which no cost tells.
+        """
+        step_s = self.floor_s + self.saved_s
+        saved_s = min(self.saved_s, max(0.0, *(one.value_s for one in tried)))
+        return replace(
+            self,
+            floor_s=step_s - saved_s,
+            limit=f"what tasks share, most likely {shared.partition(',')[0].partition(':')[0]}",
+            beside=(),
+            saved_s=saved_s,
+            share=saved_s / step_s,
+            needs="",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +321,9 @@ def _bound(
         spent = ", ".join(f"{cause} {shares[cause]:.0%}" for cause in ranked if shares[cause])
         return "balanced", f"No one thing takes half of the step: {spent}."
     # Within a cause, the longest come first.
-    named = listed([p.task for p in parts if p.cause == most and p.share >= WORTH], _NAMED)
+    tasks = [p.task for p in parts if p.cause == most]
+    long = [p.task for p in parts if p.cause == most and p.share >= WORTH]
+    named = listed(long, _NAMED) if long else f"{counted(len(tasks), 'task')}, each a little"
     bound: Bound = f"{most}-bound"  # type: ignore[assignment]
     return bound, f"For {shares[most]:.0%} of its time it {_WORDS[most]}: {named}."
 
@@ -313,7 +332,7 @@ def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
     """The rank that waits longest for another one, and what for."""
     for wait in profile.rank_waits[:1]:
         yield (
-            f"Rank {wait.rank} waits {short_ms(wait.seconds)} ± {short_ms(wait.spread_s)} ms of "
+            f"Rank {wait.rank} waits {short_ms(wait.seconds)}{within(wait.spread_s)} ms of "
             f"each step for rank {wait.waits_for}, which takes longer in "
             f"{listed([*wait.longer_there])}."
         )
@@ -323,23 +342,32 @@ def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
 
 
 def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s: float) -> Ceiling:
-    costs = profile.costs
+    """The bound of all plans, with any depth: only means count, however iterations differ.
+
+    A task that needs nothing that earlier iterations did may run on several threads, so that only a
+    part of its time bounds an iteration.
+    """
+    costs, recurring = profile.costs, Roles.of(plan).recurring
+    stays = {PULL, *recurring, *Roles.of(plan).communicating}
+    workers = {name: profile.workers(name) for name in profile.host_s if name not in stays}
+    shared = {name: 1 / number for name, number in workers.items() if number > 1 and not streams}
+    costs = costs.with_scaled(shared)
     bounds = lower_bounds(plan, costs, streams=streams, threads=len(costs.tasks) + 1)
     floor_s = bounds.ii_us / 1e6
     what, _, names = bounds.busiest.partition(": ")
     limiting = names.removesuffix(" alone").split(", ")
     limit = f"{what}: {listed(names.replace(PULL, f'the {LOADER}').split(', '), _NAMED)}"
     if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
-        limiting = [*Roles.of(plan).recurring]
+        limiting = [*recurring]
         named = listed(limiting, 2 * _NAMED)
         limit = f"{named}, which wait for each other across iterations"
+    elif limiting[0] in shared:
+        limit = f"{workers[limiting[0]]} threads: {limiting[0]}"
     others = sorted(profile.host_s.keys() - limiting, key=lambda name: -profile.host_s[name])
     own_cores = max(1, cores() // ranks_on_machine())
-    off_cpu_s = {n: profile.blocked_s.get(n, 0.0) + profile.core_s.get(n, 0.0) for n in costs.tasks}
-    on_threads_s = sum(s - off_cpu_s[name] for name, s in profile.host_s.items())
-    on_cpu_s = max(cpu_s, on_threads_s) / own_cores
+    on_cpu_s = max(cpu_s, sum(map(profile.cpu_s, profile.host_s))) / own_cores
     named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
-    needs = f"To reach it, {named} must run beside that, on other threads."
+    needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
     if on_cpu_s > floor_s:
         floor_s, limit, others = on_cpu_s, f"{counted(own_cores, 'core')} for all tasks", []
         needs = "To reach it, all cores have to be busy all the time."

@@ -2,8 +2,9 @@
 
     record     two iterations: what the tasks touch, and so which of them may overlap
     trace      some iterations, for the timeline and the critical path
-    profile    exposed times and advice, in the plain loop or under the plan
-    try        the plans that are advised, in turns with the present one
+    profile    the loop's iterations in their order, exposed times and advice, in the plain loop or
+               under the plan
+    try        the plans that are advised, in turns with the present one, over the loop's batches
     doctor     what keeps work from overlapping, by the same profile
 
 Where others use too much of the machine, the last two are left out: nothing would follow.
@@ -27,7 +28,7 @@ from swpipe._distributed.shared_cores import cores
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.doctor import diagnose
@@ -36,9 +37,10 @@ from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
+from swpipe.profiler.contention import Contention, contention
 from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
-from swpipe.profiler.rounds import visits
+from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial import trial_state
 from swpipe.reporting.account import Ceiling, account_of
@@ -52,12 +54,12 @@ NOW = "the present plan"
 ROUNDS, LEAST_ROUNDS = 5, 3
 """Visits to each task, and trials of each plan: unless these take too long, and then at least."""
 
-_PROFILE_S, _TRIAL_S = 25.0, 12.0
+_PROFILE_S, _TRIAL_S = 30.0, 12.0
 """Too long: a report on a step of 100 ms takes a minute at most."""
 
-_WARM_UP, _VISITED = 3, 5  # iterations
+_WARM_UP = 3  # iterations
 _LEAST_TRACED, _MOST_TRACED = 12, 60
-_TRACED_S = 1.0  # so that a few slow iterations do not decide
+_TRACED_S = 3.0  # so that a few slow iterations do not decide
 _LEAST_S = 1e-6
 
 
@@ -82,7 +84,8 @@ def report(
 
     Args:
         tasks: In serial order.
-        batches: At least one; more show how batches differ.
+        batches: Those that the loop goes through, in their order, at least one: of many a sample is
+            taken, and the report says how much was seen.
         plan: What it runs under; None for the plain loop.
         name: What the report calls it.
         device: As for ``SWPipeline``.
@@ -101,9 +104,7 @@ def report(
         PlanError: The plan cannot run with these tasks.
         BaseException: Whatever a task raised.
     """
-    loop = Loop(
-        tuple(tasks), list(batches), device, context=context, loader=loader, progress=progress
-    )
+    loop = Loop(tuple(tasks), batches, device, context=context, loader=loader, progress=progress)
     return report_on(loop, plan, name=name, ready_made=ready_made or {}, rounds=rounds)
 
 
@@ -116,6 +117,7 @@ def report_on(
     rounds: int | None = None,
 ) -> StepReport:
     """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
+    loop = loop.agreed()
     recording = loop.record()
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())
@@ -157,6 +159,11 @@ def report_on(
     memory = None if predicted is None else predicted.memory
     trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
     changes, not_kept = trials.of_advice(profile, account.ceiling)
+    in_vain = ""
+    if not_kept and not any(one.advice.plan for one in changes):
+        why = trials.why_in_vain(profile, not_kept)
+        in_vain = why.text
+        told = replace(told, ceiling=told.ceiling.after_trials(not_kept.values(), why.cause))
     if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
         fitting = {
             name: replace(one, tasks=())
@@ -186,6 +193,7 @@ def report_on(
         # Whether the machine is busy is said first, of the time in which the profile was taken.
         findings=tuple(o for o in loop.gather(findings)[rank] if o.rule != "busy-machine"),
         not_kept=not_kept,
+        in_vain=in_vain,
     )
 
 
@@ -222,13 +230,12 @@ def _measure(
                 pipe.run(islice(batches, steps))
             cpu_s = (time.process_time() - begin_s) / steps
         loop.progress("measuring what each task costs the step")
-        kinds = len(loop.tasks) + (pulls is not None)
-        round_s = len(visits([PULL] * kinds)) * _VISITED * step_s
-        profile = TaskProfiler(pipe).profile(
-            loop.batches[0],
-            num_rounds=_rounds(rounds, round_s, _PROFILE_S),
+        profile = TaskProfiler(pipe).profile_loop(
+            loop.batches,
+            num_rounds=ROUNDS if rounds is None else rounds,
             pipelined=pipelined,
             loader=pulls,
+            seconds=_PROFILE_S if rounds is None else None,
         )
     # Threads of OpenMP may use a core while they wait.
     return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
@@ -282,7 +289,7 @@ class _Trials(NamedTuple):
 
         No plan promises more than the ceiling.
         """
-        plans = {one.change: PipelinePlan.from_json(one.plan) for one in profile.advice if one.plan}
+        plans = {one.change: one.plan for one in profile.advice if one.plan is not None}
         tried = self.saved(plans)
         not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
         changes = []
@@ -298,10 +305,29 @@ class _Trials(NamedTuple):
         if not plans:
             return {}
         self.loop.progress(f"trying {'; '.join(plans)}")
-        every, window = {NOW: self.plan, **plans}, Window()
+        every, window = {NOW: self.plan, **plans}, self._window(1 + len(plans))
         turns = _rounds(self.rounds, len(every) * window.iterations * self.step_s, _TRIAL_S)
         rounds = [self.loop.try_round(every, turn, self.pulls, window) for turn in range(turns)]
         return {name: mean_of([took_s[NOW] - took_s[name] for took_s in rounds]) for name in plans}
+
+    def why_in_vain(self, profile: ProfileResult, tried: Mapping[str, Estimate]) -> Contention:
+        """See what tasks wait for under a plan that was promised to save time, and did not."""
+        loop = self.loop
+        loop.progress("looking for what tasks share that does not show in their costs")
+        plan = next(one.plan for one in profile.advice if one.plan and one.change in tried)
+        said: Any = {"device": loop.device, "context": loop.context, "check_effects": False}
+        with SWPipeline(plan, loop.tasks, **said) as pipe:
+            saved = trial_state(pipe, loop.batches[0], None)
+            with saved.trial(), pipe.borrow():
+                batches = loop.batches.section(0, Window().num_measure)
+                cpu_s = {name: profile.cpu_s(name) for name in profile.host_s}
+                return contention(pipe, batches, profile.host_s, cpu_s, len(batches))
+
+    def _window(self, plans: int) -> Window:
+        """Return one through the loop's batches, or as many as fit."""
+        round_s = LEAST_ROUNDS * plans * self.step_s
+        fits = int(_TRIAL_S / round_s) if round_s else MOST_SEEN
+        return self.loop.through(max(1, fits - Window().num_warmup))
 
     def best(
         self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]
@@ -315,6 +341,6 @@ class _Trials(NamedTuple):
                 again = self.saved({name: plans[name]})[name]
                 if again.is_clear:
                     words = f"run it under the ready-made plan {name}"
-                    advice = Advice(words, "", *tried[name], plan=plans[name].to_json())
+                    advice = Advice(words, "", *tried[name], plan=plans[name])
                     return (PromisedChange(advice, again),)
         return ()

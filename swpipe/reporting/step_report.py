@@ -20,7 +20,8 @@ from swpipe.core.tables import wrapped
 from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import host_ends, step_ends
-from swpipe.profiler.spread import Estimate, short_ms
+from swpipe.profiler.sampling import pattern_of
+from swpipe.profiler.spread import Estimate, short_ms, within
 from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
 from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
 from swpipe.trace import PeakMemory, Trace
@@ -44,14 +45,14 @@ class PromisedChange:
     @property
     def promised(self) -> str:
         """The promise, in milliseconds."""
-        return f"{short_ms(self.advice.saved_s)} ± {short_ms(self.advice.spread_s)} ms"
+        return f"{short_ms(self.advice.saved_s)}{within(self.advice.spread_s)} ms"
 
     @property
     def gave(self) -> str:
         """What the trial gave, in milliseconds; "" if it was not tried."""
         if self.tried is None:
             return ""
-        given = "{} ± {} ms".format(*map(short_ms, self.tried))
+        given = f"{short_ms(self.tried.value_s)}{within(self.tried.spread_s)} ms"
         return given + ("" if self.kept else ", not as promised")
 
     @property
@@ -84,6 +85,8 @@ class StepReport(StepAccount):
         machine: What it was measured on, in words: key to value.
         not_kept: What plans saved that were tried and are not advised: name to time.
         memory: What the iterations in flight hold at most, by the same simulation; None if nothing.
+        in_vain: Where plans that were promised to save time saved nothing: what tasks share most
+            likely, with the figures that tell; "" otherwise.
     """
 
     name: str
@@ -98,6 +101,7 @@ class StepReport(StepAccount):
     machine: Mapping[str, str] = field(default_factory=dict)
     not_kept: Mapping[str, Estimate] = field(default_factory=dict)
     memory: PeakMemory | None = None
+    in_vain: str = ""
 
     @property
     def busy(self) -> str:
@@ -140,9 +144,28 @@ class StepReport(StepAccount):
         else:
             said.append("No change to the plan promises more than its uncertainty.")
         if self.not_kept:
-            tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.not_kept.items())
-            said.append(f"Plans that were tried saved: {tried}.")
+            said.append(self._tried)
         return " ".join(said)
+
+    @property
+    def pattern(self) -> str:
+        """How steps differ, in words; "" where they do not."""
+        return pattern_of(self.profile.steps_s)
+
+    @property
+    def straggler(self) -> str:
+        """Which of several ranks is slow, in a sentence; "" on one rank."""
+        ranks = self.profile.ranks
+        if len(ranks) < 2:
+            return ""
+        if self.profile.rank_waits:
+            return f"The others wait for rank {self.rank}."
+        return f"No rank waits for another; rank {step_ends(ranks).rank} has the longest steps."
+
+    @property
+    def _tried(self) -> str:
+        tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.not_kept.items())
+        return f"Plans that were tried saved: {tried}."
 
     def format(self) -> str:
         """The verdict, the ceiling and the next step, a line each."""
@@ -160,11 +183,17 @@ class StepReport(StepAccount):
             yield self.busy
         if not self.cannot_tell:
             yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield f"step: {short_ms(step.value_s)} ± {short_ms(step.spread_s)} ms"
+        yield f"step: {short_ms(step.value_s)}{within(step.spread_s)} ms"
+        if self.pattern:
+            yield f"steps differ: {self.pattern}"
+        if self.profile.seen and not self.profile.seen.startswith("All"):
+            yield f"seen: {self.profile.seen}"
         if self.cannot_tell:
             yield "Beside other processes, what bounds it and what to change cannot be told."
             yield f"next step: {self.next_step}"
             return
+        if self.straggler:
+            yield f"ranks: {len(self.profile.ranks)}. {self.straggler}"
         if ceiling.is_worth_it:
             yield (
                 f"ceiling: any overlap can save {short_ms(ceiling.saved_s)} ms at most "
@@ -172,6 +201,8 @@ class StepReport(StepAccount):
             )
         else:
             yield f"ceiling: overlap can save nothing more; limited by {ceiling.limit}"
+        if self.in_vain:
+            yield f"tried in vain: {self._tried} {self.in_vain}"
         if self.why_no_plan:
             yield f"no plan: {self.why_no_plan}"
         yield f"next step: {self.next_step}"
@@ -185,9 +216,10 @@ class StepReport(StepAccount):
         """The report as plain data, for tools; times in milliseconds.
 
         Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None where the machine was too busy to
-        tell), ``why``, ``step``, ``parts``, ``ceiling``, ``next_step``, ``changes``, ``findings``,
-        ``rank``, ``waits`` (of ranks), ``machine``. A time with an interval is ``ms`` and
-        ``spread_ms``. Keys may be added; one that changes its meaning changes ``version``.
+        tell), ``why``, ``step``, ``steps_differ``, ``seen``, ``parts``, ``ceiling``, ``in_vain``,
+        ``next_step``, ``changes``, ``findings``, ``rank``, ``waits`` (of ranks), ``machine``. A
+        time with an interval is ``ms`` and ``spread_ms``. Keys may be added; one that changes its
+        meaning changes ``version``.
         """
         ceiling, told = self.ceiling, not self.cannot_tell
         return {
@@ -197,6 +229,8 @@ class StepReport(StepAccount):
             "bound": self.verdict.bound if told else None,
             "why": self.verdict.why if told else "",
             "step": _estimate(self.profile.step),
+            "steps_differ": self.pattern,
+            "seen": self.profile.seen,
             "parts": [
                 {"task": one.task, "cause": one.cause, "ms": _ms(one.seconds)} for one in self.parts
             ],
@@ -205,6 +239,7 @@ class StepReport(StepAccount):
                 "worth_it": ceiling.is_worth_it,
                 "limit": ceiling.limit,
             },
+            "in_vain": self.in_vain,
             "next_step": self.next_step,
             "changes": [
                 {
@@ -212,7 +247,7 @@ class StepReport(StepAccount):
                     "task": one.advice.task,
                     "promised": _estimate(Estimate(one.advice.saved_s, one.advice.spread_s)),
                     "tried": None if one.tried is None else _estimate(one.tried),
-                    "plan": json.loads(one.advice.plan) if one.advice.plan else None,
+                    "plan": one.advice.plan and json.loads(one.advice.plan.to_json()),
                 }
                 for one in self.changes
             ],
@@ -268,6 +303,7 @@ def page_of(report: StepReport) -> str:
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
         ms=short_ms,
+        within=within,
         percent=_percent,
         under=_under(report),
         changes=[_change(number, one) for number, one in enumerate(report.changes, 1)],
@@ -296,7 +332,9 @@ def _under(report: StepReport) -> str:
 
 
 def _change(number: int, one: PromisedChange) -> dict[str, str]:
-    advice, data = one.advice, base64.b64encode(one.advice.plan.encode()).decode()
+    advice = one.advice
+    text = "" if advice.plan is None else advice.plan.to_json()
+    data = base64.b64encode(text.encode()).decode()
     return {
         "change": capitalised(advice.change),
         "promised": one.promised,
@@ -304,7 +342,7 @@ def _change(number: int, one: PromisedChange) -> dict[str, str]:
         "limit": advice.limit,
         "not_moved": advice.not_moved,
         "file": f"plan-{number}.json",
-        "href": f"data:application/json;base64,{data}" if advice.plan else "",
+        "href": f"data:application/json;base64,{data}" if text else "",
     }
 
 

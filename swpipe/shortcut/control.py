@@ -63,6 +63,13 @@ class ShortcutControl(Generic[C]):
             self._compare_shortcuts("disable", shortcuts.labels(left))
             shortcuts.disable(names)
 
+    def cycle_shortcuts(self, cycle: int) -> None:
+        """Give each of ``cycle`` batches, which come in this order again and again, its own cache.
+
+        For tasks that are shortcut from now on; iteration i has batch i modulo ``cycle``.
+        """
+        self._driver.engine.shortcuts.cycle = cycle
+
     def check_shortcuts(self) -> None:
         """Raise ShortcutError if later tasks modified what shortcut tasks replayed until now.
 

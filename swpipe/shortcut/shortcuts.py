@@ -54,14 +54,18 @@ class Shortcuts:
 
     Attributes:
         names: The tasks that have to go through ``run``; always the same set object.
+        cycle: After how many iterations batches come again: each of so many iterations has a cache
+            of its own, so that later tasks work on what belongs to the batch.
     """
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()
+        self.cycle = 1
         self._device: Device = CpuDevice() if device is None else device
-        # Task to grad mode to cache. Each ``enable`` creates a new inner dict: a run that started
-        # before ``disable`` stores its cache in the old one, where it is never read.
-        self._caches: dict[str, dict[bool, Cache]] = {}
+        # Task to grad mode and place in the cycle to cache. Each ``enable`` creates a new inner
+        # dict: a run that started before ``disable`` stores its cache in the old one, where it is
+        # never read.
+        self._caches: dict[str, dict[tuple[bool, int], Cache]] = {}
         self._substitutes: dict[str, Callable[[Any], None]] = {}
         self._lock = threading.Lock()  # names and caches change together
         self._turns: dict[str, threading.Lock] = {}  # of the runs of each task
@@ -144,13 +148,14 @@ class Shortcuts:
         if caches is None:
             task.fn(ctx)
             return
-        grad_mode = torch.is_grad_enabled()
-        if grad_mode not in caches:
+        place = ctx.iter_idx % self.cycle if self.cycle > 1 else 0
+        key = torch.is_grad_enabled(), place
+        if key not in caches:
             in_turn()
         with self._turns.setdefault(task.name, threading.Lock()):
-            cache = caches.get(grad_mode)
+            cache = caches.get(key)
             if cache is None:
-                caches[grad_mode] = self._run_and_cache(task, ctx, self._device)
+                caches[key] = self._run_and_cache(task, ctx, self._device)
                 self._accept(ctx)
             else:
                 cache.replay(task, ctx)

@@ -41,8 +41,10 @@ from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan, beside_the_others, check_limit
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
+from swpipe.profiler.measure import length_of
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, load_so_far
+from swpipe.profiler.sampling import MOST, Sample
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.tried_plans import Candidate, choose, explain
 
@@ -53,7 +55,6 @@ PLANNED_AGAIN = "planned from costs under the plan"
 EFFORT = 5.0
 """Planning takes about a second, little beside recording and measuring."""
 
-_BATCHES = 3  # that costs are measured on
 _RECORDED = 2  # iterations, each of which takes longer than others
 _WINDOWS = 3  # of iterations, in which a batch's costs are measured; two more on a device
 _ROUNDS = 5  # of the trial
@@ -114,12 +115,14 @@ class Tuned:
 class Loop:
     """Tasks with batches to run them on; the fields are those arguments of ``autotune``.
 
+    ``batches`` is the ``Sample`` that is measured, of those that were given.
+
     ``memory`` is what the tasks hold; costs that are measured have it, too. ``apart`` says that
     what training takes its batches from is known to be apart from the loop; ``state`` is put back.
     """
 
     tasks: Sequence[PipelineTask]
-    batches: Sequence[Any]
+    batches: Any
     device: Device | torch.device | str | None = None
     streams: Mapping[str, StreamRef] = field(default_factory=dict)
     ordered: frozenset[str] = frozenset()
@@ -135,8 +138,11 @@ class Loop:
     state: Any = None
 
     def __post_init__(self) -> None:
-        if not self.batches:
-            raise ValueError("batches is empty: give at least one batch")
+        object.__setattr__(self, "batches", Sample.of(self.batches))
+
+    def agreed(self) -> Loop:
+        """Return the loop with as many batches as each rank has."""
+        return replace(self, batches=Sample.of(self.batches, min(self.gather(len(self.batches)))))
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
@@ -171,21 +177,19 @@ class Loop:
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure what the tasks cost while ``plan`` runs, by that part of the time limit."""
         budget = self.budget
-        own: list[CostModel] = []
         budget.show(self.progress, "measuring what the tasks cost")
-        batches = self.batches[:_BATCHES]
         windows = _WINDOWS + 2 * self.has_streams
-        window = budget.window(windows * len(batches), until)
-        with SWPipeline(
-            plan, self.tasks, device=self.device, context=self.context, check_effects=False
-        ) as pipe:
-            for batch in batches:
-                if own and not budget.allows(windows * window.iterations, until):
-                    break
-                with budget.spending(windows * window.iterations):
-                    said: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
-                    own.append(measure_costs(pipe, [batch], *window, state=self.state, **said))
-        mean = CostModel.mean(self.gather(CostModel.mean(own)))
+        window = budget.window(windows, until, self.through())
+        batches = Sample.of(self.batches, self._cycle(window))
+        with (
+            SWPipeline(
+                plan, self.tasks, device=self.device, context=self.context, check_effects=False
+            ) as pipe,
+            budget.spending(windows * window.iterations),
+        ):
+            said: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
+            own = measure_costs(pipe, batches, *window, state=self.state, **said)
+        mean = CostModel.mean(self.gather(own))
         return replace(mean, memory=self.memory)
 
     def measure_memory(
@@ -206,11 +210,15 @@ class Loop:
     def try_round(
         self, plans: Mapping[str, PipelinePlan], turn: int, loader: Any, window: Window
     ) -> dict[str, float]:
-        """Run plans side by side, in an order that alternates: seconds on the slowest rank."""
+        """Run plans side by side, in an order that alternates: seconds on the slowest rank.
+
+        In a turn all go through the same batches in a row, in each turn through others.
+        """
         own_s = try_plans(
             self.tasks,
             plans if turn % 2 else dict(reversed([*plans.items()])),
-            [self.batches[turn % len(self.batches)]],
+            self.batches.section(turn, self._cycle(window)),
+            num_rounds=1,
             num_warmup=window.num_warmup,
             num_measure=window.num_measure,
             device=self.device,
@@ -220,6 +228,17 @@ class Loop:
         )
         all_s = self.gather(own_s)
         return {name: max(rank_s[name] for rank_s in all_s) for name in plans}
+
+    def through(self, fits: int = MOST) -> Window:
+        """Return a window that goes through the batches, and a pass of the loader, if that fits."""
+        length = 0 if self.loader is None else length_of(self.loader)
+        return Window().through(length if 0 < length <= fits else min(len(self.batches), fits))
+
+    def _cycle(self, window: Window) -> int:
+        """Return how many batches a window goes through, again and again."""
+        if self.loader is not None and length_of(self.loader) == window.num_measure:
+            return int(self.batches.dividing(window.num_measure))
+        return window.num_measure
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
         """The recorded dependences, with the loop's streams and globally ordered tasks.
@@ -265,8 +284,9 @@ def autotune(
 
     Args:
         tasks: In serial order.
-        batches: At least one; three or more show how batches differ. Without ``loader``, training
-            takes its batches from something of this kind, such as a list.
+        batches: Those that the loop goes through, in their order, at least one: of many a sample is
+            taken. Without ``loader``, training takes its batches from something of this kind, such
+            as a list.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
         limits: None for ``Limits()``.
@@ -300,7 +320,7 @@ def autotune(
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = Loop(
         tuple(tasks),
-        list(batches),
+        batches,
         device,
         streams or {},
         frozenset(ordered),
@@ -316,8 +336,9 @@ def autotune(
     load = load_so_far()
     with budget.bar:
         # About how many iterations come after the recording.
-        measured = 2 * _WINDOWS * min(len(loop.batches), _BATCHES)
-        budget.expect((measured + _ROUNDS * (3 + len(ready_made))) * Window().iterations)
+        usual = loop.through().iterations
+        budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
+        loop = loop.agreed()
         recording = loop.record()
         if load is not None and (now := load.others()) is not None and now.is_busy:
             budget.show(progress, now.text)
@@ -439,7 +460,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     budget.show(loop.progress, f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
     rounds_s: list[dict[str, float]] = []
-    window = budget.window(_LEAST_ROUNDS * len(plans), 1.0)
+    window = budget.window(_ROUNDS * len(plans), 1.0, loop.through())
     each = len(plans) * window.iterations
     for turn in range(_ROUNDS):
         if turn >= _LEAST_ROUNDS and not budget.allows(each):

@@ -17,6 +17,9 @@ from typing import NamedTuple
 from swpipe.core.messages import in_ms
 from swpipe.core.progress import progress_bar
 
+_MOST = 48
+"""Iterations of a window: enough for what comes every tenth or sixteenth time."""
+
 
 class Window(NamedTuple):
     """Iterations in a row: those that are not timed, then those that are."""
@@ -28,6 +31,10 @@ class Window(NamedTuple):
     def iterations(self) -> int:
         """All of them."""
         return self.num_warmup + self.num_measure
+
+    def through(self, batches: int) -> Window:
+        """Return one that goes through so many batches, or through as many as are not too long."""
+        return self._replace(num_measure=max(self.num_measure, min(batches, _MOST)))
 
 
 class Budget:
@@ -91,14 +98,15 @@ class Budget:
         self._ran += iterations
         self.bar.update(iterations)
 
-    def window(self, windows: int, until: float) -> Window:
+    def window(self, windows: int, until: float, usual: Window | None = None) -> Window:
         """How long each of some windows may be, for all of them to be over in time.
 
         Args:
             windows: How many there will be.
             until: By what part of the limit they shall be over, from 0 to 1.
+            usual: How long each is without a limit; None for ``Window()``.
         """
-        usual = Window()
+        usual = usual or Window()
         if self.seconds is None:
             return usual
         left_s = max(0.0, until * self.seconds - self.took_s)

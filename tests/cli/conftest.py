@@ -14,7 +14,7 @@ from tests.tasks.clicks.rows import SMALL
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are searched, measured and tried with little effort."""
-    for name, value in {"EFFORT": 0.1, "_ROUNDS": 2, "_WINDOWS": 1, "_BATCHES": 1}.items():
+    for name, value in {"EFFORT": 0.1, "_ROUNDS": 2, "_WINDOWS": 1}.items():
         monkeypatch.setattr(autotuning, name, value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,44 @@ def test_json_that_is_no_cost_model_is_refused(text: str, says: str) -> None:
     """It says where."""
     with pytest.raises(PlanError, match=says):
         CostModel.from_json(text)
+
+
+TABLES = CostModel(
+    {
+        "read": TaskCost(host_us=12, host_each_us=(2, 22)),
+        "train": TaskCost(host_us=1, device_us=5, device_each_us=(4, 6)),
+        "even": TaskCost(host_us=3),
+    }
+)
+
+
+def test_tables_go_to_a_file_and_back() -> None:
+    """Files without tables are read as before."""
+    assert CostModel.from_json(TABLES.to_json()) == TABLES
+    assert (TABLES.iterations, MODEL.iterations) == (2, 0)
+    assert "each_us" not in MODEL.to_json()
+    each = [(one.host_us, one.device_us) for one in TABLES.tasks["train"].each(2)]
+    assert each == [(1, 4), (1, 6)]
+
+
+def test_tables_of_unequal_length_are_refused() -> None:
+    """With each length; a table that is no times is a problem of its task."""
+    text = TABLES.to_json().replace("22", "22, 9")
+    rule = "the tables of all tasks are of the same sampled iterations"
+    lengths = r"read.host_each_us 3, train.device_each_us 2"
+    with pytest.raises(PlanError, match=rf"tables have different lengths \({lengths}\): {rule}"):
+        CostModel.from_json(text)
+    for table in ([2, -1], "ab", 3):
+        with pytest.raises(PlanError, match="task 'a': host_each_us is"):
+            CostModel.from_json(json.dumps({"tasks": {"a": {"host_us": 1, "host_each_us": table}}}))
+
+
+def test_means_and_scaled_costs_keep_their_tables() -> None:
+    """Iteration by iteration; of models whose tables differ in length only the means are left."""
+    twice = TABLES.with_scaled({"read": 2.0})
+    assert twice.tasks["read"].host_each_us == (4, 44)
+    mean = CostModel.mean([TABLES, twice])
+    assert mean.tasks["read"] == TaskCost(host_us=18, host_each_us=(3, 33))
+    assert mean.tasks["train"] == TABLES.tasks["train"]
+    short = CostModel({**TABLES.tasks, "read": TaskCost(8), "train": TaskCost(2)})
+    assert CostModel.mean([TABLES, short]).iterations == 0

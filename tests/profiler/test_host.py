@@ -9,7 +9,7 @@ import pytest
 from swpipe import PipelinePlan
 from swpipe._engine.program import compile_plan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostObserver, HostRun, HostTimes
+from swpipe.profiler.host import HostObserver, HostTimes
 from tests.support.virtual_clock import TimedHost
 
 ON = compile_plan(resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=False).instructions
@@ -47,20 +47,3 @@ def test_a_coarse_cpu_clock_gives_no_negative_time(monkeypatch: pytest.MonkeyPat
     seen.stop(ON["sleep"], 0)
     times.add(seen, range(1))
     assert times.blocked_s == {"sleep": 0.0}
-
-
-def test_what_becomes_shorter_is_told_if_it_is_no_noise() -> None:
-    """Runs of one visit are alike: three visits of 1 ms, then two of 2, say little."""
-
-    def times(*visits_ms: float) -> HostTimes:
-        found = HostTimes(["backward"])
-        for ms in visits_ms:
-            seen = found.observer()
-            seen.runs["backward"] += [HostRun(i, ms / 1e3, ms / 1e3) for i in range(50)]
-            found.add(seen, range(50))
-        return found
-
-    steady, shorter = times(5.0, 5.1, 4.9, 5.0), times(3.0, 3.1, 2.9)
-    assert steady.shorter_in(shorter) == {"backward": pytest.approx(2e-3)}
-    assert times(5.0, 3.0, 7.0, 5.0).shorter_in(times(3.0, 5.0, 4.0)) == {}
-    assert shorter.shorter_in(steady) == {}

@@ -14,6 +14,7 @@ from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls
 from tests.profiler.sleepers import Ahead, InTurn, sleepers
 from tests.profiler.test_result import RESULT
+from tests.reporting.loops import Calls
 from tests.support.virtual_clock import TimedHost
 
 
@@ -107,3 +108,13 @@ def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
     for _ in range(5):
         pulls()
     assert loader.passes == 2
+
+
+@pytest.mark.parametrize("chunk", [4, 10, 12, 16])
+def test_a_loader_that_reads_chunks_does_not_work_ahead(host: TimedHost, chunk: int) -> None:
+    """Most of its calls take nothing, whatever time it has; its first one is like some others."""
+    pulls = Pulls(Calls(host, lambda number: 0.0 if number % chunk else 6.0 * chunk, 4 * chunk))
+    pulls.measure()
+    assert pulls.rate_s == pytest.approx(6e-3)
+    assert not pulls.works_ahead
+    assert pulls.start_s == 0.0

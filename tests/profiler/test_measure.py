@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
-from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import TimedRun, WindowTimer, _Feed
 from tests.profiler.sleepers import overlapped
 
@@ -41,7 +40,7 @@ def pipe() -> Iterator[SWPipeline]:
 
 def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
     """Times five iterations after two."""
-    values = {"batch": "b", "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
+    values = {"batches": ["b"], "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
     return WindowTimer(pipe, **{**values, **changes})
 
 
@@ -50,18 +49,18 @@ def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
     [
         ({}, 5, 2 + 5),
         ({"warmup": 0}, 5, 1 + 5),  # in which a shortcut is cached
-        ({"pipelined": True}, 4, 4 + 5 + 1),  # of spans of depth; the prologue, and the drain
-        ({"pipelined": True, "warmup": 0}, 4, 4 + 5 + 1),
+        ({"pipelined": True}, 5, 4 + 5 + 1),  # the prologue, and the drain
+        ({"pipelined": True, "warmup": 0}, 5, 4 + 5 + 1),
     ],
 )
 def test_a_window(pipe: SWPipeline, changes: dict[str, Any], samples: int, ran: int) -> None:
     """Warm-up, fill and drain run and are not timed; the pipeline is empty afterwards."""
-    times = HostTimes(["see", "act"])
-    assert len(timer(pipe, **changes).window(times)) == samples
+    found = timer(pipe, **changes).passage(5)
+    assert len(found.steps_s) == samples
     assert [i for i, _, _ in SEEN] == list(range(ran))
     assert pipe.in_flight == 0
     first = ran - 5 - (1 if "pipelined" in changes else 0)
-    kept = {name: [turn.iteration for turn in turns] for name, turns in times._kept.items()}
+    kept = {name: [turn.iteration for turn in turns] for name, turns in found.times._kept.items()}
     assert kept == {name: list(range(first, first + 5)) for name in ("see", "act")}
 
 
@@ -84,13 +83,32 @@ def test_every_iteration_gets_a_copy_where_one_is_asked_for(
         log.append("copy")
         return [*batch]
 
-    run = timer(pipe, batch=original, copy=copied, pipelined=pipelined).run()
+    run = timer(pipe, batches=[original], copy=copied, pipelined=pipelined).run()
     run.iterate(2, 3, lambda: log.append("measure"))
     run.end()
     assert log == [*["copy"] * (5 + pipelined), "measure"]
     batches = [batch for _, batch, _ in SEEN]
     assert all(batch == original for batch in batches)
     assert len({id(batch) for batch in (original, *batches)}) == 1 + len(batches)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_iterations_go_through_the_batches_in_their_order(
+    pipe: SWPipeline, pipelined: bool
+) -> None:
+    """Iteration i gets batch i modulo their number, also after a drain in mid-run; all as often."""
+    pipe.run(["first"])
+    SEEN.clear()
+    chosen = timer(pipe, batches=[*"abc"], measure=4, pipelined=pipelined)
+    assert chosen.whole_cycles(4) == 6
+    run = chosen.run()
+    measured = run.iterate(chosen.num_warmup, chosen.whole_cycles(4))
+    run.end()
+    more = run.iterate(1, 3)
+    run.end()
+    assert all(batch == "abc"[number % 3] for number, batch, _ in SEEN)
+    assert [len(run.numbers[part]) for part in (measured, more)] == [6, 3]
+    assert chosen.num_warmup >= 3  # each batch is cached before it is measured
 
 
 @pytest.mark.parametrize("was_on", [True, False])
@@ -176,7 +194,7 @@ def run_on(event: type, log: list[str]) -> TimedRun:
         progress=lambda feed: SimpleNamespace(iter_idx=next(numbers)),
         drain=lambda: None,
     )
-    return TimedRun(pipe, _Feed(None, None))
+    return TimedRun(pipe, _Feed([None], None))
 
 
 def test_timing_events_mark_the_ends_of_iterations() -> None:

@@ -39,7 +39,7 @@ VIEW = """\
 3 ranks, ms      exposed                         host
                   median        worst    on    median        worst    on
 -------------  ---------  -----------  ----  --------  -----------  ----
-iteration           12.5  12.5 ± 0.00     0
+iteration           12.5         12.5     0
 read                5.00  8.00 ± 0.10     1      5.00  8.00 ± 0.20     1
 forward             8.00  8.00 ± 0.10     0      7.00  9.50 ± 0.20     0
 backward            4.00  4.00 ± 0.10     0      4.00  4.00 ± 0.20     0

@@ -32,7 +32,7 @@ RESULT = ProfileResult(
     blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
     device_s={},
     busy_s={},
-    advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'", "", ""),),
+    advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'"),),
     num_warmup=2,
     num_measure=3,
     num_rounds=4,
@@ -217,7 +217,7 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
     for data in ({**json.loads(RESULT.to_json()), **change}, change, [change]):
         with pytest.raises(ValueError, match="profile result"):
             ProfileResult.from_dict(data)
-    with pytest.raises(ValueError, match="a JSON list, not dict"):
+    with pytest.raises(ValueError, match="a JSON list, or an object"):
         ProfileResults.from_json(RESULT.to_json())
 
 

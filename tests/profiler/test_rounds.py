@@ -11,8 +11,9 @@ import pytest
 
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
+from swpipe.profiler.exposures import BASE, Kind
 from swpipe.profiler.host import HostTimes
-from swpipe.profiler.rounds import BASE, MAX_ROUNDS, Counts, Kind, Rounds
+from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
 
 READ, STEP = "read", "step"
 
@@ -29,8 +30,10 @@ class Machine:
     pipelined = False
     num_warmup = 2
     measure = 3
+    cycle = 1
     tasks = ()
     pulls = None
+    device = SimpleNamespace(has_streams=False)
 
     def __init__(
         self,
@@ -82,6 +85,9 @@ class Machine:
     @contextmanager
     def observe(self, seen: object) -> Iterator[None]:
         yield
+
+    def cycle_shortcuts(self, cycle: int) -> None:
+        """There is one batch."""
 
     def check_shortcuts(self) -> None:
         if self.kind in self.modified:

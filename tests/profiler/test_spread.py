@@ -8,13 +8,17 @@ from statistics import fmean
 
 import pytest
 
-from swpipe.profiler.rounds import BASE, Kind, differences_in, visits
+from swpipe.profiler.exposures import BASE, Kind, differences_in
+from swpipe.profiler.rounds import visits
 from swpipe.profiler.spread import (
     Estimate,
     mean_of,
+    mean_of_loop,
+    ms,
     student_95,
     time_saved,
     with_replay,
+    within,
 )
 
 
@@ -88,18 +92,32 @@ def test_visits_and_their_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved_s", "replay_s", "alone", "value_s", "spread_s"),
-    [
-        (7.0, 3.0, True, 10.0, 0.1),
-        (-9.3, 9.9, True, 0.6, 0.1),  # 2,000 rows that take longer to replay than to read
-        (7.0, 3.0, False, 8.5, 1.6),  # other work may hide the replay, or wait for it
-        (0.0, 3.0, False, 1.5, 1.6),
-        (-2.0, 3.0, False, -0.5, 1.6),
-    ],
+    ("saved_s", "replay_s", "value_s", "spread_s"),
+    [(7.0, 3.0, 8.5, 1.6), (0.0, 3.0, 1.5, 1.6), (-2.0, 3.0, -0.5, 1.6)],
 )
 def test_the_time_of_a_replay_is_added(
-    saved_s: float, replay_s: float, alone: bool, value_s: float, spread_s: float
+    saved_s: float, replay_s: float, value_s: float, spread_s: float
 ) -> None:
-    """Where it is not known how much of it is exposed, the interval says so."""
-    found = with_replay(Estimate(saved_s, 0.1), replay_s, alone=alone)
-    assert found == Estimate(pytest.approx(value_s), pytest.approx(spread_s))
+    """Other work may hide it, or wait for it: the interval says that this is not known."""
+    found = with_replay(Estimate(saved_s, 0.1), replay_s)
+    assert found == pytest.approx((value_s, spread_s))
+
+
+def test_differences_of_batches_are_no_uncertainty() -> None:
+    """Of whole passes the means count; a loop that was gone through once has parts."""
+    even = mean_of_loop([14.0, 34.0] * 30, cycle=2)
+    assert even == (24.0, 0.0)
+    noisy = mean_of_loop([14.0, 34.0, 15.0, 35.0] * 15, cycle=2)
+    assert noisy.value_s == 24.5
+    assert 0 < noisy.spread_s < 2.0
+    grows = mean_of_loop([float(number) for number in range(60)], cycle=60)
+    assert grows.value_s == 29.5
+    assert grows.spread_s > 10.0
+
+
+def test_an_interval_of_nothing_is_not_printed() -> None:
+    """Nor one that is nothing in the digits shown."""
+    assert Estimate(0.012, 0.0).text == "12.0"
+    assert Estimate(0.012, 0.0006).text == "12.0 ± 0.60"
+    assert within(0.000001) == ""
+    assert within(0.000001, ms) == " ± 0.001"

@@ -1,40 +1,68 @@
 """Loops whose truth is known by construction: the step, what bounds it, and what to do first.
 
-They stand on a virtual clock in the tests, and on a real one in ``python -m bench verdicts``.
+They stand on a virtual clock in the tests, and on a real one in ``python -m bench verdicts``. In
+half of them batches differ, in ways that people have: lengths, kinds, bursts, what comes every so
+many steps, files that are read in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
-from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
-from tests.reporting.loops import Clock, takes
+from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from tests.reporting.loops import Clock, lock_of, take
+
+Ms: TypeAlias = float | Callable[[int], float]
+"""Milliseconds on the CPU, or off it if negative; or those for each batch, by its number."""
 
 
 class Case(NamedTuple):
     """A loop, and what is true of it.
 
     Attributes:
-        tasks: Name to milliseconds on the CPU, or off it if negative; "train" and "log" have a
-            state, the others are pure.
+        tasks: What each takes; "train" and "log" have a state each, "evaluate" that of "train", the
+            others are pure.
         loader: Whether it works ahead, the milliseconds of a batch, and if they count those of the
-            start of a pass, and the batches of a pass; None if batches cost nothing.
+            start of a pass, and the batches of a pass; "calls", with the milliseconds of each call;
+            None if batches cost nothing.
         step: Milliseconds.
         first: How the advice begins.
         saves: Milliseconds that it saves; None if that is not of interest.
         ahead: Tasks on a thread of their own, a stage ahead.
+        ceiling: Milliseconds that any plan can save at most; None if that is not of interest.
+        batches: How many a pass has.
+        cores: Of the machine.
+        locked: Tasks that hold one lock, of which nobody knows.
     """
 
-    tasks: Mapping[str, float]
+    tasks: Mapping[str, Ms]
     loader: tuple[Any, ...] | None
     step: float
     bound: str
     first: str
     saves: float | None = None
     ahead: tuple[str, ...] = ()
+    ceiling: float | None = None
+    batches: int = 8
+    cores: int = 2
+    locked: tuple[str, ...] = ()
 
 
+def every(period: int, ms: float, otherwise: float = 0.0) -> Callable[[int], float]:
+    """So much for one batch in so many, the last of them."""
+    return lambda number: ms if number % period == period - 1 else otherwise
+
+
+def length(number: int) -> float:
+    """The length of a sequence, from 0 to 1: many short ones and few long ones, in no order."""
+    return (number * 0.6180339887 % 1) ** 2
+
+
+NO_LOCK = nullcontext()
 LOADER_THREAD = "Call the loader on a thread of its own"
 CASES = {
     "nothing to overlap": Case({"train": 30}, None, 30, "compute-bound", "Make train take half"),
@@ -90,24 +118,118 @@ CASES = {
         {"decode": 20, "train": 30}, ("ahead", 60), 60, "input-bound", "Make a batch", None,
         ("decode",),
     ),
+    # Batches differ.
+    "two kinds of batches": Case(
+        {"read": every(2, -22, -2), "train": 12}, None, 24, "input-bound", "Run read", 12,
+        ceiling=12,
+    ),
+    "two tasks that take turns": Case(
+        {"augment": every(2, 20), "train": lambda b: 0 if b % 2 else 20}, None, 20, "input-bound",
+        "Run augment", 10, ceiling=10,
+    ),
+    "bursts": Case(
+        {"decode": lambda b: -27 if b % 20 < 5 else -1, "train": 6.25}, None, 13.75, "input-bound",
+        "Run decode", None, ceiling=7.5, batches=40,
+    ),
+    "evaluation in every tenth step": Case(
+        {"train": 10, "evaluate": every(10, 60)}, None, 16, "compute-bound", "Make train", 5,
+        ceiling=0, batches=40,
+    ),
+    "a checkpoint in every tenth step": Case(
+        {"train": 11, "log": every(10, -50)}, None, 16, "compute-bound", "Run", 5, ceiling=5,
+        batches=40,
+    ),
+    "logs in every fourth step": Case(
+        {"train": 10, "log": every(4, -20)}, None, 15, "compute-bound", "Run", 5, ceiling=5,
+        batches=40,
+    ),
+    "lengths that grow": Case(
+        {"decode": 5, "train": lambda b: 7 + b / 2}, None, 21.75, "compute-bound", "Run decode", 5,
+        ceiling=5, batches=40,
+    ),
+    "lengths of which few are long": Case(
+        {"decode": lambda b: 2 + 10 * length(b), "train": lambda b: 4 + 20 * length(b)}, None,
+        6 + 30 * sum(map(length, range(40))) / 40, "compute-bound", "Run decode", None,
+        ceiling=2 + 10 * sum(map(length, range(40))) / 40, batches=40,
+    ),
+    "reads that jitter": Case(
+        {"read": lambda b: -math.log(1 - (b + 1) * 0.6180339887 % 1) * -8, "train": 9}, None,
+        9 + sum(-math.log(1 - (b + 1) * 0.6180339887 % 1) * 8 for b in range(40)) / 40,
+        "compute-bound", "Run read", None, batches=40,
+    ),
+    "two of three batches are cached": Case(
+        {"fetch": every(3, -30), "train": 8}, None, 18, "input-bound", "Run fetch", 10, ceiling=10,
+        batches=39,
+    ),
+    "a cold cache at the beginning": Case(
+        {"read": lambda b: -42 if b < 10 else -2, "train": 10}, None, 22, "input-bound", "Run read",
+        None, batches=40,
+    ),
+    "a loader that reads sixteen batches at once": Case(
+        {"train": -10}, ("calls", every(16, 96), 48), 16, "host-bound", LOADER_THREAD, 6, ceiling=6,
+        batches=40,
+    ),
+    "a loader of two kinds of files": Case(
+        {"train": 12}, ("calls", every(2, 16, 2), 40), 21, "compute-bound", LOADER_THREAD, 9,
+        ceiling=9, batches=40,
+    ),
+    "a pass whose batches are sorted by length": Case(
+        {"decode": lambda b: 1 + b / 4, "train": lambda b: 4 + b / 2}, None, 19.625,
+        "compute-bound", "Run decode", 5.875, ceiling=5.875, batches=40,
+    ),
+    "a plan that is too shallow for two kinds of batches": Case(
+        {"read": every(2, -22, -2), "train": 12}, None, 17, "input-bound", "Have up to", 5,
+        ("read",), ceiling=5,
+    ),
+    "a fetch that is slower than the body": Case(
+        {"fetch": -80, "train": 20}, None, 100, "input-bound", "Run fetch on", None, ceiling=80,
+    ),
+    "a decode that has cores to spare": Case(
+        {"decode": 30, "train": 10}, None, 40, "input-bound", "Run decode on 3 threads", 30,
+        ceiling=30, cores=4,
+    ),
+    "a task that hides another one": Case(
+        {"read": -60, "train": 120}, None, 120, "compute-bound", "Make train take half", 60,
+        ("read",), ceiling=0,
+    ),
+    "a lock of the user's own": Case(
+        {"read": -15, "train": -15}, None, 30, "input-bound", "Make", None, ceiling=0,
+        locked=("read", "train"),
+    ),
+    "code that holds the interpreter lock": Case(
+        {"decode": 15, "train": 15}, None, 30, "input-bound", "Make", None, ceiling=0,
+        locked=("decode", "train"),
+    ),
 }  # fmt: skip
 
 
-def tasks_of(host: Clock, tasks_ms: Mapping[str, float]) -> list[PipelineTask]:
-    """Each reads what the one before it made."""
+def tasks_of(
+    host: Clock, tasks_ms: Mapping[str, Ms], locked: tuple[str, ...] = ()
+) -> list[PipelineTask]:
+    """Each reads what the one before it made, and takes what it does for this batch."""
     found: list[PipelineTask] = []
+    clock = ref(host)
+    lock = lock_of(host)  # no task has the clock for its state
     for name, ms in tasks_ms.items():
-        fn = takes(host, computes_ms=max(0, ms), waits_ms=max(0, -ms))
 
-        def run(ctx: Any, name: str = name, fn: Any = fn, before: Any = found[-1:]) -> None:
+        def run(
+            ctx: IterContext,
+            name: str = name,
+            ms: Ms = ms,
+            held: Any = lock if name in locked else NO_LOCK,
+            before: Any = found[-1:],
+        ) -> None:
             for one in before:
                 getattr(ctx, one.name)
-            fn(ctx)
+            now_ms = ms(ctx.batch) if callable(ms) else ms
+            with held:
+                take(clock(), computes_ms=max(0, now_ms), waits_ms=max(0, -now_ms))
             setattr(ctx, name, 1)
 
         said: dict[str, Any] = {"pure": True}
-        if name in ("train", "log"):
-            said = {"io": [DeclaredIO(state=name, mode="rw", others="")]}
+        if name in ("train", "log", "evaluate"):
+            state = "train" if name == "evaluate" else name
+            said = {"io": [DeclaredIO(state=state, mode="rw", others="")]}
         found.append(PipelineTask(name, run, **said))
     return found
 

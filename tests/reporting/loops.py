@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import ref
 
@@ -25,13 +26,51 @@ def takes(host: Clock, *, computes_ms: float = 0, waits_ms: float = 0) -> Callab
     """
     clock = ref(host)
 
-    def fn(ctx: IterContext) -> None:
-        now = clock()
-        assert now is not None
-        now.compute(computes_ms / 1e3)
-        now.sleep(waits_ms / 1e3)
+    return lambda ctx: take(clock(), computes_ms=computes_ms, waits_ms=waits_ms)
 
-    return fn
+
+def take(clock: Clock | None, *, computes_ms: float = 0, waits_ms: float = 0) -> None:
+    """Be on the CPU for so long, then off it."""
+    assert clock is not None
+    clock.compute(computes_ms / 1e3)
+    clock.sleep(waits_ms / 1e3)
+
+
+class VirtualLock:
+    """A lock of the program's own, for threads on a virtual clock."""
+
+    def __init__(self, host: TimedHost) -> None:
+        self._host = ref(host)
+        self._held = False
+
+    def __enter__(self) -> None:
+        host = self._host()
+        assert host is not None
+        host.wait_until(lambda: not self._held, "the lock")
+        self._held = True
+
+    def __exit__(self, *failure: object) -> None:
+        self._held = False
+
+
+def lock_of(clock: Clock) -> Any:
+    """A lock for threads on this clock."""
+    return VirtualLock(clock) if isinstance(clock, TimedHost) else threading.Lock()
+
+
+class Calls:
+    """A loader whose call for each batch takes what ``ms`` says of its number, off the CPU."""
+
+    def __init__(self, clock: Clock, ms: Callable[[int], float], length: int) -> None:
+        self.clock, self.ms, self.length = clock, ms, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.length):
+            self.clock.sleep(self.ms(number) / 1e3)
+            yield number
 
 
 class Batches:

@@ -140,7 +140,7 @@ def test_a_ceiling_is_worth_it_beyond_noise_and_a_few_percent(
 
 def test_a_promise_is_kept_where_the_intervals_meet() -> None:
     """And nothing is said where it was not tried."""
-    advice = Advice("move", "read", 0.010, 0.002, "thread 'io'", "", "{}")
+    advice = Advice("move", "read", 0.010, 0.002, "thread 'io'", "", PLAN)
     assert PromisedChange(advice).kept is None
     assert PromisedChange(advice, Estimate(0.007, 0.001)).kept
     assert PromisedChange(advice, Estimate(0.006, 0.001)).kept is False

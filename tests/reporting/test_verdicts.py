@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import os
+from itertools import chain, cycle, islice, repeat
+from typing import Any
 
 import pytest
 
-from swpipe import report
+from swpipe import PipelinePlan, PipelineTask, SWPipeline, report
 from tests.profiler.sleepers import Ahead, InTurn
-from tests.reporting.known_loops import CASES, plan_of, tasks_of
+from tests.reporting.known_loops import CASES, Case, plan_of, tasks_of
+from tests.reporting.loops import Calls
 from tests.support.virtual_clock import TimedHost
 
-LOADERS = {"ahead": Ahead, "in turn": InTurn}
+LOADERS: dict[str, Any] = {"ahead": Ahead, "in turn": InTurn, "calls": Calls}
+_RUN = 480  # iterations: whole passes of all batches
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_report_says_what_is_true(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The step within its interval; the verdict; the first advice, and what it saves."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    """The step; the verdict; the first advice, what it saves; the ceiling, and that it holds."""
     case = CASES[name]
-    loader = None if case.loader is None else LOADERS[case.loader[0]](host, *case.loader[1:])
-    found = report(
-        tasks_of(host, case.tasks), range(8), plan=plan_of(case), loader=loader, rounds=2
-    )
-    step = found.profile.step
-    assert abs(1e3 * step.value_s - case.step) <= 1e3 * step.spread_s + 0.02 * case.step
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(case.cores)})
+    kind, *about = case.loader or ("",)
+    loader = LOADERS[kind](host, *about) if kind else None
+    tasks, plan = tasks_of(host, case.tasks, case.locked), plan_of(case)
+    found = report(tasks, range(case.batches), plan=plan, loader=loader, rounds=2)
+    step_ms = 1e3 * found.profile.step.value_s
+    assert step_ms == pytest.approx(case.step, rel=0.03)
     assert found.verdict.bound == case.bound
     assert found.next_step.startswith(case.first)
     assert "<pull>" not in str(found)
     if case.saves is not None:
         advice = found.changes[0].advice
         assert abs(1e3 * advice.saved_s - case.saves) <= 1e3 * advice.spread_s + 0.05 * case.saves
+    if case.ceiling is not None:
+        assert 1e3 * found.ceiling.saved_s == pytest.approx(case.ceiling, abs=0.03 * case.step)
     for one in found.changes:
-        if one.advice.plan:
+        if one.advice.plan is not None:
             assert one.advice.saved_s <= found.ceiling.saved_s
             assert one.kept
+            obtained_ms = step_ms - run_ms(host, case, tasks, one.advice.plan, loader)
+            promised_ms = 1e3 * one.advice.saved_s
+            error_ms = 1e3 * one.advice.spread_s + 0.05 * case.step
+            assert abs(obtained_ms - promised_ms) <= error_ms
+            assert obtained_ms <= 1e3 * found.ceiling.saved_s + 0.03 * case.step
     assert sum(part.seconds for part in found.parts) == pytest.approx(found.profile.baseline_s)
+
+
+def run_ms(
+    host: TimedHost, case: Case, tasks: list[PipelineTask], plan: PipelinePlan, loader: Any
+) -> float:
+    """A step of a run under a plan, without swpipe's profiler: from one hand-over to another."""
+    with SWPipeline(plan, tasks, check_effects=False) as pipe:
+        batches = cycle(range(case.batches))
+        if loader is not None:
+            batches = chain.from_iterable(repeat(loader))
+        ends_s = [host.perf_counter() for _ in pipe.iterate(islice(batches, 2 * _RUN))]
+    lead = _RUN // 4
+    return 1e3 * (ends_s[lead + _RUN] - ends_s[lead]) / _RUN

@@ -342,7 +342,7 @@ def test_a_trial_has_as_many_rounds_as_there_is_time_for(
 
 
 def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one batch at least; in half of the time, those of a plan are not measured again."""
+    """One in a window at least; in half of the time, those of a plan are not measured again."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(autotuning, "_WINDOWS", 3)
     monkeypatch.setattr(autotuning, "measure_costs", clock.take(1.0))
@@ -351,9 +351,9 @@ def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -
         clock.now_s += 2
     assert loop.budget.window(6, 0.3) == Window(1, 3)
     loop.measure(SERIAL, 0.3)
-    assert clock.now_s == 2 + 2 * 3 * 4
+    assert clock.now_s == 2 + 3 * 9
     loop.measure(SERIAL, 0.3)  # no time is left: the least
-    assert clock.now_s == 26 + 3 * 2
+    assert clock.now_s == 29 + 3 * 2
     assert not loop.budget.allows(0, 0.3)
     assert Budget().window(6, 0.3) == Window(3, 10)
 
@@ -488,3 +488,31 @@ def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(
         assert {*rounds[0]} == {"serial", on_cores, again, PLANNED, PLANNED_AGAIN}
         assert tuned.plan.schedule["read"].workers == workers
         assert f"{tuned.plan.threads} threads" in tuned.format()
+
+
+def test_a_trial_goes_through_batches_from_all_over_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All plans of a turn through the same ones in a row; a window is no shorter than ten."""
+    tried: list[list[int]] = []
+
+    def try_plans(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+        tried.append([*batches])
+        return dict.fromkeys(plans, 1.0)
+
+    monkeypatch.setattr(autotuning, "try_plans", try_plans)
+    loop = Loop(TASKS, range(1000), "cpu")
+    for turn in range(4):
+        loop.try_round({"serial": SERIAL}, turn, None, loop.through(20))
+    assert [len(batches) for batches in tried] == [20] * 4
+    assert max(map(max, tried)) - min(map(min, tried)) > 500
+    assert loop.through() == Window(3, 48)
+    assert Loop(TASKS, range(3), "cpu").through() == Window(3, 10)
+
+
+def test_a_trial_has_whole_passes_of_a_loader() -> None:
+    """And the batches in them come as often as each other."""
+    loop = Loop(TASKS, range(40), "cpu", loader=range(48))
+    window = loop.through()
+    assert window == Window(3, 48)
+    assert loop._cycle(window) == 24

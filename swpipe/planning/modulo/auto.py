@@ -416,7 +416,7 @@ def check_limit(max_bytes: int, costs: CostModel | None = None) -> None:
 
 def _above(ii_us: float, bounds: Bounds) -> str:
     gap = ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
-    above = "optimal:" if gap < 1e-6 else f"{gap:.2%} above"
+    above = "optimal by these costs:" if gap < 1e-6 else f"{gap:.2%} above"
     bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
     return f"The predicted interval is {above} {bound}."
 

@@ -13,6 +13,9 @@ executions are processed in order of time.
 Executions for iterations that do not exist, before the first and after the last, take no time;
 threads still go through them and do their host waits, as in the engine.
 
+Where a node has the times of sampled iterations, iteration i takes that of sample i modulo their
+number, in all nodes alike: what is slow together stays so.
+
 A run may have no last iteration: it is simulated as far as requested. The graph must then limit how
 far the host gets ahead of the device (``TimedGraph.limited``).
 """
@@ -68,6 +71,8 @@ class EventSimulator:
         self._out = _outgoing(graph)
         self._stage = [node.stage for node in graph.nodes]
         self._time = [node.time for node in graph.nodes]
+        self._each = [node.each for node in graph.nodes]
+        self._sampled = graph.sampled
         self._lock = [node.lock for node in graph.nodes]
         # For contended executions:
         number = {LOCK: _LOCK}
@@ -126,6 +131,7 @@ class EventSimulator:
         stage, time, request, out = self._stage, self._time, self._request, self._out
         start, pending, end = self.start, self._pending, self.end
         queues = self.graph.queues
+        each, sampled = self._each, self._sampled
         while stack:
             execution = stack.pop()
             k = execution % size
@@ -138,7 +144,7 @@ class EventSimulator:
                     if (needed := request[k]) is not None:
                         heapq.heappush(self._heap, (ended, execution, needed))
                         continue
-                    ended += time[k]
+                    ended += each[k][iteration % sampled] if each[k] else time[k]
                 end[execution] = ended
             for ahead, extra, distance in out[k]:
                 other = execution + ahead
@@ -179,10 +185,16 @@ class EventSimulator:
         return [execution]
 
     def _start(self, execution: int, k: int, begin: int) -> None:
+        time, lock = self._time[k], self._lock[k]
+        if self._each[k] and time:
+            iteration = execution // self.size - self._stage[k]
+            taken = self._each[k][iteration % self._sampled]
+            lock = lock * taken // time  # the same part of each run
+            time = taken
         self.start[execution] = begin
-        self.end[execution] = begin + self._time[k]
-        if self._lock[k]:
-            self._free[_LOCK] = begin + self._lock[k]
+        self.end[execution] = begin + time
+        if lock:
+            self._free[_LOCK] = begin + lock
         for what in self._needs[k]:
             self._free[what] = self.end[execution]
             for waiting in self._blocked.pop(what, ()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from swpipe._engine.program import OWN, compile_plan
@@ -17,6 +19,9 @@ from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
 """How many iterations to simulate at most, in multiples of the graph's reach."""
+
+LEAD = 4
+"""How many iterations come before the sampled ones, in multiples of the graph's reach."""
 
 LONGEST_PATTERN = 12
 """Iterations in the longest repeating pattern that is searched for."""
@@ -37,6 +42,8 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
         enough_us: If a lower bound shows that the interval is at least this, the bound is returned
             and nothing is simulated.
     """
+    if graph.sampled:
+        return _sampled_interval(graph)
     _, busy = graph.busiest()
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busy)
     bound_us = busy / TICKS_PER_US if cycle is None else cycle.ratio_us
@@ -52,6 +59,19 @@ def interval_us(
     """The interval in microseconds of a validated plan; ``enough_us`` as for ``interval_of``."""
     program = compile_plan(resolve_plan(plan), streams=streams)
     return interval_of(timed_graph(program, costs), enough_us).ii_us
+
+
+def _sampled_interval(graph: TimedGraph) -> Interval:
+    """The mean over the sampled iterations, which repeat; exact if they do so in equal times."""
+    lead = -(-LEAD * graph.reach // graph.sampled) * graph.sampled
+    ends = [lead + turn * graph.sampled for turn in range(3)]
+    graph = graph.limited()
+    # More iterations follow, so that the last ones do not find the threads idle.
+    run = EventSimulator(graph, ends[-1] + graph.in_flight + graph.reach)
+    retired = [run.retired(end) for end in ends]
+    passes = [late - early for early, late in pairwise(retired)]
+    mean_us = fmean(passes) / graph.sampled / TICKS_PER_US
+    return Interval(mean_us, exact=len({*passes}) == 1)
 
 
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
@@ -131,6 +151,8 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     if cycle is not None and ii_us <= cycle.ratio_us:
         return _of_cycle(graph, cycle)
     nodes = graph.nodes
+    if graph.sampled:
+        return Limit(f"iterations that differ: {graph.depth} in flight do not even them out")
     wanted = {f"stream {nodes[node].row.name!r}" for node in graph.queues}
     wanted |= {f"resource {what!r}" for node in nodes for what in node.resources}
     wanted |= {f"the {LOCK}" for node in nodes if node.lock}

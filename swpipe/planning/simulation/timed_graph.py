@@ -55,13 +55,14 @@ class Node(NamedTuple):
         task: The instruction's task.
         stage: As in the program: in period p it works on iteration p - stage.
         row: The thread group or the stream.
-        time: Duration in ticks.
+        time: Duration in ticks, in the mean.
         lock: The first so many of these ticks need the interpreter lock; 0 if no other thread
             holds it.
         resources: What goes to whoever requests it first, and is held from start to end.
         previous: For host work, the node before it on its thread; for the thread's first, its last.
         back: How many periods before that one is: 0, and for the thread's first 1, or as many as
             the group has workers.
+        each: The duration in each sampled iteration, which repeat; () if it is always ``time``.
     """
 
     task: str
@@ -72,6 +73,7 @@ class Node(NamedTuple):
     resources: tuple[str, ...] = ()
     previous: int = -1
     back: int = 0
+    each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,11 @@ class TimedGraph:
         """How many iterations can have begun of which the device has not done all."""
         return self.depth + (self.run_ahead or 0)
 
+    @property
+    def sampled(self) -> int:
+        """How many sampled iterations there are; 0 if each task always takes the same."""
+        return max(len(node.each) for node in self.nodes)
+
     def busiest(self) -> tuple[Row | str, int]:
         """What is busy longest in an iteration, and for how many ticks."""
         loads = ((key, sum(uses.values())) for key, uses in self.load.items())
@@ -151,9 +158,14 @@ def thread_time(cost: TaskCost, streams: bool) -> int:
     return host_time(cost, streams and not cost.blocks)
 
 
-def timed_graph(program: Program, costs: CostModel, *, least: int = 0) -> TimedGraph:
-    """The graph of a program; every instruction takes ``least`` ticks of its thread or more."""
-    return _Builder(program, costs, least).build()
+def timed_graph(
+    program: Program, costs: CostModel, *, least: int = 0, sampled: bool = False
+) -> TimedGraph:
+    """The graph of a program; every instruction takes ``least`` ticks of its thread or more.
+
+    With ``sampled`` its nodes have the times of the sampled iterations, beside their means.
+    """
+    return _Builder(program, costs, least, sampled).build()
 
 
 class _Line(NamedTuple):
@@ -171,8 +183,9 @@ class _Line(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, program: Program, costs: CostModel, least: int) -> None:
+    def __init__(self, program: Program, costs: CostModel, least: int, sampled: bool) -> None:
         self.program = program
+        self.sampled = costs.iterations if sampled else 0
         self.streams = streams = program.streams
         self.handover = ticks(costs.handover_us)
         known = costs.of(program.tasks)
@@ -181,6 +194,9 @@ class _Builder:
         found = program.instructions
         self.instructions = order = [found[name] for name in program.order]
         self.costs = [known.get(ins.task, TaskCost()) for ins in order]
+        if not sampled:
+            self.costs = [replace(one, host_each_us=(), device_each_us=()) for one in self.costs]
+        self.least = least
         self.times = [max(least, host_time(cost, streams)) for cost in self.costs]
         self.host = {ins.task: k for k, ins in enumerate(order)}
         self.device: dict[str, int] = {}
@@ -267,11 +283,14 @@ class _Builder:
             previous = before[ins.task]
             back = 0 if ins.position else len(self.threads[self.rows[k]])
             row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
-            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back))
+            each = [*cost.each(self.sampled)]
+            times = tuple(max(self.least, host_time(one, self.streams)) for one in each)
+            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back, times))
             if ins.task in self.device:
                 time = ticks(cost.device_us)
-                device.append(Node(ins.task, ins.stage, stream_row, time, 0, there))
-        returns = [nodes[k]._replace(time=0, lock=0, resources=()) for k in self.returns]
+                work = Node(ins.task, ins.stage, stream_row, time, 0, there)
+                device.append(work._replace(each=tuple(ticks(one.device_us) for one in each)))
+        returns = [nodes[k]._replace(time=0, lock=0, resources=(), each=()) for k in self.returns]
         return nodes + device + returns
 
     def _passed(self, ins: Instruction) -> int:

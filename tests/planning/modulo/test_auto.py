@@ -49,7 +49,9 @@ def test_a_plan_has_its_interval_and_keeps_what_is_not_the_planners(number: int)
     validate(plan)
     assert simulate(plan, given.costs, streams=given.streams).ii_us == choice.ii_us
     assert choice.ii_us >= choice.bounds.ii_us * (1 - 1e-12)
-    assert choice.why[0].startswith("The predicted interval is optimal: ") == (choice.gap < 1e-6)
+    assert choice.why[0].startswith("The predicted interval is optimal by these costs: ") == (
+        choice.gap < 1e-6
+    )
     assert (plan.deps, plan.cross_iter_deps) == (given.plan.deps, given.plan.cross_iter_deps)
     for name, entry in plan.schedule.items():
         before = given.plan.schedule[name]

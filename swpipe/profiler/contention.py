@@ -1,0 +1,167 @@
+"""Why tasks that were to run beside each other did not: what they share, and nobody declared.
+
+No cost says what two tasks share. It shows when they run side by side: each takes longer than
+alone. Then a plan under which they do is watched::
+
+    task         [==== on the CPU ====|.... off the CPU ....]
+                        |                      |-- in futex: waits for a lock
+                        |                      |-- elsewhere: a disk, a link, a device
+                        `-- longer than alone: memory bandwidth, caches
+    contender    [== has the interpreter lock ==|.. waits: some thread holds it all the time ..]
+
+The contender is that of ``swpipe.profiler.thread_costs``. Linux tells in which system call a thread
+waits, and how often it gave up its core.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from swpipe.core.messages import listed
+from swpipe.pipeline import SWPipeline
+from swpipe.profiler.measure import WindowTimer
+from swpipe.profiler.spread import short_ms
+from swpipe.profiler.thread_costs import GilContender
+
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine, "")
+_TASKS = Path("/proc/self/task")
+_EVERY_S = 1e-3
+_MUCH, _LOCKED = 0.5, 0.8
+"""A cause is named that explains so much of the time; the contender shares the cores with others,
+so that some of its time is lost in any case."""
+
+_LEAST = 0.1
+"""A task takes longer beside others if it does by this part of its time alone."""
+
+
+class Contention(NamedTuple):
+    """What was seen while tasks ran side by side; seconds per iteration.
+
+    Attributes:
+        longer_s: Task to how much longer it took than alone.
+        cpu_s: On the CPU, all threads together, and the same of the tasks alone.
+        switches: How often threads gave up their cores.
+        in_futex: The part of the looks at waiting threads that found them in ``futex``; None where
+            the system does not tell.
+        locked: The part of the time in which some other thread held the interpreter lock.
+    """
+
+    longer_s: Mapping[str, float]
+    cpu_s: tuple[float, float]
+    switches: float
+    in_futex: float | None
+    locked: float
+
+    @property
+    def cause(self) -> str:
+        """The usual cause that the figures point to."""
+        beside_s, alone_s = self.cpu_s
+        if not self.longer_s:
+            return "waits between tasks, which the simulator does not know"
+        if self.locked >= _LOCKED:
+            return "the interpreter lock, which some task holds while it computes or waits"
+        if beside_s - alone_s >= _MUCH * sum(self.longer_s.values()):
+            return "memory bandwidth or caches: the same work takes more of the CPU"
+        if self.in_futex is None or self.in_futex >= _MUCH:
+            return "a lock of the program's own, which both tasks take"
+        return "one disk, link or device that both tasks use"
+
+    @property
+    def text(self) -> str:
+        """What was seen, and the usual causes in the order of how often they are met."""
+        beside_s, alone_s = self.cpu_s
+        longer = listed([f"{name} {short_ms(s)} ms" for name, s in self.longer_s.items()])
+        futex = "unknown" if self.in_futex is None else f"{self.in_futex:.0%}"
+        return (
+            f"Side by side tasks take longer than alone ({longer or 'none by much'}), most likely "
+            f"for {self.cause}. CPU time of all threads {short_ms(beside_s)} ms, alone "
+            f"{short_ms(alone_s)}; {self.switches:.0f} context switches; waiting in futex {futex}; "
+            f"interpreter lock taken {self.locked:.0%}. Usual causes, in order: the interpreter "
+            "lock, a lock of the program's own, one disk or link, memory bandwidth."
+        )
+
+
+def contention(
+    pipe: SWPipeline[Any],
+    batches: Sequence[Any],
+    alone_s: Mapping[str, float],
+    alone_cpu_s: Mapping[str, float],
+    count: int,
+) -> Contention:
+    """Run a borrowed pipeline under its plan, and see what its tasks wait for.
+
+    Args:
+        pipe: Under the plan.
+        batches: To run on, again and again.
+        alone_s: Task to its time on its thread where nothing runs beside it.
+        alone_cpu_s: The same on the CPU.
+        count: How many iterations.
+    """
+    timer = WindowTimer(pipe, batches, None, 1, count, pipelined=True)
+    with _Looks() as looks:
+        beside = timer.passage(count).times
+    with GilContender() as contender:
+        begin_s = time.perf_counter()
+        timer.window()
+        took_s = time.perf_counter() - begin_s
+    longer_s = {
+        name: host_s - alone_s[name]
+        for name, host_s in beside.host_s.items()
+        if host_s > (1 + _LEAST) * alone_s.get(name, host_s)
+    }
+    return Contention(
+        longer_s,
+        (sum(beside.cpu_s.values()), sum(alone_cpu_s.values())),
+        looks.switches / count,
+        looks.in_futex,
+        1 - min(1.0, contender.held_s / took_s) if took_s else 0.0,
+    )
+
+
+class _Looks:
+    """Looks every millisecond where the threads of this process wait."""
+
+    def __enter__(self) -> _Looks:
+        self._seen: Counter[bool] = Counter()
+        self._before = _switches()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="swpipe-looks", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.switches = _switches() - self._before
+
+    @property
+    def in_futex(self) -> float | None:
+        """The part of the looks that found a thread there; None where none could be made."""
+        count = self._seen.total()
+        return self._seen[True] / count if count else None
+
+    def _look(self) -> None:
+        own = str(threading.get_native_id())
+        while not self._ended.wait(_EVERY_S):
+            for path in _TASKS.glob("*/syscall") if _FUTEX else ():
+                with suppress(OSError):  # the thread has ended, or the system does not tell
+                    number = path.read_text().partition(" ")[0]
+                    if number.isdecimal() and path.parent.name != own:
+                        self._seen[number == _FUTEX] += 1
+
+
+def _switches() -> int:
+    """Return how often threads of this process gave up their cores, of those that are alive."""
+    count = 0
+    for path in _TASKS.glob("*/status"):
+        with suppress(OSError, ValueError):
+            lines = path.read_text().splitlines()
+            count += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return count

@@ -1,0 +1,173 @@
+"""Exposed times from rounds of visits: of all sampled iterations, or of those with one batch.
+
+Serially times add up::
+
+    iteration  | read | decode | forward | backward | gaps |
+    exposed(forward) = forward + what the others take less + what the gaps take less
+
+So what others take longer by chance, such as a checkpoint in every tenth iteration, does not count
+against a task: they count where they take less in all rounds, beyond their noise.
+
+Under a plan, and on a device, times do not add up: there, iterations with and without a shortcut
+are compared as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple, TypeAlias
+
+from swpipe.core.plan import PULL
+from swpipe.profiler.host import HostObserver, HostRun, HostTimes
+from swpipe.profiler.measure import Passage
+from swpipe.profiler.spread import Estimate, mean_of, mean_of_loop, time_saved, with_replay
+
+Kind: TypeAlias = str
+"""The task that is shortcut in a visit; ``PULL`` where the loader is not called."""
+
+Visit: TypeAlias = tuple[Kind, list[float]]
+"""A kind, and the times of the iterations that were timed."""
+
+BASE: Kind = ""
+"""No task."""
+
+_SURE, _LEAST_S = 2.0, 20e-6
+"""Others take less if they do by so many times the half-width of the 95% interval, and by so many
+seconds at least."""
+
+
+class Round(NamedTuple):
+    """What was seen in a round: by iteration the time of each, visit by visit the kinds.
+
+    Attributes:
+        seen: The times of all tasks.
+        visits: Kind to the times of its iterations, by their numbers.
+        pulls: The loader's call in an iteration, by its number; empty if none is known.
+    """
+
+    seen: HostObserver
+    visits: Sequence[tuple[Kind, Mapping[int, float]]]
+    pulls: Mapping[int, HostRun]
+
+    def hosts_s(self, pulls: bool) -> dict[int, dict[str, float]]:
+        """Return the time of each task in each iteration; with ``pulls`` that of the call, too."""
+        found: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, runs in self.seen.runs.items():
+            for run in runs:
+                found[run.iteration][name] = run.wall_s
+        for number, run in self.pulls.items() if pulls else ():
+            found[number][PULL] = run.wall_s
+        return found
+
+
+class Exposures:
+    """What rounds of visits show of all sampled iterations, or of those with one of the batches.
+
+    Attributes:
+        times: Kind, and ``BASE``, to the times of all tasks in its visits.
+        loop: Iterations without a shortcut, in their order: the passage over the loop, if there was
+            one, or else those of the visits.
+
+    Args:
+        rounds: Two or more.
+        kinds: Those that were visited.
+        adds_up: Whether an iteration takes the sum of its tasks' times and of what is between them.
+        counts_pulls: Whether the loader's call is one of these: it takes what it takes, however
+            long it was not called.
+        place: Where the batch comes in a ``cycle``; None for all of them.
+        passage: Iterations over the loop, if there were some before the rounds.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[Round],
+        kinds: Sequence[Kind],
+        *,
+        adds_up: bool,
+        counts_pulls: bool = True,
+        cycle: int = 1,
+        place: int | None = None,
+        passage: Passage | None = None,
+    ) -> None:
+        self._adds_up, self._counts_pulls = adds_up, counts_pulls
+        names = [*rounds[0].seen.runs]
+        self.times = {kind: HostTimes(names) for kind in (BASE, *kinds)}
+        steps_s: list[float] = []
+        self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        less: dict[Kind, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
+        pulls: list[HostRun] = []
+        for each in rounds:
+            hosts_s = each.hosts_s(counts_pulls)
+            visits: list[Visit] = []
+            means: dict[Kind, list[dict[str, float]]] = defaultdict(list)
+            for kind, took_s in each.visits:
+                kept = {n: s for n, s in took_s.items() if place in (None, n % cycle)}
+                if kind in self.times:
+                    self.times[kind].add(each.seen, kept)
+                if kind == BASE:
+                    steps_s += kept.values()
+                    pulls += [each.pulls[n] for n in kept if n in each.pulls]
+                rest_s = (s - sum(hosts_s[n].values()) * adds_up for n, s in kept.items())
+                visits.append((kind, [*rest_s]))
+                of = [hosts_s[n] for n in kept]
+                means[kind].append({n: fmean(h.get(n, 0.0) for h in of) for n in of[0]})
+            for kind, saved_s in differences_in(visits).items():
+                self._saved_s[kind].append(saved_s)
+                for name in means[BASE][0]:
+                    before_s = fmean(mean_s[name] for mean_s in means[BASE])
+                    less[kind][name].append(before_s - means[kind][0].get(name, 0.0))
+        if pulls:
+            self.times[BASE].put_first(PULL, pulls)
+        own = Passage(steps_s, self.times[BASE], cycle if place is None else 1)
+        self.loop = passage or own
+        self.in_others_s: dict[Kind, dict[str, float]] = {}
+        for kind in kinds:
+            changes = {name: mean_of(of) for name, of in less[kind].items()}
+            self.in_others_s[kind] = {
+                name: change.value_s
+                for name, change in changes.items()
+                if name not in (kind, PULL)
+                and change.value_s > max(_SURE * change.spread_s, _LEAST_S)
+            }
+
+    @property
+    def step(self) -> Estimate:
+        """An iteration in which all tasks run."""
+        return mean_of_loop(self.loop.steps_s, self.loop.cycle)
+
+    def saved(self, in_backward_s: Mapping[Kind, float]) -> dict[Kind, Estimate]:
+        """Return how much shorter an iteration is if the task of each kind costs nothing."""
+        found = {}
+        for kind, rest in time_saved(self._saved_s).items():
+            replay_s = in_backward_s.get(kind, 0.0)
+            if not self._adds_up:
+                replay_s += self.times[kind].host_s.get(kind, 0.0)
+                found[kind] = with_replay(rest, replay_s)
+                continue
+            each_s = self.loop.times.each_s.get(kind, ())
+            own = Estimate(0.0, 0.0)
+            if each_s and (kind != PULL or self._counts_pulls):
+                own = mean_of_loop(each_s, self.loop.cycle)
+            value_s = rest.value_s + own.value_s + sum(self.in_others_s[kind].values()) + replay_s
+            found[kind] = Estimate(value_s, math.hypot(rest.spread_s, own.spread_s))
+        return found
+
+
+def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
+    """By how much each kind's iterations were shorter than those without a shortcut around it.
+
+    These are taken from the line between the two visits without one.
+    """
+    bases = [index for index, (kind, _) in enumerate(round_) if kind == BASE]
+    saved_s: dict[Kind, float] = {}
+    for before, after in pairwise(bases):
+        first_s, last_s = (fmean(round_[place][1]) for place in (before, after))
+        for place in range(before + 1, after):
+            kind, seconds = round_[place]
+            share = (place - before) / (after - before)
+            saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
+    return saved_s
