@@ -133,10 +133,16 @@ class LaneRunner:
 class Run:
     """One run over one iterator: from the fill to the last retirement, or to the first failure."""
 
-    def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        iterator: Iterator[Any],
+        source: Iterator[Any],
+        first_iteration: int,
+    ) -> None:
         self.engine = engine
         self.iterations = InFlightIterations(engine, first_iteration)
-        self.admission = Admission(self.iterations, iterator)
+        self.admission = Admission(self.iterations, iterator, source)
         self.retired = 0
         self.period = 0
         self.mode = Mode.now(engine.mode())
