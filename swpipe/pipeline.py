@@ -363,9 +363,7 @@ class SWPipeline(ShortcutControl[C]):
         return self._contexts(iter(loader), loader)
 
     def _contexts(self, iterator: Iterator[Any], loader: Iterable[Any]) -> Iterator[C]:
-        length = None
-        if isinstance(loader, Sized) and not isinstance(loader, Iterator):
-            length = len(loader)
+        length = len(loader) if iterator is not loader and isinstance(loader, Sized) else None
         while True:
             try:
                 ctx = self._driver.progress(iterator, length)

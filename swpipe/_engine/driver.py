@@ -379,7 +379,10 @@ class Driver(Generic[C]):
             error = self._errors.pop(0)
             if not isinstance(error, UnevenDataError):  # all ranks have it
                 tell_failure(error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame
 
     def _source(self, iterator: Iterator[Any], length: int | None) -> Iterator[Any]:
         """Return what a run over ``iterator`` pulls: on several ranks, what they agree on."""
@@ -447,8 +450,9 @@ class Driver(Generic[C]):
         run.ask()
         while not run.over:
             if (error := run.admission.take_error(run.retired)) is not None:
-                tell_failure(error)
-                raise error
+                self._errors.append(error)
+                del error
+                self._raise_error()
             if (ctx := self._advance(run)) is not None:
                 return ctx
         return None

@@ -169,7 +169,8 @@ class PassPipeline:
         if current is None or current.source is not source or current.stopped:
             self._change_pass(source)
         try:
-            return self._next(self._pass)
+            self._make_ready()
+            return self.pipe.progress(self._pass).output
         except (StopIteration, UnevenDataError):
             self._pass = None  # the next call begins a new one, whatever its iterator
             self._at_end()
@@ -199,8 +200,8 @@ class PassPipeline:
     def _new_pass(self, source: Iterator[Any]) -> Pass:
         return Pass(source, keep_back=self._keep_back)
 
-    def _next(self, current: Any) -> Any:
-        return self.pipe.progress(current).output
+    def _make_ready(self) -> None:
+        """What comes before batches in flight are run."""
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -212,6 +213,8 @@ class PassPipeline:
             RuntimeError: The batches in flight are of another mode.
             BaseException: As ``SWPipeline.progress``.
         """
+        if self.pipe.in_flight:
+            self._make_ready()
         with nullcontext() if self._has_grad() else torch.no_grad():
             return [ctx.output for ctx in self.pipe.drain()]
 
@@ -313,7 +316,7 @@ class SparseDistPipeline(PassPipeline):
         """Which modules are pipelined; None before the first batch."""
         return self.tasks.rewrite.report
 
-    def _next(self, current: Any) -> Any:
+    def _make_ready(self) -> None:
         rewrite = self.tasks.rewrite
         if not rewrite.attached:
             rewrite.attach()
@@ -322,7 +325,6 @@ class SparseDistPipeline(PassPipeline):
         if rewrite.postprocs and (in_flight := self.pipe.in_flight):
             for postproc in rewrite.postprocs:  # they have run already for these batches
                 postproc.check_unchanged(in_flight)
-        return self.pipe.progress(current).output
 
     def _at_end(self) -> None:
         if self.tasks.trains():
