@@ -27,6 +27,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -38,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swpipe._distributed.agreement import name_ranks
+from swpipe._distributed.pull_limit import PullLimit
 from swpipe._distributed.rank_checks import host_group
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.keywords import suggests_keywords
@@ -250,7 +252,7 @@ class EvenLoader(LoaderAround):
     def leave(self) -> None:
         """End a call of the pass begun last that waits for other ranks, on whatever thread."""
         if (begun := self._last()) is not None:
-            begun.left = True
+            begun.leave()
 
 
 @suggests_keywords
@@ -281,6 +283,8 @@ class EvenIterator:
         source: The rank's own data.
         length: How many batches it has left; None if that is not known.
         keeps_step: In steps without a message, keep errors in ``raised``, and do not raise them.
+        limited: Whether a pull that takes longer than ``data.timeout_s`` ends the loop, also where
+            another thread than the caller's pulls.
     """
 
     def __init__(
@@ -290,6 +294,7 @@ class EvenIterator:
         *,
         length: int | None = None,
         keeps_step: bool = False,
+        limited: bool = True,
     ) -> None:
         self.steps = 0
         self.padded = 0
@@ -299,6 +304,10 @@ class EvenIterator:
         self._data = data
         self._length = length
         self._keeps_step = keeps_step
+        self._limit: PullLimit | None = None
+        self._limited = limited and data.size > 1
+        self._caller = threading.get_ident()
+        self._pulls = 0
         self._begun = False
         self._beginning: tuple[Tensor, dist.Work | None] | None = None
         self._free = 0  # steps to come that need no agreement
@@ -327,12 +336,28 @@ class EvenIterator:
         try:
             if not self._begun:
                 self._begin()
+            if self._limited and self._limit is None:
+                self._limit = PullLimit(
+                    self, self._caller, self._data.timeout_s, EvenIterator._slow
+                )
             if self._free:
                 return self._next_free()
             return self._next_agreed()
         except OutOfStepError:
-            self.over = True
+            self._end()
             raise
+
+    def leave(self) -> None:
+        """Let no call wait for the other ranks any more, nor for this one's data."""
+        self.left = True
+        if self._limit is not None:
+            self._limit.end()
+
+    def _end(self) -> None:
+        self.over, self._last = True, NO_BATCH
+        limit, self._limit = self._limit, None
+        if limit is not None:
+            limit.end()
 
     agreed = True
 
@@ -378,7 +403,7 @@ class EvenIterator:
     def _next_free(self) -> Any:
         while True:
             try:
-                batch = next(self.source)
+                batch = self._next_own()
                 break
             except StopIteration:
                 raise self._lacks_batches() from (self.raised[-1] if self.raised else None)
@@ -392,6 +417,24 @@ class EvenIterator:
         self._free -= 1
         self.steps += 1
         return batch
+
+    def _next_own(self) -> Any:
+        limit = self._limit
+        if limit is None:
+            return next(self.source)
+        self._pulls += 1
+        limit.began = self._pulls
+        try:
+            return next(self.source)
+        finally:
+            limit.began = None
+
+    def _slow(self) -> OutOfStepError:
+        return OutOfStepError(
+            f"the loader of rank {self._data.rank} ({type(self.source).__name__}) has not returned "
+            f"a batch within {self._data.timeout_s:g} s, for step {self.steps} or a later one: the "
+            "other ranks wait for it. It hangs, or is slower than that (timeout_s)"
+        )
 
     def _lacks_batches(self) -> OutOfStepError:
         return OutOfStepError(
@@ -431,7 +474,7 @@ class EvenIterator:
                 "there. No batch of the other ranks is lost, and all ranks may go on"
             )
         if not goes_on:
-            self.over, self._last = True, NO_BATCH
+            self._end()
             if self._data.ends == "error" and _HAS in statuses:
                 raise _uneven(statuses, self.steps)
             raise StopIteration
@@ -452,7 +495,7 @@ class EvenIterator:
         batch, status = NO_BATCH, _ENDED
         if not self._data_ended:
             try:
-                batch = next(self.source)
+                batch = self._next_own()
                 status = _HAS
             except StopIteration:
                 self._data_ended = True
@@ -496,7 +539,10 @@ class EvenIterator:
                 if self.left:
                     raise Cancelled
                 if time.monotonic() > deadline:
-                    raise self._data.silence(statuses, question)
+                    silence = self._data.silence(statuses, question)
+                    if self._limit is not None:
+                        self._limit.raised(silence)
+                    raise silence
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
             try:

@@ -42,7 +42,7 @@ from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
 from swpipe.core.messages import shown
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
@@ -403,7 +403,11 @@ class Driver(Generic[C]):
         agreed = self._agreed
         if agreed is None or agreed.over or agreed.source is not iterator:
             left = batches_left(iterator) if length is None else length
-            agreed = EvenIterator(self._even, iterator, length=left, keeps_step=overlaps)
+            # A call under way is the watchdog's; between two, a thread that pulls may wait.
+            limited = self._stall_timeout_s is not None and PULL in self.engine.program.instructions
+            agreed = EvenIterator(
+                self._even, iterator, length=left, keeps_step=overlaps, limited=limited
+            )
         agreed.left = False
         self._agreed = agreed
         return agreed

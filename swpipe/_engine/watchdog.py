@@ -127,20 +127,8 @@ class Watchdog:
         write_error(f"swpipe: StallError: {error}")
         if run.driver.pop("thread", None) is None:
             return  # the call has just left
-        _interrupt(caller)
-        told = StallError(str(error))  # the caller's own gets its note when it is raised
-        tell_failure(told)
-        if is_alone() or self._has_left(place):
-            return
-        abort_process_groups(GRACE_S)
-        if not self._has_left(place):
-            for note in getattr(told, "__notes__", ()):
-                write_error(note)
-            write_error(
-                f"swpipe: {rank_prefix()}the call has not returned: this process exits with code "
-                f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
-            )
-            os._exit(STALL_EXIT_CODE)
+        # The caller's own error gets its note when it is raised.
+        end_thread(caller, StallError(str(error)), lambda: self._has_left(place))
 
     def _has_left(self, place: tuple[int, int]) -> bool:
         """Whether the caller leaves the task within the grace."""
@@ -163,6 +151,30 @@ class Watchdog:
                 stack = "".join(traceback.format_stack(frame))
                 lines.append("    " + stack.replace("\n", "\n    ").rstrip())
         return "\n".join(lines)
+
+
+def end_thread(ident: int, error: RuntimeError, has_left: Callable[[], bool]) -> None:
+    """Interrupt a thread, and end the process if it is a rank and nothing else ends the call.
+
+    Args:
+        ident: The thread.
+        error: Why.
+        has_left: Returns, within ``GRACE_S``, whether the thread has left the call that it is in.
+    """
+    interrupt(ident)
+    tell_failure(error)
+    if is_alone() or has_left():
+        return
+    prefix = rank_prefix()
+    abort_process_groups(GRACE_S)
+    if not has_left():
+        for note in getattr(error, "__notes__", ()):
+            write_error(note)
+        write_error(
+            f"swpipe: {prefix}the call has not returned: this process exits with code "
+            f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
+        )
+        os._exit(STALL_EXIT_CODE)
 
 
 def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
@@ -198,7 +210,8 @@ def _place(run: Run, task: str, number: int) -> str:
     return f"task {task!r} of iteration {run.iterations.first + number}"
 
 
-def _interrupt(ident: int) -> None:
+def interrupt(ident: int) -> None:
+    """Raise an exception in a thread: that of SIGINT in the main thread, or a ``StallError``."""
     main = threading.main_thread().ident
     if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its
@@ -206,6 +219,9 @@ def _interrupt(ident: int) -> None:
         signal.siginterrupt(signal.SIGINT, True)
         signal.pthread_kill(ident, signal.SIGINT)
     else:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ident), ctypes.py_object(StallError)
-        )
+        raise_in(ident, StallError)
+
+
+def raise_in(ident: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread at its next line of Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
