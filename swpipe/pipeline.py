@@ -298,10 +298,18 @@ class SWPipeline(ShortcutControl[C]):
         self._refuse_beside_body()
         return self._driver.push(batch)
 
-    def flush(self) -> list[C]:
-        """``drain`` for pushed batches; iterations of an iterator are refused.
+    def flush(self) -> Iterator[C]:
+        """Finish the pushed batches: iterate over the contexts, oldest first.
 
-        What you do with a context comes after the tasks of all others here.
+        What you do with a context comes before the tasks of the next one, as with ``progress``.
+        Iterate to the end before you push again; ``drain`` finishes the rest.
+
+        Raises:
+            RuntimeError: Iterations of an iterator are in flight.
+            BaseException: As for ``progress``.
+
+        Warns:
+            RuntimeWarning: The pipeline is closed before the iterator's end.
         """
         return self._driver.flush()
 

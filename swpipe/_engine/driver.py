@@ -201,12 +201,30 @@ class Driver(Generic[C]):
             finally:
                 self._pushed.batches = ()
 
-    def flush(self) -> list[C]:
-        """``drain``, of pushed batches only."""
-        run = self.run
-        if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
-            raise self._mixed(run, self._pushed)
-        return self.drain()
+    def flush(self) -> Iterator[C]:
+        """Finish the pushed batches, one with each context that is asked for."""
+        with self:
+            run = self.run
+            if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
+                raise self._mixed(run, self._pushed)
+            if run is not None:
+                run.read_callers_settings()
+                run.stop_admitting()
+                run.flushing = True
+        return self._flushed(run)
+
+    def _flushed(self, run: Run | None) -> Iterator[C]:
+        while self.drained:
+            yield self.drained.pop(0)
+        while run is not None and self.run is run:
+            with self:
+                run.read_callers_settings()
+                ctx = self._next(run)
+                if ctx is None:
+                    self._end(run)
+                    return
+            yield ctx
+            del ctx  # this frame must not keep what the user drops
 
     def drain(self) -> list[C]:
         """Stop admitting, finish what is in flight, and hand it out."""
@@ -359,7 +377,8 @@ class Driver(Generic[C]):
             if run.admission.iterator is not iterator:
                 raise self._mixed(run, iterator)
         if run.draining:
-            raise RuntimeError("drain() was interrupted: call it again before anything else")
+            how = "flush() was not iterated" if run.flushing else "drain() was interrupted"
+            raise RuntimeError(f"{how} to its end: call drain() before anything else")
         run.read_callers_settings()
         return run
 
@@ -513,5 +532,11 @@ class Driver(Generic[C]):
             even.close()
 
     def _end_with_warning(self, run: Run) -> None:
+        if run.flushing and run.in_flight and run.failure is None:
+            text = (
+                f"flush() was not iterated to its end, and {run.in_flight} pushed batches are "
+                "dropped: iterate over it (for ctx in pipe.flush()), or call drain()"
+            )
+            warnings.warn_explicit(text, RuntimeWarning, *self._made_at)
         for left in self._end(run):
             warnings.warn_explicit(left, RuntimeWarning, *self._made_at)

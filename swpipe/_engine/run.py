@@ -150,6 +150,7 @@ class Run:
         self.stalled: StallError | None = None
         self.stopping = False
         self.draining = False
+        self.flushing = False
         self.ending = False
         self.ended = False
         self.in_call = True  # inside ``start`` or ``advance``, or one of them was cut short
