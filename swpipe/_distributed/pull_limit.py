@@ -9,7 +9,7 @@ An error that the pulling thread raises would not be seen by anybody. So a third
     this thread        after ``limit_s``     1. writes the error to standard error
                        1 s later             2. raises it in the caller's thread
                        if that is stuck      3. interrupts it, aborts the process groups, and ends
-                                                the process (``swpipe._engine.watchdog``)
+                                                the process (``swpipe._engine.interruption``)
 
 Guarantees
     - Each pass has its own thread, which ends with the pass, or when nobody refers to the pass.
@@ -28,8 +28,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from swpipe._engine.interruption import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread, raise_in
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
-from swpipe._engine.watchdog import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread, raise_in
 from swpipe.errors import write_error
 
 _RAISED_S = 1.0

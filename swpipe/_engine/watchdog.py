@@ -19,10 +19,7 @@ A caller that is no rank of several is not ended: nobody else waits for it.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import signal
 import sys
 import threading
 import time
@@ -31,11 +28,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swpipe._distributed.rank_checks import (
-    abort_process_groups,
-    is_alone,
     rank_prefix,
-    tell_failure,
 )
+from swpipe._engine.interruption import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread
 from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error
@@ -52,16 +47,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     raise ValueError(
         f"stall_timeout_s is {timeout_s!r}: give seconds, above 0, or None to wait for ever"
     )
-
-
-GRACE_S = 2.0
-"""How long a caller that was interrupted has to leave its task."""
-
-STALL_EXIT_CODE = 70
-"""With what a rank exits that nothing else ends."""
-
-LOOK_COUNTS_AT_MOST = 2.0
-"""How many intervals one look can add: a process that was stopped looks once when it continues."""
 
 
 class Watchdog:
@@ -153,30 +138,6 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def end_thread(ident: int, error: RuntimeError, has_left: Callable[[], bool]) -> None:
-    """Interrupt a thread, and end the process if it is a rank and nothing else ends the call.
-
-    Args:
-        ident: The thread.
-        error: Why.
-        has_left: Returns, within ``GRACE_S``, whether the thread has left the call that it is in.
-    """
-    interrupt(ident)
-    tell_failure(error)
-    if is_alone() or has_left():
-        return
-    prefix = rank_prefix()
-    abort_process_groups(GRACE_S)
-    if not has_left():
-        for note in getattr(error, "__notes__", ()):
-            write_error(note)
-        write_error(
-            f"swpipe: {prefix}the call has not returned: this process exits with code "
-            f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
-        )
-        os._exit(STALL_EXIT_CODE)
-
-
 def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
     """The wait that the lane is in; None when it is inside a task."""
     for wait in lane.instruction.host_waits:
@@ -208,20 +169,3 @@ def _place(run: Run, task: str, number: int) -> str:
     if number < 0:
         return f"task {task!r}, before its first iteration,"
     return f"task {task!r} of iteration {run.iterations.first + number}"
-
-
-def interrupt(ident: int) -> None:
-    """Raise an exception in a thread: that of SIGINT in the main thread, or a ``StallError``."""
-    main = threading.main_thread().ident
-    if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its
-        # first query) let such calls go on instead.
-        signal.siginterrupt(signal.SIGINT, True)
-        signal.pthread_kill(ident, signal.SIGINT)
-    else:
-        raise_in(ident, StallError)
-
-
-def raise_in(ident: int, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread at its next line of Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
