@@ -462,8 +462,8 @@ class EvenIterator:
         goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
         wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
         failed = [rank for rank, status in enumerate(statuses) if status in wrong]
-        if failed and self.paused:
-            raise StopIteration  # the error is raised when the pass goes on
+        if (failed or not goes_on) and self.paused:
+            raise StopIteration  # the error, or the end, comes when the pass goes on
         if failed or not goes_on:
             self._put_back()
         if failed:
