@@ -377,8 +377,12 @@ class Driver(Generic[C]):
             if run.admission.iterator is not iterator:
                 raise self._mixed(run, iterator)
         if run.draining:
-            how = "flush() was not iterated" if run.flushing else "drain() was interrupted"
-            raise RuntimeError(f"{how} to its end: call drain() before anything else")
+            if run.flushing:
+                raise RuntimeError(
+                    "flush() was not iterated to its end: iterate over it, or call drain(), before "
+                    "anything else"
+                )
+            raise RuntimeError("drain() was interrupted: call it again before anything else")
         run.read_callers_settings()
         return run
 

@@ -441,6 +441,8 @@ class Run:
             add_note(error, f"swpipe: {self._place(lane)}")
         elif not isinstance(error, Exception):
             add_note(error, f"swpipe: after {type(first).__name__}: {first}")
+            if lane is self.lanes[0] and self.stalled is None:
+                self._failure["first"] = error  # the caller's, also where the next call raises it
 
     def _place(self, lane: LaneRunner) -> str:
         if lane.instruction.task in SOURCES:
