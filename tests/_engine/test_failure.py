@@ -506,14 +506,14 @@ def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
 @pytest.mark.usefixtures("patient")
 def test_ctrl_c_after_a_retirement_comes_before_a_workers_failure() -> None:
     """It is raised by the next call, with a note of the failure that came first."""
-    failed = threading.Event()
+    retired = threading.Event()
 
     def fail() -> None:
-        failed.set()
+        await_event(retired, "the retirement of iteration 0")
         raise Planted
 
     def interrupt() -> None:
-        await_event(failed, "the failure of a worker")
+        retired.set()
         while not pipe._driver.run.stopping:  # type: ignore[union-attr]
             threading.Event().wait(0.001)
         raise KeyboardInterrupt
