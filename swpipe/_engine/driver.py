@@ -452,7 +452,8 @@ class Driver(Generic[C]):
             run.stop()
         try:
             run.start()
-            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder)
+            owner = weakref.ref(self)
+            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, owner)
             self._watchdog = watchdog
             watchdog.start()
             # Not __del__: what a signal handler raises within that is lost, at each end of a run.

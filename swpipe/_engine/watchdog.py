@@ -57,6 +57,9 @@ class Watchdog:
         timeout_s: After how many seconds without movement it fails; None for never.
         caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
             none.
+        owner: A weak reference to whoever drives the run. Its finalizer ends the run; an exception
+            that a signal handler raises in a finalizer is lost, and the finalizer is cut short. So
+            the watchdog ends the run, too, and its own thread.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Watchdog:
         run: Run,
         timeout_s: float | None,
         caller: Callable[[], int | None],
+        owner: Callable[[], object | None],
     ) -> None:
         self._run = run
+        self._owner = owner
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._caller = caller
         self._stopped = ProgressCounter()
@@ -85,10 +90,14 @@ class Watchdog:
     def _watch(self) -> None:
         seen: list[tuple[int, int]] = []
         interval_s = min(self._timeout_s / 5, 1.0)
-        idle_s, last = 0.0, time.monotonic()
+        idle_s, last, gone = 0.0, time.monotonic(), 0
         while not self._stopped.reaches(1, interval_s):
             now = time.monotonic()
             looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
+            gone = gone + 1 if self._owner() is None else 0
+            if gone > 1:  # the finalizer has had its time
+                self._run.end()
+                return
             places = [(lane.period, lane.position) for lane in self._run.lanes]
             if places != seen or not self._run.in_call:
                 seen, idle_s = places, 0.0
