@@ -183,7 +183,7 @@ def _plan(kind: str, tasks: list[PipelineTask]) -> PipelinePlan:
     )
 
 
-class _Training:
+class Training:
     """Two collectives of the same shape in two tasks, and a state that each step changes."""
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ class _Script:
     def __init__(self, ending: Ending) -> None:
         self.outputs: list[float] = []
         self.told: list[str] = []
-        self._ending, self._training = ending, _Training()
-        self._pipe = _pipeline(ending, self._training)
+        self._ending, self._training = ending, Training()
+        self._pipe = pipeline_of(ending.plan, self._training)
 
     def run(self) -> None:
         for number in range(len(self._ending.passes)):
@@ -244,7 +244,7 @@ class _Script:
         if self._ending.source == "list":  # a new pipeline goes on where this one was
             state = self._pipe.state_dict()
             self._pipe.close()
-            self._pipe = _pipeline(self._ending, self._training)
+            self._pipe = pipeline_of(self._ending.plan, self._training)
             self._pipe.load_state_dict(state)
 
 
@@ -264,10 +264,11 @@ def run(ending: Ending, folder: str) -> None:
         os._exit(1)
 
 
-def _pipeline(ending: Ending, training: _Training) -> SWPipeline[Any]:
+def pipeline_of(plan: str, training: Training) -> SWPipeline[Any]:
+    """A pipeline of the tasks under a plan, by its name; nothing is in flight."""
     tasks = training.tasks()
     return SWPipeline(
-        _plan(ending.plan, tasks),
+        _plan(plan, tasks),
         tasks,
         device="cpu",
         stall_timeout_s=20.0,
