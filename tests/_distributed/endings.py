@@ -264,7 +264,9 @@ def run(ending: Ending, folder: str) -> None:
         os._exit(1)
 
 
-def pipeline_of(plan: str, training: Training) -> SWPipeline[Any]:
+def pipeline_of(
+    plan: str, training: Training, *, check_data: bool | None = True
+) -> SWPipeline[Any]:
     """A pipeline of the tasks under a plan, by its name; nothing is in flight."""
     tasks = training.tasks()
     return SWPipeline(
@@ -272,7 +274,7 @@ def pipeline_of(plan: str, training: Training) -> SWPipeline[Any]:
         tasks,
         device="cpu",
         stall_timeout_s=20.0,
-        check_data=True,
+        check_data=check_data,
         check_effects=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,63 @@ def test_a_drain_finishes_what_the_ranks_have_pulled_early(two_ranks: Ranks) -> 
     assert two_ranks.run(_drained) == [(0, 0, 0)] * 2
 
 
+@pytest.mark.parametrize(("kind", "agrees"), [("two stages", True), ("serial", False)])
+def test_collectives_in_several_stages_ask_for_it(kind: str, agrees: bool) -> None:
+    """Of a plan with all of them in one stage a rank drains in the order of the others."""
+    with pipeline_of(kind, Training(), check_data=None) as pipe:
+        assert pipe._driver._check_data is agrees
+
+
+class Fails(Iterator[int]):
+    """One batch, an error, and one batch more."""
+
+    pulls = 0
+
+    def __next__(self) -> int:
+        self.pulls += 1
+        if self.pulls == 2:
+            raise ValueError("planted")
+        if self.pulls > 3:
+            raise StopIteration
+        return self.pulls
+
+
+def test_data_is_not_asked_for_more_before_its_error_was_raised() -> None:
+    """However far ahead it is pulled; a script may mend it first."""
+    data = Fails()
+    batches = EvenData(ahead=3).over(data)
+    assert next(batches) == 1
+    with pytest.raises(ValueError, match="planted"):
+        next(batches)
+    assert data.pulls == 2
+    assert [*batches] == [3]
+
+
+@pytest.mark.parametrize("data", [Fails(), iter([1])])
+def test_a_pass_that_is_paused_keeps_its_error_and_its_end(data: Iterator[int]) -> None:
+    """They come when it goes on."""
+    batches = EvenData(ahead=1).over(data)
+    assert next(batches) == 1
+    batches.paused = True
+    assert [*batches] == []
+    assert not batches.over
+    batches.paused = False
+    with pytest.raises((ValueError, StopIteration)):
+        next(batches)
+    assert [*batches] == ([3] if isinstance(data, Fails) else [])
+    assert batches.over
+
+
+class Guesses(Iterator[int]):
+    """It may have so many batches."""
+
+    def __next__(self) -> int:
+        raise StopIteration
+
+    def __length_hint__(self) -> int:
+        return 5
+
+
 def test_the_length_of_an_iterator_is_known_or_it_is_not() -> None:
     """What has begun has that many fewer; an estimate is no length."""
     data = iter([1, 2, 3])
@@ -142,4 +200,4 @@ def test_the_length_of_an_iterator_is_known_or_it_is_not() -> None:
     loader = iter(DataLoader(range(7), 2))  # type: ignore[arg-type]
     next(loader)
     assert [*map(batches_left, (data, iter(range(5)), loader))] == [2, 5, 3]
-    assert [*map(batches_left, ((n for n in range(3)), map(str, [1]), zip([1])))] == [None] * 3
+    assert [*map(batches_left, ((n for n in range(3)), map(str, [1]), Guesses()))] == [None] * 3

@@ -127,6 +127,7 @@ def test_what_is_dropped_has_no_error(pipe: SWPipeline) -> None:
     with pytest.raises(Corrupt, match="bad 0"):
         pipe.progress(data)
     pipe.progress(data)
+    pipe.drain()
     pipe.drop()
     other = iter([10])
     assert seen(lambda: pipe.progress(other)) == [10]
