@@ -49,7 +49,7 @@ from contextvars import copy_context
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import is_grad_enabled, is_inference_mode_enabled
+from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
 
 from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
@@ -244,10 +244,11 @@ class Run:
             RuntimeError: Iterations are in flight that were admitted in another mode or stream.
         """
         device = self.engine.device
-        gradients, inference, other = self.mode  # making another one to compare takes longer
+        gradients, inference, dtype, other = self.mode  # making another one to compare takes longer
         if (
             is_grad_enabled() is not gradients
             or is_inference_mode_enabled() is not inference
+            or get_default_dtype() is not dtype
             or self.engine.mode() != other
         ):
             self.mode = self.mode.switch(self.engine.mode(), self.in_flight)
