@@ -236,6 +236,7 @@ class Driver(Generic[C]):
                 if agreed is None:
                     run.stop_admitting()
                 else:  # all ranks have agreed to run what it has pulled early
+                    run.settle()  # a thread that pulls has pulled as much on all ranks then
                     agreed.paused = run.draining = True
                 try:
                     self._drain(run)

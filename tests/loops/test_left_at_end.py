@@ -1,4 +1,4 @@
-"""A pass that is left in the body of its last batch: a state leads to its rest, which is no batch."""
+"""A pass that is left in the body of its last batch: the rest of it is no batch."""
 
 from __future__ import annotations
 
