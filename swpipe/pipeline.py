@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, Self, TypedDict
@@ -44,6 +44,7 @@ class PipelineOptions(TypedDict, total=False):
     stall_timeout_s: float | None
     record_all_events: bool
     check_ranks: bool
+    check_data: bool | None
     mode: Callable[[], object]
     check_effects: bool | float | None
     effects: EffectTable | None
@@ -74,6 +75,9 @@ class SWPipeline(ShortcutControl[C]):
         record_all_events: Record the device event of every task, needed or not, for debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled or disabled.
+        check_data: Whether ranks agree on each pass's end before any of them drains, and on errors
+            of their iterators. None: with ``check_ranks``, if globally ordered tasks are in more
+            than one stage, since the collectives of a rank that drains would not match.
         mode: Returns what must stay the same while iterations are in flight, besides torch's
             gradient and inference modes; compared with ``==``: ``lambda: model.training``.
         check_effects: Watch tasks: PlanError where a pure one breaks its word, or one touches what
@@ -112,6 +116,7 @@ class SWPipeline(ShortcutControl[C]):
         stall_timeout_s: float | None = 600.0,
         record_all_events: bool = False,
         check_ranks: bool = True,
+        check_data: bool | None = None,
         mode: Callable[[], object] = str,
         check_effects: bool | float | None = None,
         effects: EffectTable | None = None,
@@ -157,7 +162,17 @@ class SWPipeline(ShortcutControl[C]):
             engine = checked(engine, verified, check_effects)
         timeout_s, frame = self._stall_timeout_s, sys._getframe(2)
         at = frame.f_code.co_filename, frame.f_lineno
-        self._driver = Driver[C](engine, self.plan, timeout_s, check_ranks=check_ranks, made_at=at)
+        if check_data is None:
+            ordered = {entry.stage for entry in entries if entry.globally_ordered}
+            check_data = check_ranks and len(ordered) > 1
+        self._driver = Driver[C](
+            engine,
+            self.plan,
+            timeout_s,
+            check_ranks=check_ranks,
+            check_data=check_data,
+            made_at=at,
+        )
         self._driver.next_iteration = checked_start(start_iteration)
 
     def __repr__(self) -> str:
@@ -207,8 +222,8 @@ class SWPipeline(ShortcutControl[C]):
         from swpipe.inference.early_changes import refuse_early_changes
 
         state = self._driver.state_dict(check)
-        if check and state["in_flight"]:
-            refuse_early_changes(state["in_flight"], self.plan, self.tasks)
+        if check and self.in_flight:
+            refuse_early_changes(self.in_flight, self.plan, self.tasks)
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -249,9 +264,14 @@ class SWPipeline(ShortcutControl[C]):
             RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
                 another iterator, or of another mode (gradients, inference), are in flight.
             StallError: Nothing moved for ``stall_timeout_s``.
-            BaseException: Whatever a task or the iterator raised first, with a note of where. What
-                was in flight is dropped, and the pipeline can be filled again. An iteration that
-                was complete when another failed is handed out first; the next call raises.
+            UnevenDataError: As StopIteration, where only some ranks' data has ended.
+            Exception: Whatever the iterator raised, when the iterations before have been handed
+                out. Nothing is dropped, and the next call goes on with the iterator. On several
+                ranks with ``check_data``, all raise at that step, as ``RankDataError`` where the
+                data of another rank failed.
+            BaseException: Whatever a task raised first, with a note of where. What was in flight is
+                dropped, and the pipeline can be filled again. An iteration that was complete when
+                another failed is handed out first; the next call raises.
         """
         if self._asks_of_body:
             self._refuse_beside_body()
@@ -278,10 +298,18 @@ class SWPipeline(ShortcutControl[C]):
         self._refuse_beside_body()
         return self._driver.push(batch)
 
-    def flush(self) -> list[C]:
-        """``drain`` for pushed batches; iterations of an iterator are refused.
+    def flush(self) -> Iterator[C]:
+        """Finish the pushed batches: iterate over the contexts, oldest first.
 
-        What you do with a context comes after the tasks of all others here.
+        What you do with a context comes before the tasks of the next one, as with ``progress``.
+        Iterate to the end before you push again; ``drain`` finishes the rest.
+
+        Raises:
+            RuntimeError: Iterations of an iterator are in flight.
+            BaseException: As for ``progress``.
+
+        Warns:
+            RuntimeWarning: The pipeline is closed before the iterator's end.
         """
         return self._driver.flush()
 
@@ -340,12 +368,13 @@ class SWPipeline(ShortcutControl[C]):
             BaseException: As for ``progress``.
         """
         self._refuse_beside_body()
-        return self._contexts(iter(loader))
+        return self._contexts(iter(loader), loader)
 
-    def _contexts(self, iterator: Iterator[Any]) -> Iterator[C]:
+    def _contexts(self, iterator: Iterator[Any], loader: Iterable[Any]) -> Iterator[C]:
+        length = len(loader) if iterator is not loader and isinstance(loader, Sized) else None
         while True:
             try:
-                ctx = self._driver.progress(iterator)
+                ctx = self._driver.progress(iterator, length)
             except StopIteration:
                 return
             yield ctx
@@ -355,7 +384,7 @@ class SWPipeline(ShortcutControl[C]):
         """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
         from swpipe.run_report import run_to_end
 
-        contexts = self._contexts(iter(loader))
+        contexts = self._contexts(iter(loader), loader)
         return run_to_end(contexts, self.device, loader, "pipelined" if verbose else None)
 
     def run_one_serial_iter(self, batch: Any, iter_idx: int | None = None) -> C:

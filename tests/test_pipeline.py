@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swpipe import IterContext, PipelinePlan, SWPipeline
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.trace import Observer
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
@@ -33,7 +33,7 @@ def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
 def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
     """Push all batches, then flush; what came out, in order."""
     pushed = [pipe.push(batch) for batch in batches]
-    return [ctx for ctx in pushed if ctx is not None] + pipe.flush()
+    return [ctx for ctx in pushed if ctx is not None] + [*pipe.flush()]
 
 
 @pytest.mark.parametrize("run", [SWPipeline.iterate, push_all])
@@ -238,6 +238,44 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
         assert [ctx.batch for ctx in pipe.iterate(data)] == [2, 3, 4, 5, 6, 7, 8]
 
 
+def test_the_body_of_pushed_batches_comes_before_the_next_iterations_tasks() -> None:
+    """Also of the last ones, which ``flush`` hands out: each task sees the bodies before it."""
+    bodies: list[int] = []
+    seen: dict[int, list[int]] = {}
+
+    def body(ctx: IterContext) -> None:
+        bodies.append(ctx.batch)
+
+    def train(ctx: IterContext) -> None:
+        seen[ctx.batch] = [*bodies]
+
+    made = [PipelineTask("read", lambda ctx: None, pure=True), PipelineTask("train", train)]
+    plan = PipelinePlan(
+        {"read": TaskSchedule(stage=0), "train": TaskSchedule(stage=2)}, deps=[("train", "read")]
+    )
+    with SWPipeline(plan, made, device="cpu") as pipe:
+        for batch in range(5):
+            if (ctx := pipe.push(batch)) is not None:
+                body(ctx)
+        for ctx in pipe.flush():
+            body(ctx)
+        assert seen == {n: list(range(n)) for n in range(5)}
+
+
+def test_a_flush_that_is_not_iterated_is_refused_and_told() -> None:
+    """A push after it is refused, ``drain`` finishes it, and ``close`` warns of what it drops."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.push(0)
+        pipe.flush()
+        with pytest.raises(RuntimeError, match=r"flush\(\) was not iterated to its end"):
+            pipe.push(1)
+        assert [ctx.batch for ctx in pipe.drain()] == [0]
+        pipe.push(2)
+        pipe.flush()
+        with pytest.warns(RuntimeWarning, match="1 pushed batches are dropped"):
+            pipe.close()
+
+
 # --------------------------------------------------------------------------------- observe, borrow
 
 
@@ -261,7 +299,7 @@ def test_several_observers_see_what_runs_in_their_blocks() -> None:
             with pipe.observe(inner), pipe.observe(inner):
                 pipe.run_serial(range(1))
             pipe.push(0)
-            pipe.flush()
+            assert not [*pipe.flush()]
         pipe.run(range(1))
     assert outer.seen == [("a", 0), ("a", 1), ("a", 2)]
     assert inner.seen == [("a", 1), ("a", 1)]
@@ -344,7 +382,7 @@ def test_where_nothing_is_in_flight_another_iterator_may_begin() -> None:
         assert turns == [0, 10, 1, 11]
         assert pipe.run_one_serial_iter(20).iter_idx == 4
         assert pipe.progress(one).batch == 2
-        assert pipe.flush() == []
+        assert [*pipe.flush()] == []
         assert pipe.push(30).batch == 30
         pipe.fill_pipeline(other)
         assert [ctx.batch for ctx in pipe.iterate(other)] == [12]

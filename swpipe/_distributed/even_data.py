@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -36,6 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swpipe._distributed.agreement import name_ranks
+from swpipe._distributed.pull_limit import PullLimit
 from swpipe._distributed.rank_checks import host_group
 from swpipe._engine.waiting import Cancelled
 from swpipe.core.keywords import suggests_keywords
@@ -47,7 +51,14 @@ Pad: TypeAlias = Callable[[Any], Any]
 
 _GLOO_LATER_S = 60.0
 
-_HAS, _ENDED, _FAILED, _CANNOT_PAD, _BEGINS = 1, 2, 3, 4, 5
+_HAS, _ENDED, _FAILED, _CANNOT_PAD, _NOT_PULLED = 1, 2, 3, 4, 5
+_BEGINS = 16  # plus the number of batches that the rank has left; minus 1 where it does not know
+_NO_ANSWER = 0
+_UNKNOWN = -1
+_MOST = 2**31 - 1 - _BEGINS
+
+_TAIL = 16
+"""One in so many steps of a pass of known length, the last ones, is agreed one by one."""
 
 
 class _NoBatch:
@@ -61,6 +72,10 @@ NO_BATCH = _NoBatch()
 
 class RankDataError(RuntimeError):
     """Another rank's data failed, or that rank died or did not answer in time."""
+
+
+class OutOfStepError(RankDataError):
+    """The ranks cannot agree on a step any more: their collectives would not match."""
 
 
 class UnevenDataError(RankDataError):
@@ -147,7 +162,7 @@ class EvenData:
     def over(self, loader: Iterable[Any]) -> EvenIterator:
         """One pass over this rank's data, together with the other ranks.
 
-        All ranks must start their n-th pass together and run it to its end.
+        All ranks must start their n-th pass together, and end it or leave it after the same step.
         """
         return EvenIterator(self, iter(loader))
 
@@ -187,15 +202,33 @@ class EvenData:
         if self._group is None:
             return own, None
         # Each rank sends its own to each other: one message of latency. An all-reduce goes around.
-        statuses = torch.empty_like(own)
+        # What has not arrived stays _NO_ANSWER, and so it is known who is late.
+        statuses = torch.zeros_like(own)
         work = dist.all_to_all_single(statuses, own, group=self._group, async_op=True)
         return statuses, work
 
+    def silence(self, statuses: Tensor, question: str) -> OutOfStepError:
+        """Return the error that names the ranks whose statuses have not arrived in time."""
+        silent = [rank for rank, status in enumerate(statuses.tolist()) if status == _NO_ANSWER]
+        return OutOfStepError(
+            f"{name_ranks(silent) if silent else 'some rank'} has not said within "
+            f"{self.timeout_s:g} s whether it {question}: it hangs, or its loader or a task of its "
+            "own is slower than that (timeout_s)"
+        )
 
-class _Pull(NamedTuple):
+
+class _Pulled(NamedTuple):
+    """What a pull gave: a batch, an error, or the end of the data."""
+
     batch: Any
     error: Exception | None
     status: int
+
+
+class _Agreement(NamedTuple):
+    """What all ranks have for one step, as soon as their statuses have arrived."""
+
+    own: _Pulled
     statuses: Tensor
     work: dist.Work | None
 
@@ -212,47 +245,77 @@ class EvenLoader(LoaderAround):
 
     def __iter__(self) -> EvenIterator:
         """One pass, which begins now."""
-        begun = EvenIterator(self._data, iter(self.loader), may_be_left=True)
+        begun = EvenIterator(self._data, iter(self.loader))
         self._last = weakref.ref(begun)
         return begun
 
     def leave(self) -> None:
         """End a call of the pass begun last that waits for other ranks, on whatever thread."""
         if (begun := self._last()) is not None:
-            begun.left = True
+            begun.leave()
 
 
 @suggests_keywords
 class EvenIterator:
     """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
 
-    With ``ends_uneven`` it just ends where only some ranks' data has ended; ``uneven`` is the error
-    then. Where it is ``paused``, it pulls no more, and ends after what the ranks have agreed on.
-    Passes that ``may_be_left`` begin with an agreement; once ``left``, no call waits for the ranks.
+    A pass begins with an agreement: how many batches each rank has left, where it knows. If all
+    know, that many steps need no other, but for the last few (``_TAIL``). All other steps are
+    agreed one by one::
+
+        rank 0    begin, 40 left    38 steps without a message    step 38   step 39   end
+        rank 1    begin, 41 left    38 steps without a message    step 38   step 39   one more
+
+    An error of one rank's data is agreed like a batch: all ranks raise at that step, and may go
+    on. The batches that the others have for it, and all that was pulled early, come again. In
+    steps without a message the others do not hear of it: the rank takes its next batch for the
+    step, so that the ranks stay in step, and has one batch less at the end of the pass.
+
+    Attributes:
+        source: The rank's own data.
+        over: It has ended, or cannot be continued.
+        paused: It pulls no more, and ends after what the ranks have agreed on.
+        left: No call waits for the other ranks any more.
+        raised: What ``source`` raised in place of batches before the one that was returned last.
+
+    Args:
+        data: What the ranks agree on, and how.
+        source: The rank's own data.
+        length: How many batches it has left; None if that is not known.
+        keeps_step: In steps without a message, keep errors in ``raised``, and do not raise them.
+        limited: Whether a pull that takes longer than ``data.timeout_s`` ends the loop, also where
+            another thread than the caller's pulls.
     """
 
     def __init__(
         self,
         data: EvenData,
-        iterator: Iterator[Any],
+        source: Iterator[Any],
         *,
-        ends_uneven: bool = False,
-        may_be_left: bool = False,
+        length: int | None = None,
+        keeps_step: bool = False,
+        limited: bool = True,
     ) -> None:
         self.steps = 0
         self.padded = 0
-        self.paused = False
-        self.uneven: UnevenDataError | None = None
-        self._ends_uneven = ends_uneven
-        self._begun = not may_be_left
-        self.left = False
+        self.source = source
+        self.over = self.paused = self.left = False
+        self.raised: list[Exception] = []
         self._data = data
-        self._iterator = iterator
-        self._ahead: deque[_Pull] = deque()
+        self._length = length
+        self._keeps_step = keeps_step
+        self._limit: PullLimit | None = None
+        self._limited = limited and data.size > 1
+        self._caller = threading.get_ident()
+        self._pulls = 0
+        self._begun = False
+        self._beginning: tuple[Tensor, dist.Work | None] | None = None
+        self._free = 0  # steps to come that need no agreement
+        self._spare = 0  # batches of this rank beyond these
+        self._line: deque[_Pulled] = deque()  # pulled, and to be agreed again
+        self._ahead: deque[_Agreement] = deque()
         self._last: Any = NO_BATCH
         self._data_ended = False
-        self._failure: Exception | None = None
-        self._over = False
 
     def __iter__(self) -> Self:
         return self
@@ -262,52 +325,50 @@ class EvenIterator:
 
         Raises:
             StopIteration: All ranks have ended.
-            RankDataError: Another rank failed, died, or did not answer within ``timeout_s``.
+            OutOfStepError: Another rank died, did not answer within ``timeout_s``, or is in another
+                pass; or this rank has fewer batches than it said.
+            RankDataError: Another rank's data failed at this step.
             UnevenDataError: With "error", only some ranks' data has ended.
             Exception: What this rank's own data, or its pad, raised.
         """
-        if self._over:
+        if self.over or (self.paused and not self._ahead):
             raise StopIteration
-        while not self._begun:
-            begun = self._await(*self._data.exchange_status(_BEGINS), self.steps)
-            self._begun = {*begun} == {_BEGINS} or self._data.size == 1
-        while not self.paused and len(self._ahead) <= self._data.ahead:
-            self._ahead.append(self._pull())
-        if not self._ahead:
-            raise StopIteration
-        pull = self._ahead.popleft()
-        statuses = self._await(pull.statuses, pull.work, self.steps)
-        if _BEGINS in statuses:
-            self._over = True
-            left = [rank for rank, status in enumerate(statuses) if status == _BEGINS]
-            raise RankDataError(
-                f"ranks {left} have begun another pass before step {self.steps} of this one: leave "
-                "a pass on all ranks after the same step, and give loops that run at the same time "
-                "an EvenData each"
-            )
-        goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
-        wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
-        if not wrong.isdisjoint(statuses):
-            self._end(pull)
-            failed = [rank for rank, status in enumerate(statuses) if status in wrong]
-            raise pull.error or RankDataError(
-                f"the data of ranks {failed} failed at step {self.steps}: see the error there"
-            )
-        if not goes_on:
-            self._end(pull)
-            if self._data.ends == "error" and _HAS in statuses:
-                self.uneven = _uneven(statuses, self.steps)
-                if not self._ends_uneven:
-                    raise self.uneven
-            raise StopIteration
-        self.steps += 1
-        self.padded += pull.status == _ENDED
-        return pull.batch
+        try:
+            if not self._begun:
+                self._begin()
+            if self._limited and self._limit is None:
+                self._limit = PullLimit(
+                    self, self._caller, self._data.timeout_s, EvenIterator._slow
+                )
+            if self._free:
+                return self._next_free()
+            return self._next_agreed()
+        except OutOfStepError:
+            self._end()
+            raise
+
+    def leave(self) -> None:
+        """Let no call wait for the other ranks any more, nor for this one's data."""
+        self.left = True
+        if self._limit is not None:
+            self._limit.end()
+
+    def _end(self) -> None:
+        self.over, self._last = True, NO_BATCH
+        limit, self._limit = self._limit, None
+        if limit is not None:
+            limit.end()
+
+    agreed = True
+
+    def batches_left(self) -> int | None:
+        """Return None: the other ranks' data may end before."""
 
     @property
     def waiting(self) -> int:
         """How many batches were pulled for later steps."""
-        return sum(pull.status == _HAS for pull in self._ahead)
+        pulled = [*self._line, *(agreement.own for agreement in self._ahead)]
+        return 0 if self.over else sum(own.status == _HAS for own in pulled)
 
     def rest(self) -> Iterator[Any]:
         """This rank's unused batches, after the end.
@@ -315,39 +376,162 @@ class EvenIterator:
         Raises:
             RuntimeError: The iterator has not ended.
         """
-        if not self._over:
+        if not self.over:
             raise RuntimeError("steps are still to come: rest() is what is left after the last")
-        kept = [pull.batch for pull in self._ahead if pull.status == _HAS]
-        return itertools.chain(kept, () if self._data_ended else self._iterator)
+        kept = [own.batch for own in self._line if own.status == _HAS]
+        return itertools.chain(kept, () if self._data_ended else self.source)
 
-    def _pull(self) -> _Pull:
-        batch, error, status = NO_BATCH, self._failure, _FAILED
-        if error is None:
+    # ------------------------------------------------------------------ steps without a message
+
+    def _begin(self) -> None:
+        """Agree that a pass begins, and on the number of steps that all ranks surely have."""
+        length = _UNKNOWN if self._length is None else min(self._length, _MOST - 1)
+        while not self._begun:
+            # Kept until it is complete: a call that is interrupted here is made again.
+            if self._beginning is None:
+                self._beginning = self._data.exchange_status(_BEGINS + length + 1)
+            statuses = self._await(*self._beginning, "begins a pass")
+            self._beginning = None
+            self._begun = min(statuses) >= _BEGINS
+        least = min(statuses) - _BEGINS - 1
+        if least == _MOST - 1:  # no rank's data ends
+            self._free = self._spare = sys.maxsize
+        elif least > 0:
+            self._free = max(0, least - max(2, least // _TAIL))
+            self._spare = length - self._free
+
+    def _next_free(self) -> Any:
+        while True:
             try:
-                if not self._data_ended:
-                    batch = next(self._iterator, NO_BATCH)
-                self._data_ended = batch is NO_BATCH
-                status = _ENDED if self._data_ended else _HAS
+                batch = self._next_own()
+                break
+            except StopIteration:
+                raise self._lacks_batches() from (self.raised[-1] if self.raised else None)
+            except Exception as error:
+                self._spare -= 1
+                if self._spare < 0:
+                    raise self._lacks_batches() from error
+                if not self._keeps_step:
+                    raise
+                self.raised.append(error)
+        self._free -= 1
+        self.steps += 1
+        return batch
+
+    def _next_own(self) -> Any:
+        limit = self._limit
+        if limit is None:
+            return next(self.source)
+        self._pulls += 1
+        limit.began = self._pulls
+        try:
+            return next(self.source)
+        finally:
+            limit.began = None
+
+    def _slow(self) -> OutOfStepError:
+        return OutOfStepError(
+            f"the loader of rank {self._data.rank} ({type(self.source).__name__}) has not returned "
+            f"a batch within {self._data.timeout_s:g} s, for step {self.steps} or a later one: the "
+            "other ranks wait for it. It hangs, or is slower than that (timeout_s)"
+        )
+
+    def _lacks_batches(self) -> OutOfStepError:
+        return OutOfStepError(
+            f"the data of rank {self._data.rank} has no batch for step {self.steps}, and its "
+            f"length was {self._length}: the other ranks run that step. Let its length be the "
+            "number of its batches, or give an iterator without one (a generator): the ranks then "
+            "agree on each step"
+        )
+
+    # ------------------------------------------------------------------- steps agreed one by one
+
+    def _next_agreed(self) -> Any:
+        while not self.paused and len(self._ahead) <= self._data.ahead:
+            own = self._pull()
+            self._ahead.append(_Agreement(own, *self._data.exchange_status(own.status)))
+        own, answers, work = self._ahead[0]
+        statuses = self._await(answers, work, f"has a batch for step {self.steps}")
+        if max(statuses) >= _BEGINS:
+            began = [rank for rank, status in enumerate(statuses) if status >= _BEGINS]
+            raise OutOfStepError(
+                f"ranks {began} have begun another pass before step {self.steps} of this one: "
+                "leave a pass on all ranks after the same step, and give loops that run at the "
+                "same time an EvenData each"
+            )
+        goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
+        wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
+        failed = [rank for rank, status in enumerate(statuses) if status in wrong]
+        if (failed or not goes_on) and self.paused:
+            raise StopIteration  # the error, or the end, comes when the pass goes on
+        if failed or not goes_on:
+            self._put_back()
+        if failed:
+            if own.status in wrong:
+                self._line.popleft()
+            raise own.error or RankDataError(
+                f"the data of {name_ranks(failed)} failed at step {self.steps}: see the error "
+                "there. No batch of the other ranks is lost, and all ranks may go on"
+            )
+        if not goes_on:
+            self._end()
+            if self._data.ends == "error" and _HAS in statuses:
+                raise _uneven(statuses, self.steps)
+            raise StopIteration
+        self._ahead.popleft()
+        self.steps += 1
+        self.padded += own.status == _ENDED
+        return own.batch
+
+    def _pull(self) -> _Pulled:
+        """What this rank has for the next step.
+
+        After an error the data is not called before that was raised: the step is agreed again.
+        """
+        if any(agreement.own.error is not None for agreement in self._ahead):
+            return _Pulled(NO_BATCH, None, _NOT_PULLED)
+        if self._line:
+            return self._line.popleft()
+        batch, status = NO_BATCH, _ENDED
+        if not self._data_ended:
+            try:
+                batch = self._next_own()
+                status = _HAS
+            except StopIteration:
+                self._data_ended = True
             except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
-                error = self._failure = failure
-        if status == _HAS and self._data.pad is not None:
-            self._last = batch
-        if status == _ENDED and self._data.pad is not None:
+                return _Pulled(NO_BATCH, failure, _FAILED)
+        if self._data.pad is not None:
+            if status == _HAS:
+                self._last = batch
+                return _Pulled(batch, None, status)
             try:
                 batch = self._data.pad(self._last)
             except Exception as failure:  # noqa: BLE001 - the same, if that step runs
-                error, status = failure, _CANNOT_PAD
-        return _Pull(batch, error, status, *self._data.exchange_status(status))
+                return _Pulled(NO_BATCH, failure, _CANNOT_PAD)
+        return _Pulled(batch, None, status)
 
-    def _end(self, pull: _Pull) -> None:
-        """Complete the agreements on later steps: no collective may be left pending."""
-        self._over = True
-        self._last = NO_BATCH
-        for step, later in enumerate(self._ahead, start=self.steps + 1):
-            self._await(later.statuses, later.work, step)
-        self._ahead.appendleft(pull)
+    def _put_back(self) -> None:
+        """Complete the agreements on later steps, and put back what was pulled for them.
 
-    def _await(self, statuses: Tensor, work: dist.Work | None, step: int) -> list[int]:
+        No collective may be left pending.
+        """
+        for later, agreement in enumerate(self._ahead):
+            self._await(
+                agreement.statuses, agreement.work, f"has a batch for step {self.steps + later}"
+            )
+        pulled = [agreement.own for agreement in self._ahead]
+        self._ahead.clear()
+        kept = [own for own in pulled if own.status in (_HAS, _FAILED, _CANNOT_PAD)]
+        self._line.extendleft(reversed(kept))
+
+    def _await(self, statuses: Tensor, work: dist.Work | None, question: str) -> list[int]:
+        """Return the statuses of all ranks.
+
+        Raises:
+            Cancelled: The pass was left.
+            OutOfStepError: Some rank died, or did not answer in time.
+        """
         if work is not None:
             # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
             deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
@@ -355,21 +539,18 @@ class EvenIterator:
                 if self.left:
                     raise Cancelled
                 if time.monotonic() > deadline:
-                    self._over = True
-                    raise RankDataError(
-                        f"some rank has not said within {self._data.timeout_s:g} s whether it has "
-                        f"a batch for step {step}: it hangs, or its loader or a task of its own is "
-                        "slower than that (timeout_s)"
-                    )
+                    silence = self._data.silence(statuses, question)
+                    if self._limit is not None:
+                        self._limit.raised(silence)
+                    raise silence
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
             try:
                 work.wait()
             except RuntimeError as error:
-                self._over = True
-                raise RankDataError(
-                    f"another rank is gone: it was to say whether it has a batch for step {step}. "
-                    "See the error there"
+                raise OutOfStepError(
+                    f"another rank is gone: it was to say whether it {question}. See the error "
+                    "there"
                 ) from error
         answers: list[int] = statuses.tolist()
         return answers

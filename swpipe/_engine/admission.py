@@ -12,6 +12,9 @@ Guarantees
     - A pull that waits for its turn (``await_turn``) goes on when the caller has asked for its
       iteration. All earlier ones have been handed out then, and the caller is within a call: no
       task runs, nor does the loop's body.
+    - An error of the iterator ends the run as the end of the data does: the iterations before it
+      are handed out, and the driver raises it then. Only ``OutOfStepError`` fails the run at once:
+      the tasks before could not finish, since the other ranks have other iterations in flight.
     - ``InFlightIterations.total`` is set before the instruction that found the end publishes it.
     - When iteration i is admitted, the device has done iteration i - depth - ``launch_limit``, of
       this run or of an earlier one.
@@ -27,6 +30,7 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
+from swpipe._distributed.even_data import EvenIterator, OutOfStepError
 from swpipe._engine import release
 from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
@@ -36,6 +40,7 @@ from swpipe._engine.torch_state import TorchState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.device import Event
+from swpipe.errors import add_note
 
 _NOT_PULLED = TypedContext(None, -1)
 """The context of an iteration that is admitted, before its batch is pulled."""
@@ -45,20 +50,27 @@ class Admission:
     """Admits the iterations of one run.
 
     Attributes:
-        iterator: Where the batches come from.
+        iterator: The caller's iterator.
+        source: Where the batches come from: the iterator, or what the ranks agree on of it.
         admitted: How many iterations were begun, of which the data may have ended before the last.
         pulled: How many of their batches were pulled.
         data_ended: The iterator had no more.
+        failure: What the iterator raised after the last batch, until it is raised by the driver.
         state: The caller's torch settings, for the iterations that are admitted from now on.
         variables: The caller's context variables; likewise.
 
     Args:
         iterations: Of the run.
-        iterator: Where the batches come from.
+        iterator: The caller's iterator.
+        source: Where the batches come from.
     """
 
-    def __init__(self, iterations: InFlightIterations, iterator: Iterator[Any]) -> None:
+    def __init__(
+        self, iterations: InFlightIterations, iterator: Iterator[Any], source: Iterator[Any]
+    ) -> None:
         self.iterator = iterator
+        self.source = source
+        self.failure: Exception | None = None
         self.admitted = self.pulled = 0
         self.asked = 0  # so many iterations the caller has asked for
         self._turns = iterations.engine.host.counter()  # of so many batches the pull may go on
@@ -75,6 +87,7 @@ class Admission:
         has_group = PULL in engine.program.instructions
         self._pulls_there = has_group and not isinstance(iterator, PushedBatches)
         self._check = engine.pull_check(iterator) if engine.pull_check else None
+        self._agreed = source if isinstance(source, EvenIterator) else None
 
     def step(self, ins: Instruction, *, observed: bool) -> Step:
         """What the lane does at ``<admit>`` or ``<pull>``.
@@ -114,17 +127,28 @@ class Admission:
         try:
             if self._has_random_tasks or this_thread.access is not None:
                 with iterations.generators.exclusive():
-                    batch = next(self.iterator)
+                    batch = next(self.source)
             else:
-                batch = next(self.iterator)
+                batch = next(self.source)
         except StopIteration:
-            self.data_ended = True
+            self.data_ended = self._agreed is None or not self._agreed.paused
+            iterations.total = i
+            return
+        except OutOfStepError:
+            raise
+        except Exception as error:
+            if iterations.generators.cancelled:  # the run stops, and this may be its interrupt
+                raise
+            add_note(error, f"swpipe: pulling the batch of iteration {iterations.first + i}")
+            self.failure = error
             iterations.total = i
             return
         if self._check is not None:
             self._check.after_pull()
             self._check = None
         iteration: InFlight = iterations.slots[i % iterations.depth]
+        if self._agreed is not None and self._agreed.raised:
+            iteration.errors, self._agreed.raised = self._agreed.raised, []
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
         if iterations.engine.releases is not None:
             release.begin(iteration.ctx)
@@ -147,8 +171,18 @@ class Admission:
         self._turns.advance(max(iterations, self._turns.count))
 
     def cancel(self) -> None:
-        """Wake whoever waits for its turn."""
+        """Wake whoever waits for its turn, or for the other ranks."""
         self._turns.cancel()
+        if self._agreed is not None:
+            self._agreed.left = True
+
+    def take_error(self, i: int) -> Exception | None:
+        """Return the next error that the iterator raised before the batch of iteration ``i``."""
+        iteration = self._iterations.slots[i % self._iterations.depth]
+        if i >= self.pulled or not iteration.errors:
+            return None
+        error: Exception = iteration.errors.pop(0)
+        return error
 
     def await_turn(self) -> None:
         """Within a pull, or before it: wait until it is in turn, or ``go_on``.

@@ -12,6 +12,10 @@ Guarantees
       cut short, ends what it has left, and begins anew; or, where nothing was lost, goes on.
     - Ending may be cut short as well: every step can be done again.
 
+    - An error of the iterator is raised once, when the iterations before it have been handed out:
+      by the call that finds nothing before it, or else by the next ``progress`` or ``fill``.
+    - On several ranks with ``check_data``, runs pull what the ranks have agreed on.
+
 Assumptions
     - Whoever is cut short lets the exception out: nobody resumes a suspended call (a greenlet).
 """
@@ -28,7 +32,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, cast
 
-from swpipe._distributed.rank_checks import check_same_plan, tell_failure
+from swpipe._distributed.batches_left import KnowsItsEnd, batches_left
+from swpipe._distributed.even_data import EvenData, EvenIterator, OutOfStepError, UnevenDataError
+from swpipe._distributed.rank_checks import check_same_plan, is_alone, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
@@ -36,7 +42,7 @@ from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
 from swpipe.core.messages import shown
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
@@ -87,6 +93,7 @@ class Driver(Generic[C]):
         stall_timeout_s: float | None,
         *,
         check_ranks: bool,
+        check_data: bool,
         made_at: tuple[str, int],
     ) -> None:
         self.engine = engine
@@ -102,7 +109,13 @@ class Driver(Generic[C]):
         self._watchdog: Watchdog | None = None
         self._dropped: weakref.finalize[..., Driver[C]] | None = None
         self._lent: LentAccess | None = None  # the generators, by an outer pipeline's task
+        self._check_data = check_data
+        self._even: EvenData | None = None
+        self._agreed: EvenIterator | None = None  # of the iterator that was used last
+        self._out_of_step = ""  # why no iteration can be run any more
+        self._errors: list[Exception] = []  # of the iterator, with nothing before them in flight
         self._ended: Iterator[Any] | None = None
+        self._failed: Iterator[Any] | None = None  # the last run's, where it raised an error
         self._oldest = 0  # the iteration that would have been handed out next when a run ended
         self._pushed = PushedBatches()
 
@@ -141,25 +154,36 @@ class Driver(Generic[C]):
             run.settle()
             if run.failure is not None:
                 self._advance(run)  # which raises it
+            if self.run is None:
+                self._raise_error()
 
-    def progress(self, iterator: Iterator[Any]) -> C:
-        """Run one period, or as many as it takes to hand out an iteration."""
+    def progress(self, iterator: Iterator[Any], length: int | None = None) -> C:
+        """Run one period, or as many as it takes to hand out an iteration.
+
+        Args:
+            iterator: Where the batches come from.
+            length: How many it has, where that is known and the iterator does not say so.
+        """
         with self:
+            if self.run is None:
+                self._raise_error()
             # If it called the iterator again instead, one that restarts would never end.
             ended, self._ended = self._ended, None
             if self.run is None and ended is not None and ended is iterator:
                 raise StopIteration
-            run = self._prepared(iterator)
+            run = self._prepared(iterator, length)
             if (ctx := self._next(run)) is not None:
                 return ctx
             if self.run is run:  # the end of the data was found between two calls
                 self._end(run)
+            self._raise_error()
             self._ended = None
             raise StopIteration
 
     def current_iterator(self) -> Iterator[Any]:
         """That of the iterations in flight, or of the data that has just ended; or TypeError."""
-        iterator = self._ended if self.run is None else self.run.admission.iterator
+        ended = self._ended or self._failed
+        iterator = ended if self.run is None else self.run.admission.iterator
         if iterator is None or iterator is self._pushed:
             raise TypeError(
                 "progress() has no iterator to go on with: give it iter(loader), or call "
@@ -177,12 +201,30 @@ class Driver(Generic[C]):
             finally:
                 self._pushed.batches = ()
 
-    def flush(self) -> list[C]:
-        """``drain``, of pushed batches only."""
-        run = self.run
-        if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
-            raise self._mixed(run, self._pushed)
-        return self.drain()
+    def flush(self) -> Iterator[C]:
+        """Finish the pushed batches, one with each context that is asked for."""
+        with self:
+            run = self.run
+            if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
+                raise self._mixed(run, self._pushed)
+            if run is not None:
+                run.read_callers_settings()
+                run.stop_admitting()
+                run.flushing = True
+        return self._flushed(run)
+
+    def _flushed(self, run: Run | None) -> Iterator[C]:
+        while self.drained:
+            yield self.drained.pop(0)
+        while run is not None and self.run is run:
+            with self:
+                run.read_callers_settings()
+                ctx = self._next(run)
+                if ctx is None:
+                    self._end(run)
+                    return
+            yield ctx
+            del ctx  # this frame must not keep what the user drops
 
     def drain(self) -> list[C]:
         """Stop admitting, finish what is in flight, and hand it out."""
@@ -190,13 +232,31 @@ class Driver(Generic[C]):
             run = self.run
             if run is not None:
                 run.read_callers_settings()
-                run.stop_admitting()
-                # The data may turn out to have ended before the last one that was admitted.
-                while (ctx := self._next(run)) is not None:
-                    self.drained.append(ctx)
-                self._end(run)
+                agreed = self._agreed if run.admission.source is self._agreed else None
+                if agreed is None:
+                    run.stop_admitting()
+                else:  # all ranks have agreed to run what it has pulled early
+                    run.settle()  # a thread that pulls has pulled as much on all ranks then
+                    agreed.paused = run.draining = True
+                try:
+                    self._drain(run)
+                finally:
+                    if agreed is not None:
+                        agreed.paused = False
             contexts, self.drained = self.drained, []
             return contexts
+
+    def _drain(self, run: Run) -> None:
+        # The data may turn out to have ended before the last iteration that was admitted.
+        run.ask()
+        while not run.over:
+            while (error := run.admission.take_error(run.retired)) is not None:
+                self._errors.append(error)
+            if (ctx := self._advance(run)) is not None:
+                self.drained.append(ctx)
+                run.ask()
+        if self.run is run:
+            self._end(run)
 
     def state_dict(self, check: bool) -> dict[str, int]:
         """Number of the next iteration to hand out, batches pulled beyond it, and the seed.
@@ -224,7 +284,8 @@ class Driver(Generic[C]):
             number = run.iterations.first + run.retired
         number -= len(self.drained)
         seed = self.engine.seeds.seed
-        return {"next_iteration": number, "in_flight": self.in_flight, "seed": seed}
+        early = 0 if self._agreed is None else self._agreed.waiting
+        return {"next_iteration": number, "in_flight": self.in_flight + early, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take number and seed from a saved state; within a call, with nothing in flight."""
@@ -235,6 +296,8 @@ class Driver(Generic[C]):
                     f"the state's {name} is {shown(value)}: give what state_dict() returned"
                 )
         self.next_iteration, self.lost = state["next_iteration"], ""
+        self._errors.clear()
+        self._agreed = None
         self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
@@ -252,6 +315,7 @@ class Driver(Generic[C]):
                 self.next_iteration, self.lost = self._oldest, ""
             elif self.lost:  # by a failure of the oldest, which keeps its number
                 self.next_iteration = self._oldest + 1
+            self._errors.clear()
             return dropped
 
     def refuse_in_flight(self, purpose: str) -> None:
@@ -303,15 +367,22 @@ class Driver(Generic[C]):
             lane.thread is not None and lane.thread.ident == ident for lane in workers
         )
 
-    def _prepared(self, iterator: Iterator[Any]) -> Run:
+    def _prepared(self, iterator: Iterator[Any], length: int | None = None) -> Run:
         """The run over this iterator, ready to be advanced by the calling thread."""
         run = self.run
         if run is None or run.admission.iterator is not iterator:
             self._end_idle()
-            run = self.run or self._begin(iterator)
+            if self.run is None:
+                self._raise_error()
+            run = self.run or self._begin(iterator, length)
             if run.admission.iterator is not iterator:
                 raise self._mixed(run, iterator)
         if run.draining:
+            if run.flushing:
+                raise RuntimeError(
+                    "flush() was not iterated to its end: iterate over it, or call drain(), before "
+                    "anything else"
+                )
             raise RuntimeError("drain() was interrupted: call it again before anything else")
         run.read_callers_settings()
         return run
@@ -326,7 +397,46 @@ class Driver(Generic[C]):
             if run.over:  # no failure is left to raise
                 self._end(run)
 
-    def _begin(self, iterator: Iterator[Any]) -> Run:
+    def _raise_error(self) -> None:
+        """Raise what the iterator raised after the batch that was handed out last, if it did."""
+        if self._errors:
+            error = self._errors.pop(0)
+            if not isinstance(error, UnevenDataError):  # all ranks have it
+                tell_failure(error)
+            try:
+                raise error
+            finally:
+                del error  # whose traceback refers to this frame
+
+    def _source(self, iterator: Iterator[Any], length: int | None) -> Iterator[Any]:
+        """Return what a run over ``iterator`` pulls: on several ranks, what they agree on."""
+        if self._out_of_step:
+            raise RuntimeError(
+                f"the ranks are out of step, and their collectives would not match any more: "
+                f"{self._out_of_step}. Close the pipeline, and start the job again on all ranks"
+            )
+        agreed_there = isinstance(iterator, KnowsItsEnd) and iterator.agreed
+        if iterator is self._pushed or agreed_there or is_alone():
+            return iterator
+        overlaps = self.engine.program.depth > 1
+        if self._even is None:
+            # Its own time-out comes before the watchdog's, since it says more.
+            wait_s = 600.0 if self._stall_timeout_s is None else 0.9 * self._stall_timeout_s
+            # The answers take a round trip: they are awaited one step later.
+            self._even = EvenData("error", ahead=int(overlaps), timeout_s=wait_s)
+        agreed = self._agreed
+        if agreed is None or agreed.over or agreed.source is not iterator:
+            left = batches_left(iterator) if length is None else length
+            # A call under way is the watchdog's; between two, a thread that pulls may wait.
+            limited = self._stall_timeout_s is not None and PULL in self.engine.program.instructions
+            agreed = EvenIterator(
+                self._even, iterator, length=left, keeps_step=overlaps, limited=limited
+            )
+        agreed.left = False
+        self._agreed = agreed
+        return agreed
+
+    def _begin(self, iterator: Iterator[Any], length: int | None = None) -> Run:
         if not hasattr(iterator, "__next__"):
             raise TypeError(
                 f"progress() takes an iterator, not {type(iterator).__name__}: "
@@ -336,13 +446,15 @@ class Driver(Generic[C]):
             seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
             check_same_plan(self._plan, *seeds[:1])
             self._check_ranks = False
-        run = self.run = Run(self.engine, iterator, self.next_iteration)
+        source = self._source(iterator, length) if self._check_data else iterator
+        run = self.run = Run(self.engine, iterator, source, self.next_iteration)
         self.lost = ""
         if self.access.closed:  # by now, when there was no run to stop
             run.stop()
         try:
             run.start()
-            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder)
+            owner = weakref.ref(self)
+            watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, owner)
             self._watchdog = watchdog
             watchdog.start()
             # Not __del__: what a signal handler raises within that is lost, at each end of a run.
@@ -366,6 +478,10 @@ class Driver(Generic[C]):
         """The next context; None where there is no further one."""
         run.ask()
         while not run.over:
+            if (error := run.admission.take_error(run.retired)) is not None:
+                self._errors.append(error)
+                del error
+                self._raise_error()
             if (ctx := self._advance(run)) is not None:
                 return ctx
         return None
@@ -376,6 +492,8 @@ class Driver(Generic[C]):
         except BaseException as error:
             for left in self._end(run):
                 add_note(error, left)
+            if isinstance(error, OutOfStepError):
+                self._out_of_step = str(error)
             tell_failure(error)
             raise
         if run.over:
@@ -398,14 +516,33 @@ class Driver(Generic[C]):
             self.lost = f"iterations {numbers} were dropped by a failure or by close()"
         self.next_iteration = first + run.admission.pulled
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
+        self._failed = run.admission.iterator if run.admission.failure is not None else None
         self.run = None
-        return [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
+        notes = [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
+        waiting, run.admission.failure = run.admission.failure, None
+        if waiting is not None and run.finished:
+            self._errors.append(waiting)
+        elif waiting is not None:
+            text = f"swpipe: dropped, too, what the iterator raised: {type(waiting).__name__}"
+            notes.append(f"{text}: {waiting}")
+        return notes
 
     def _end_all(self) -> None:
         self.drained.clear()
         if self.run is not None:
             self._end_with_warning(self.run)
+        self._errors.clear()
+        self._agreed = None
+        even, self._even = self._even, None
+        if even is not None and not self.access.forked:
+            even.close()
 
     def _end_with_warning(self, run: Run) -> None:
+        if run.flushing and run.in_flight and run.failure is None:
+            text = (
+                f"flush() was not iterated to its end, and {run.in_flight} pushed batches are "
+                "dropped: iterate over it (for ctx in pipe.flush()), or call drain()"
+            )
+            warnings.warn_explicit(text, RuntimeWarning, *self._made_at)
         for left in self._end(run):
             warnings.warn_explicit(left, RuntimeWarning, *self._made_at)

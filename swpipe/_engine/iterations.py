@@ -90,6 +90,7 @@ class InFlight:
         variables: The caller's context variables then; likewise.
         source: Event after which other streams may read the batch; None where it is on the host.
         held: Values that tasks removed from the context.
+        errors: What the iterator raised before it gave the batch.
     """
 
     ctx: TypedContext
@@ -97,6 +98,7 @@ class InFlight:
     variables: Context | None
     source: Event | None
     held: list[object] = field(default_factory=list)
+    errors: list[Exception] | None = None
 
 
 class InFlightIterations:

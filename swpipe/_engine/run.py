@@ -49,7 +49,7 @@ from contextvars import copy_context
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import is_grad_enabled, is_inference_mode_enabled
+from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
 
 from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
@@ -133,10 +133,16 @@ class LaneRunner:
 class Run:
     """One run over one iterator: from the fill to the last retirement, or to the first failure."""
 
-    def __init__(self, engine: Engine, iterator: Iterator[Any], first_iteration: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        iterator: Iterator[Any],
+        source: Iterator[Any],
+        first_iteration: int,
+    ) -> None:
         self.engine = engine
         self.iterations = InFlightIterations(engine, first_iteration)
-        self.admission = Admission(self.iterations, iterator)
+        self.admission = Admission(self.iterations, iterator, source)
         self.retired = 0
         self.period = 0
         self.mode = Mode.now(engine.mode())
@@ -144,6 +150,7 @@ class Run:
         self.stalled: StallError | None = None
         self.stopping = False
         self.draining = False
+        self.flushing = False
         self.ending = False
         self.ended = False
         self.in_call = True  # inside ``start`` or ``advance``, or one of them was cut short
@@ -237,10 +244,11 @@ class Run:
             RuntimeError: Iterations are in flight that were admitted in another mode or stream.
         """
         device = self.engine.device
-        gradients, inference, other = self.mode  # making another one to compare takes longer
+        gradients, inference, dtype, other = self.mode  # making another one to compare takes longer
         if (
             is_grad_enabled() is not gradients
             or is_inference_mode_enabled() is not inference
+            or get_default_dtype() is not dtype
             or self.engine.mode() != other
         ):
             self.mode = self.mode.switch(self.engine.mode(), self.in_flight)
@@ -434,6 +442,8 @@ class Run:
             add_note(error, f"swpipe: {self._place(lane)}")
         elif not isinstance(error, Exception):
             add_note(error, f"swpipe: after {type(first).__name__}: {first}")
+            if lane is self.lanes[0] and self.stalled is None:
+                self._failure["first"] = error  # the caller's, also where the next call raises it
 
     def _place(self, lane: LaneRunner) -> str:
         if lane.instruction.task in SOURCES:

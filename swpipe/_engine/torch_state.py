@@ -232,16 +232,21 @@ def checked_mode(mode: object) -> Callable[[], object]:
 
 
 class Mode(NamedTuple):
-    """torch's modes of the calling thread, and what the pipeline's user adds to them."""
+    """torch's modes of the calling thread, and what the pipeline's user adds to them.
+
+    The default dtype is the whole process's: a batch that was pulled ahead has an earlier one.
+    """
 
     gradients: bool
     inference: bool
+    dtype: torch.dtype
     other: object
 
     @classmethod
     def now(cls, other: object) -> Mode:
         """That of the calling thread."""
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), other)
+        gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(gradients, inference, torch.get_default_dtype(), other)
 
     def switch(self, other: object, in_flight: int) -> Mode:
         """The mode of the calling thread, which is another one.
@@ -262,4 +267,6 @@ class Mode(NamedTuple):
         parts = [f"gradients {'on' if self.gradients else 'off'}"]
         if self.inference:
             parts.append("inference mode")
+        if self.dtype is not torch.float32:
+            parts.append(f"default dtype {self.dtype}")
         return ", ".join([*parts, *([str(self.other)] if self.other else [])])

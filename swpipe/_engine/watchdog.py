@@ -19,10 +19,7 @@ A caller that is no rank of several is not ended: nobody else waits for it.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import signal
 import sys
 import threading
 import time
@@ -31,11 +28,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swpipe._distributed.rank_checks import (
-    abort_process_groups,
-    is_alone,
     rank_prefix,
-    tell_failure,
 )
+from swpipe._engine.interruption import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread
 from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error
@@ -54,16 +49,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     )
 
 
-GRACE_S = 2.0
-"""How long a caller that was interrupted has to leave its task."""
-
-STALL_EXIT_CODE = 70
-"""With what a rank exits that nothing else ends."""
-
-LOOK_COUNTS_AT_MOST = 2.0
-"""How many intervals one look can add: a process that was stopped looks once when it continues."""
-
-
 class Watchdog:
     """Watches one run from a thread of its own until ``stop``.
 
@@ -72,6 +57,9 @@ class Watchdog:
         timeout_s: After how many seconds without movement it fails; None for never.
         caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
             none.
+        owner: A weak reference to whoever drives the run. Its finalizer ends the run; an exception
+            that a signal handler raises in a finalizer is lost, and the finalizer is cut short. So
+            the watchdog ends the run, too, and its own thread.
     """
 
     def __init__(
@@ -79,8 +67,10 @@ class Watchdog:
         run: Run,
         timeout_s: float | None,
         caller: Callable[[], int | None],
+        owner: Callable[[], object | None],
     ) -> None:
         self._run = run
+        self._owner = owner
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._caller = caller
         self._stopped = ProgressCounter()
@@ -100,10 +90,14 @@ class Watchdog:
     def _watch(self) -> None:
         seen: list[tuple[int, int]] = []
         interval_s = min(self._timeout_s / 5, 1.0)
-        idle_s, last = 0.0, time.monotonic()
+        idle_s, last, gone = 0.0, time.monotonic(), 0
         while not self._stopped.reaches(1, interval_s):
             now = time.monotonic()
             looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
+            gone = gone + 1 if self._owner() is None else 0
+            if gone > 1:  # the finalizer has had its time
+                self._run.end()
+                return
             places = [(lane.period, lane.position) for lane in self._run.lanes]
             if places != seen or not self._run.in_call:
                 seen, idle_s = places, 0.0
@@ -127,20 +121,8 @@ class Watchdog:
         write_error(f"swpipe: StallError: {error}")
         if run.driver.pop("thread", None) is None:
             return  # the call has just left
-        _interrupt(caller)
-        told = StallError(str(error))  # the caller's own gets its note when it is raised
-        tell_failure(told)
-        if is_alone() or self._has_left(place):
-            return
-        abort_process_groups(GRACE_S)
-        if not self._has_left(place):
-            for note in getattr(told, "__notes__", ()):
-                write_error(note)
-            write_error(
-                f"swpipe: {rank_prefix()}the call has not returned: this process exits with code "
-                f"{STALL_EXIT_CODE}, so that the other ranks do not wait for it"
-            )
-            os._exit(STALL_EXIT_CODE)
+        # The caller's own error gets its note when it is raised.
+        end_thread(caller, StallError(str(error)), lambda: self._has_left(place))
 
     def _has_left(self, place: tuple[int, int]) -> bool:
         """Whether the caller leaves the task within the grace."""
@@ -196,16 +178,3 @@ def _place(run: Run, task: str, number: int) -> str:
     if number < 0:
         return f"task {task!r}, before its first iteration,"
     return f"task {task!r} of iteration {run.iterations.first + number}"
-
-
-def _interrupt(ident: int) -> None:
-    main = threading.main_thread().ident
-    if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its
-        # first query) let such calls go on instead.
-        signal.siginterrupt(signal.SIGINT, True)
-        signal.pthread_kill(ident, signal.SIGINT)
-    else:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ident), ctypes.py_object(StallError)
-        )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 
 from swpipe.core.messages import listed, plain, shown
 from swpipe.errors import PlanError, Problem
+
+Readers: TypeAlias = Mapping[type, Callable[[Any], Any]]
+
+_NO_READERS: Readers = MappingProxyType({})
 
 MOST_BYTES = 16 * 2**20
 """The size of the largest plan or cost file that is read."""
@@ -115,6 +121,69 @@ def read_rows(
         fields = {k: entry[k] for k in entry if k in known}
         rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return rows
+
+
+def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS) -> Any:
+    """Return plain data, as ``json.loads`` returns it, as a value of a type.
+
+    Args:
+        value: The data.
+        hint: ``bool``, ``int``, ``float``, ``str`` or a ``Literal``; a dataclass; a tuple or a
+            mapping of such types; one of them or None.
+        where: The data's place, for the message.
+        readers: Type to a function from data to a value of it, which raises ValueError.
+
+    Raises:
+        ValueError: The data, or a part of it, has another type; names its place.
+    """
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:  # of a type and None
+        (other,) = (part for part in parts if part is not NoneType)
+        return None if value is None else read_typed(value, other, where, readers)
+    if kind is Literal:
+        if value not in parts:
+            raise ValueError(f"{where} is {shown(value)}: it must be {listed(parts)}")
+        return value
+    if kind in readers:
+        try:
+            return readers[kind](value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _read_fields(value, kind, where, readers)
+    if kind is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} is {shown(value)}: it must be a list")
+        return tuple(
+            read_typed(each, parts[0], f"{where}[{n}]", readers) for n, each in enumerate(value)
+        )
+    if kind in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} is {shown(value)}: it must be a table")
+        return {
+            name: read_typed(of, parts[1], f"{where}.{plain(name)}", readers)
+            for name, of in value.items()
+        }
+    number = kind is float and type(value) is int
+    if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
+        raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
+    return value
+
+
+def _read_fields(value: Any, kind: type[Any], where: str, readers: Readers) -> Any:
+    needed = {e.name for e in fields(kind) if e.default is e.default_factory is MISSING}
+    every = {each.name for each in fields(kind)}
+    if not isinstance(value, Mapping) or not needed <= set(value) <= every:
+        got = sorted(value) if isinstance(value, Mapping) else shown(value)
+        rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
+        raise ValueError(f"{where} has the keys {rule}; not {got}")
+    hints = get_type_hints(kind)
+    return kind(
+        **{
+            name: read_typed(of, hints[name], f"{where}.{name}", readers)
+            for name, of in value.items()
+        }
+    )
 
 
 def read_table(

@@ -109,6 +109,7 @@ class ResumableLoop(Generic[Out]):
         self._loaded: Mapping[str, Any] | None = None  # leads to the next pass
         self._running: LoaderPass | None = None
         self._left = False  # early
+        self._left_at_end = False  # in the body of the last batch
         self._dropped = False  # what was in flight then
 
     def __repr__(self) -> str:
@@ -168,6 +169,9 @@ class ResumableLoop(Generic[Out]):
             return {name: self._loaded[name] for name in OF_PLACE}
         if current is None or (self._left and not rest):
             return self._between_passes(check)
+        if rest and self._left_at_end:  # the rest of the pass has no batch, and is still a pass
+            self._check_place(current, check)
+            return current.state_dict(check=check)
         if others := self._others_in_flight(current):
             raise RuntimeError(
                 f"iterations are in flight ({others}) that are not of this loop: finish their "
@@ -332,6 +336,7 @@ class ResumableLoop(Generic[Out]):
             current = LoaderPass(self._pulled)
         self._pass = current
         self._dropped = self._left = False
+        self._left_at_end = False
         return current
 
     def _iterate(self) -> Iterator[Out]:
@@ -342,6 +347,7 @@ class ResumableLoop(Generic[Out]):
             self._refuse_running()
             current = self._pass = current or self._begun()
             self._dropped = self._left = False
+            self._left_at_end = False
             self._running, self._loaded, runs = current, None, True
             self._begin(current)
             iterator = current.iterator
@@ -383,6 +389,7 @@ class ResumableLoop(Generic[Out]):
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
+        ended = current.ended
         if not current.ended:
             self._drop(current, failed=failed)
             if complete and self.counted:
@@ -397,6 +404,7 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        self._left_at_end = complete and not ended
         current.ended = current.ended or complete
         self._left = not current.ended
 

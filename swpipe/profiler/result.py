@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from swpipe.core.files import write_atomically
+from swpipe.core.files import read_typed, write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.records import Rows
 from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
-from swpipe.profiler.figures import Advice, Figures, LoaderPace
-from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.figures import Figures
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
-from swpipe.profiler.rank_times import RankTimes
 
 _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
 
@@ -172,28 +169,18 @@ class ProfileResult(Figures, Report):
         """A result from plain data, as ``json.loads`` returns it.
 
         Raises:
-            ValueError: The keys are not the attributes of a result. Those that have defaults may be
-                missing, as in a file of an earlier version.
+            ValueError: The keys are not the attributes of a result, or a value has another type.
+                Attributes that have defaults may be missing, as in a file of an earlier version.
         """
-        every = {each.name for each in fields(cls)}
-        needed = {e.name for e in fields(cls) if e.default is e.default_factory is MISSING}
-        if not isinstance(data, dict) or not needed <= set(data) <= every:
-            got = sorted(data) if isinstance(data, dict) else type(data).__name__
-            rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
-            raise ValueError(f"a profile result has the keys {rule}; not {got}")
-        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        _check_figures(data)
-        try:
-            parts = {
-                "advice": tuple(map(_advice_of, data["advice"])),
-                "ranks": tuple(RankTimes(**each) for each in data.get("ranks", ())),
-                "other_load": OtherLoad(**load) if (load := data.get("other_load")) else None,
-                **{key: _tables(data.get(key, {})) for key in ("host_each_s", "device_each_s")},
-                "loader": LoaderPace(**pace) if (pace := data.get("loader")) else None,
-            }
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"a part of a profile result is damaged: {error}") from error
-        return cls(**{**data, **lists, **parts})
+        result: Self = read_typed(data, cls, "a profile result", {PipelinePlan: _plan_of})
+        tasks = result.exposed_s.keys()
+        alike = tasks == result.raw_s.keys() == result.spread_s.keys()
+        if not (alike and tasks <= result.host_s.keys()):
+            raise ValueError(
+                "a profile result has the same tasks in exposed_s, raw_s and spread_s, all of them "
+                "in host_s"
+            )
+        return result
 
 
 def plain(result: ProfileResult) -> dict[str, Any]:
@@ -206,36 +193,9 @@ def plain(result: ProfileResult) -> dict[str, Any]:
     return data
 
 
-def _advice_of(data: Mapping[str, Any]) -> Advice:
-    """Return an advice; its plan may be JSON text, as in a file of an earlier version."""
-    plan = data.get("plan")
-    text = plan if isinstance(plan, str) or not plan else json.dumps(plan)
-    return Advice(**{**data, "plan": PipelinePlan.from_json(text) if text else None})
-
-
-def _tables(data: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
-    return {task: tuple(each_s) for task, each_s in data.items()}
-
-
-def _check_figures(data: Mapping[str, Any]) -> None:
-    """Refuse what cannot be the times of a profile, in a file that was edited or damaged."""
-    if wrong := [key for key in data if key.endswith("_s") and not _is_times(data[key])]:
-        raise ValueError(f"a profile result has numbers of seconds in {listed(wrong)}")
-    kinds = {"exposed_s": dict, "raw_s": dict, "spread_s": dict, "advice": list}
-    for key, kind in (kinds | {"host_s": dict, "batch": str, "mode": str}).items():
-        if not isinstance(data[key], kind):
-            raise ValueError(f"a profile result has a {kind.__name__} in {key}")
-    tasks = data["exposed_s"].keys()
-    if not (tasks == data["raw_s"].keys() == data["spread_s"].keys() <= data["host_s"].keys()):
-        raise ValueError("a profile result has the same tasks in exposed_s, raw_s and spread_s")
-
-
-def _is_times(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_times, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_times, value))
-    return isinstance(value, int | float) and math.isfinite(value)
+def _plan_of(data: Any) -> PipelinePlan:
+    """Return the plan of an advice; it is JSON text in a file of an earlier version."""
+    return PipelinePlan.from_json(data if isinstance(data, str) else json.dumps(data))
 
 
 class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it has a loop

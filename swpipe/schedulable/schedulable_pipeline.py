@@ -204,10 +204,23 @@ class SchedulablePipeline:
             ctx = self.pipe.push(batch)
         return None if ctx is None else _result(ctx)
 
-    def flush(self) -> list[Any]:
-        """``drain`` for pushed batches."""
+    def flush(self) -> Iterator[Any]:
+        """Finish the pushed batches: iterate over the results, oldest first.
+
+        See ``SWPipeline.flush``.
+        """
         with in_words_of(self.schedule):
-            return [_result(ctx) for ctx in self.pipe.flush()]
+            contexts = self.pipe.flush()
+        return self._results(contexts)
+
+    def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
+        while True:
+            with in_words_of(self.schedule):
+                ctx = next(contexts, None)
+            if ctx is None:
+                return
+            yield _result(ctx)
+            del ctx
 
     def drain(self) -> list[Any]:
         """Pull no more; finish what is in flight, and return the results, oldest first.

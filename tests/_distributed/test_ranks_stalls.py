@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from swpipe._engine.watchdog import STALL_EXIT_CODE
+from swpipe._engine.interruption import STALL_EXIT_CODE
 from tests._distributed.stall_job import AT, CATCHES
 from tests.support.scripts import Script, Scripts
 

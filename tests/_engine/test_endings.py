@@ -6,6 +6,7 @@ import gc
 import resource
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
+from swpipe._engine.run import Run
 from tests.support.plans_for_tests import piped, spread, tasks
 from tests.support.sequencer import await_event, swpipe_threads
 
@@ -62,6 +64,33 @@ def memory_mib() -> float:
 
 
 # ------------------------------------------------------------------------------------- dropped
+
+
+def test_a_signal_that_raises_in_the_finalizer_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python loses that exception, and the finalizer is cut short: the watchdog ends the run."""
+    lost: list[Any] = []
+    ends: list[int] = []
+    end = Run.end
+
+    def interrupted(run: Run) -> None:
+        ends.append(1)
+        if len(ends) == 1:
+            raise KeyboardInterrupt
+        end(run)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda text: lost.append(text.exc_type))
+    pipe = SWPipeline(spread(), tasks(), device="cpu", stall_timeout_s=0.5)
+    pipe.fill_pipeline(iter([torch.ones(3) for _ in range(5)]))
+    monkeypatch.setattr(Run, "end", interrupted)
+    del pipe
+    gc.collect()
+    assert lost == [KeyboardInterrupt]
+    deadline = time.monotonic() + 60.0
+    while swpipe_threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line() -> None:

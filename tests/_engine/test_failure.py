@@ -503,6 +503,33 @@ def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
         assert pipe.run([1]).iterations == 1
 
 
+@pytest.mark.usefixtures("patient")
+def test_ctrl_c_after_a_retirement_comes_before_a_workers_failure() -> None:
+    """It is raised by the next call, with a note of the failure that came first."""
+    retired = threading.Event()
+
+    def fail() -> None:
+        await_event(retired, "the retirement of iteration 0")
+        raise Planted
+
+    def interrupt() -> None:
+        retired.set()
+        while not pipe._driver.run.stopping:  # type: ignore[union-attr]
+            threading.Event().wait(0.001)
+        raise KeyboardInterrupt
+
+    with (
+        SWPipeline(piped(), tasks(h2d=at(2, fail))) as pipe,
+        pipe.observe(AfterRetirement(0, interrupt)),
+    ):
+        data = iter(range(9))
+        assert pipe.progress(data).batch == 0
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pipe.progress(data)
+        assert any("after Planted" in note for note in caught.value.__notes__)
+        assert pipe.run(range(20, 25)).iterations == 5
+
+
 def test_draining_keeps_what_came_out_before_a_failure() -> None:
     """The failure comes at once, and the next call hands out what was complete by then."""
     data = iter(range(9))

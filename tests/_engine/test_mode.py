@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,11 +14,22 @@ from swpipe import IterContext, PipelinePlan, SWPipeline
 from tests.support.plans_for_tests import piped, tasks
 
 
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """As a body that sets the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     ("mode", "told", "call"),
     [
         (torch.no_grad, "gradients off", lambda pipe, data: pipe.progress(data)),
         (torch.inference_mode, "inference mode", lambda pipe, _: pipe.drain()),
+        (double_precision, "default dtype torch.float64", lambda pipe, data: pipe.progress(data)),
     ],
 )
 def test_another_mode_is_refused_while_iterations_are_in_flight(

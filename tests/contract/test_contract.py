@@ -21,14 +21,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.contract.training import ROWS, Failure, PlainLoop, Planned, Training, through_a_file
+from tests.contract.training import (
+    BATCHES,
+    ROWS,
+    Failure,
+    PlainLoop,
+    Planned,
+    Stumbled,
+    Training,
+    through_a_file,
+)
 from tests.contract.ways import WAYS, Way
 from tests.support.budget import examples
 
 
 @dataclass(frozen=True)
 class Act:
-    """What is asked: "steps" and how many, "fail" and where, and others that have no argument."""
+    """What is asked, and its argument, if it has one.
+
+    "steps" has their number; "fail" a ``Failure``; "stumble" the row of the batch that the iterator
+    loses by an error, and after how many steps what is in flight is drained.
+    """
 
     what: str
     of: Any = None
@@ -41,8 +54,12 @@ ACTS = st.one_of(
         st.just("fail"),
         st.builds(Failure, st.sampled_from(["loader", "decode", "step"]), st.integers(0, ROWS - 1)),
     ),
+    st.builds(
+        Act, st.just("stumble"), st.tuples(st.integers(0, ROWS - 1), st.integers(0, BATCHES))
+    ),
     st.sampled_from([Act(what) for what in ("leave", "evaluate", "resume", "drain", "replay")]),
 )
+WITH_A_PASS = ("steps", "leave", "fail", "stumble")
 PHASES = (Phase.generate,)
 """A program is short: to shrink one takes longer than to read it."""
 
@@ -75,7 +92,7 @@ class Trial:
         for number, act in enumerate(program):
             if resumed:
                 self.resumed_at.add(number)
-            if way.drains and act.what not in ("steps", "leave", "fail"):
+            if way.drains and act.what not in WITH_A_PASS:
                 self.found.append(way.drain())
             if act.what == "steps":
                 self.found.append([way.next() for _ in range(act.of)])
@@ -85,6 +102,10 @@ class Trial:
                 self.found.append(_until_it_fails(way, act.of))
                 resumed = False
                 failed = any(isinstance(loss, str) for loss in self.found[-1])
+            elif act.what == "stumble" and self._can_stumble(number):
+                way.leave()
+                self.found.append(_past_the_error(way, *act.of))
+                resumed = failed = False
             elif act.what == "leave":
                 way.leave()
             elif act.what == "evaluate":
@@ -130,7 +151,7 @@ class Trial:
         seed(2)
         found = iter(self.found)
         for number, act in enumerate(program):
-            if self._kind.drains and act.what not in ("steps", "leave", "fail"):
+            if self._kind.drains and act.what not in WITH_A_PASS:
                 drained = next(found)
                 assert_equal([plain.next() for _ in drained], drained, act)
             if act.what == "steps":
@@ -138,6 +159,9 @@ class Trial:
             elif act.what == "fail" and self._can_fail(act.of, number):
                 self._leave(plain, number)
                 assert_equal(_until_it_fails(plain, act.of), next(found), act)
+            elif act.what == "stumble" and self._can_stumble(number):
+                plain.leave()
+                assert_equal(_past_the_error(plain, *act.of), next(found), act)
             elif act.what == "leave":
                 self._leave(plain, number)
             elif act.what == "evaluate":
@@ -150,6 +174,9 @@ class Trial:
         """A pass that was resumed and has not begun cannot be left: the next one is its rest."""
         if number not in self.resumed_at:
             plain.leave()
+
+    def _can_stumble(self, number: int) -> bool:
+        return self._kind.goes_on and number not in self.resumed_at
 
     def _can_fail(self, failure: Failure, number: int) -> bool:
         if failure.where == "loader":
@@ -170,6 +197,18 @@ def _until_it_fails(of: Way | PlainLoop, failure: Failure) -> list[Any]:
     except Planned as error:
         found.append(str(error))
     of.training.failing.at = None
+    return found
+
+
+def _past_the_error(of: Way | PlainLoop, row: int, drain_after: int) -> list[Any]:
+    """A pass whose iterator raises in place of the batch with that row: losses, and the error."""
+    of.training.failing.stumbles_at = row
+    found: list[Any] = []
+    while (outcome := of.next()) is not None:
+        found.append(str(outcome) if isinstance(outcome, Stumbled) else outcome)
+        if len(found) == drain_after and isinstance(of, Way) and of.drains:
+            found += of.drain()
+    of.training.failing.stumbles_at = None
     return found
 
 

@@ -21,6 +21,10 @@ class Planned(Exception):
     """A failure that a program asked for."""
 
 
+class Stumbled(Planned):
+    """An error of the iterator, which has lost a batch by it and goes on."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """What fails at the batch that has this row: "loader", "decode" or "step"."""
@@ -33,12 +37,31 @@ class Failing:
     """Fails where it was told to, until it is told otherwise."""
 
     at: Failure | None = None
+    stumbles_at: int | None = None
+    """The row of the batch that iterators lose by an error, and go on."""
 
     def check(self, where: str, rows: Tensor) -> None:
         if self.at is None or self.at.where != where:
             return
         if self.at.row in (rows.reshape(-1, WIDTH)[:, 0] // SCALE).tolist():
             raise Planned(f"{where} fails at row {self.at.row}")
+
+
+class Stumbling:
+    """An iterator over a loader that goes on after its error, as a map-style loader's may."""
+
+    def __init__(self, loader: Any, failing: Failing) -> None:
+        self._inner, self._failing = iter(loader), failing
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        rows = next(self._inner)
+        row = self._failing.stumbles_at
+        if row is not None and row in (rows[:, 0] // SCALE).tolist():
+            raise Stumbled(f"the loader stumbles at row {row}")
+        return rows
 
 
 class Rows(Dataset[Tensor]):
@@ -137,16 +160,18 @@ class PlainLoop:
         self._iterator: Iterator[Tensor] | None = None
         self.replayed: list[Tensor] | None = None  # decode's results, where one is replayed
 
-    def next(self) -> Tensor | None:
-        """The loss of the next step; None at the end of a pass."""
+    def next(self) -> Tensor | Stumbled | None:
+        """The loss of the next step, or the iterator's error; None at the end of a pass."""
         if self._iterator is None:
-            self._iterator = iter(self.training.loader)
+            self._iterator = Stumbling(self.training.loader, self.training.failing)
         try:
             rows = next(self._iterator)
             loss = self._step(rows)
         except StopIteration:
             self._iterator = None
             return None
+        except Stumbled as error:
+            return error
         except Planned:
             self._iterator = None
             raise

@@ -13,7 +13,7 @@ import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.loops import ResumableLoop
 from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool, Task
-from tests.contract.training import LOADERS, Training
+from tests.contract.training import LOADERS, Stumbled, Stumbling, Training
 
 
 class Way:
@@ -24,8 +24,9 @@ class Way:
             pulled within ``progress``: what a loader draws there is the plan's author's business.
         draws: The model may draw as in the plain loop; a task with ``random=True`` has draws of its
             own.
-        fails: What may fail with nothing lost. Under a plan of the user's own an error comes at
-            once, and what is in flight is dropped; earlier iterations, too.
+        fails: What may fail with nothing lost. Under a plan of the user's own an error of a task
+            comes at once, and what is in flight is dropped; earlier iterations, too.
+        goes_on: After an error of the iterator the next call goes on with it; a loop has ended.
         drains: Has ``drain``.
         replays: Has ``replay``, used where nothing is in flight.
     """
@@ -33,19 +34,20 @@ class Way:
     loaders: ClassVar[tuple[str, ...]] = tuple(LOADERS)
     draws: ClassVar[bool] = True
     fails: ClassVar[tuple[str, ...]] = ("loader", "decode", "step")
+    goes_on: ClassVar[bool] = False
     drains: ClassVar[bool] = False
     replays: ClassVar[bool] = False
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self._pass: Generator[Tensor] | None = None
+        self._pass: Generator[Tensor | Stumbled] | None = None
 
-    def _begin(self) -> Generator[Tensor]:
-        """A pass: the loss of each step."""
+    def _begin(self) -> Generator[Tensor | Stumbled]:
+        """A pass: the loss of each step, or an error of the iterator after which it goes on."""
         raise NotImplementedError
 
-    def next(self) -> Tensor | None:
-        """The loss of the next step; None at the end of a pass."""
+    def next(self) -> Tensor | Stumbled | None:
+        """The loss of the next step, or the iterator's error; None at the end of a pass."""
         if self._pass is None:
             self._pass = self._begin()
         try:
@@ -168,6 +170,7 @@ class Piped(Way):
     loaders = ("list",)
     draws = False
     fails = ("step",)
+    goes_on = True
     drains = True
     replays = True
 
@@ -181,14 +184,18 @@ class Piped(Way):
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         return piped(tasks)
 
-    def _begin(self) -> Generator[Tensor]:
+    def _begin(self) -> Generator[Tensor | Stumbled]:
         if self._left is None:
-            self._left = iter(self.training.loader)
+            self._left = Stumbling(self.training.loader, self.training.failing)
         finished = False
         try:
             while True:
                 try:
                     loss = self._loss(self.pipe.progress(self._left))
+                except Stumbled as error:
+                    self._done += 1
+                    yield error
+                    continue
                 except StopIteration:
                     finished = True
                     return

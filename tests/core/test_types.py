@@ -61,7 +61,7 @@ with SWPipeline(plan, tasks, context=Ctx) as pipe:
     assert_type(pipe.run_one_serial_iter(1), Ctx)
     assert_type(pipe.push(1), Ctx | None)
     assert_type(pipe.drain(), list[Ctx])
-    assert_type(pipe.flush(), list[Ctx])
+    assert_type([*pipe.flush()], list[Ctx])
     TaskProfiler(pipe)
 """
 

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -219,6 +221,37 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
             ProfileResult.from_dict(data)
     with pytest.raises(ValueError, match="a JSON list, or an object"):
         ProfileResults.from_json(RESULT.to_json())
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of each part of a JSON value."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places(part, (*path, key))
+
+
+@pytest.mark.parametrize("wrong", [[], {}, "x", True, None, 1.5])
+def test_a_value_of_another_json_kind_is_refused_or_is_a_result(wrong: object) -> None:
+    """At any place of the file; no other error comes when it is read, compared or shown."""
+    whole = ProfileResults([replace(RESULT, other_load=OtherLoad(0.5, 2))]).to_json()
+    refused = 0
+    for path in _places(json.loads(whole)):
+        data = json.loads(whole)
+        at = data
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = wrong
+        try:
+            results = ProfileResults.from_json(json.dumps(data))
+        except ValueError:
+            refused += 1
+            continue
+        with suppress(ValueError):  # those of another batch
+            results.diff(ProfileResults([RESULT]))
+        assert results.format_report()
+    assert refused > 20
 
 
 def test_a_chart_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_push_overlaps_without_an_iterator() -> None:
     log = Log()
     with ahead(log) as pipe:
         assert [pipe.push(n) for n in range(5)] == [None, None, 0, 1, 2]
-        assert pipe.flush() == [3, 4]
+        assert [*pipe.flush()] == [3, 4]
         assert log.periods("train") == [(n + 2, n) for n in range(5)]
 
 

@@ -9,8 +9,9 @@ batch, raises StopIteration at the end, and treats None as the end of the data. 
   iterator begins after them, the old one keeps its other batches.
 - After StopIteration the same iterator may be given again: persistent workers of a DataLoader start
   it anew for the next epoch.
-- All ranks learn at each pull whether one rank's data has ended. If that of others has not, the
-  batches of all ranks are finished, and all raise ``UnevenDataError`` instead of StopIteration.
+- An error of the iterator is raised when the batches before it are done, and the next call goes on.
+- The ranks agree on the end of the data. Where one rank's ends before that of others, the batches
+  that all ranks have are finished, and all raise ``UnevenDataError`` instead of StopIteration.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from swpipe._distributed.even_data import EvenData, EvenIterator, UnevenDataError
+from swpipe._distributed.batches_left import batches_left
+from swpipe._distributed.even_data import EvenIterator, UnevenDataError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
@@ -52,35 +53,61 @@ class Pass(Iterator[Any]):
 
     ``keep_back`` batches are read ahead, and dropped at the end of the data: what
     ``execute_all_batches=False`` means. At most ``limit`` batches are handed out; the others stay
-    in the iterator. Once ``stopped`` it reads no further, and hands out what was read; while
-    ``paused`` nothing.
+    in the iterator. Once ``stopped`` it reads no further, and hands out what was read. An error of
+    the iterator is raised in its place among the batches.
     """
 
     def __init__(
         self, source: Iterator[Any], *, keep_back: int = 0, limit: int | None = None
     ) -> None:
         self.source = source
-        self.stopped = self.paused = self._ended = False
+        self.stopped = self._ended = False
         self._keep_back = keep_back
         self._left = limit
         self._next: Iterator[Any] | None = None
         self._kept: deque[Any] = deque()
+        self._errors: deque[tuple[int, Exception]] = deque()  # after so many of those kept
 
     def __next__(self) -> Any:
-        if self._left == 0 or self.paused:
+        if self._left == 0:
             raise StopIteration
         while not (self.stopped or self._ended) and len(self._kept) <= self._keep_back:
-            batch = next(self.source, None)
+            if self._errors and self._errors[0][0] == 0:
+                break
+            try:
+                batch = next(self.source, None)
+            except Exception as error:
+                if not self._kept:
+                    raise
+                self._errors.append((len(self._kept), error))
+                continue
             if batch is None:
                 self._kept.clear()
+                self._errors = deque((0, error) for _, error in self._errors)
                 self._ended = True
             else:
                 self._kept.append(batch)
+        if self._errors and self._errors[0][0] == 0:
+            raise self._errors.popleft()[1]
         if not self._kept:
             raise StopIteration
         if self._left is not None:
             self._left -= 1
+        self._errors = deque((before - 1, error) for before, error in self._errors)
         return self._kept.popleft()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks agree on the user's iterator already."""
+        return isinstance(self.source, EvenIterator)
+
+    def batches_left(self) -> int | None:
+        """Return how many batches it will hand out; None if that is not known."""
+        left = batches_left(self.source)
+        if left is None or self.stopped or self._ended:
+            return None
+        left = max(0, left + len(self._kept) - self._keep_back)
+        return left if self._left is None else min(left, self._left)
 
     def ends_before(self, source: Iterator[Any], in_flight: int) -> bool:
         """Whether this pass is over, so that one over this iterator of the user's may begin.
@@ -95,7 +122,7 @@ class Pass(Iterator[Any]):
             if self._next is not None and self._next is not source:
                 warnings.warn(_REPLACED, RuntimeWarning, stacklevel=2)
             self._next = source
-        return self.stopped and not (in_flight or self._kept)
+        return self.stopped and not (in_flight or self._kept or self._errors)
 
     @property
     def waiting(self) -> int:
@@ -115,10 +142,7 @@ class PassPipeline:
 
     pipe: SWPipeline[Any]
     _keep_back = 0
-    _even: EvenData | None = None
     _pass: Pass | None = None
-    _agreed: EvenIterator | None = None  # the pass, as all ranks have agreed on it
-    _drained: Sequence[Any] = ()  # by a ``drain`` that was interrupted
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Run one more batch, and return the oldest one's output.
@@ -128,6 +152,8 @@ class PassPipeline:
             UnevenDataError: The same, and other ranks have more batches, or this rank has.
             RuntimeError: Batches in flight are of another mode: call ``drain`` first. Or they are
                 of another pipeline of the model, and stand in the way.
+            Exception: What the iterator raised, when the batches before are done; go on by the
+                next call.
             BaseException: As ``SWPipeline.progress``.
 
         Warns:
@@ -143,37 +169,26 @@ class PassPipeline:
         if current is None or current.source is not source or current.stopped:
             self._change_pass(source)
         try:
-            return self._next(self._agreed or self._pass)
-        except StopIteration:
-            uneven = self._end_pass()  # the next call begins a new one, whatever its iterator
+            self._make_ready()
+            return self.pipe.progress(self._pass).output
+        except (StopIteration, UnevenDataError):
+            self._pass = None  # the next call begins a new one, whatever its iterator
             self._at_end()
-            if uneven is not None:
-                raise uneven from None
             raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
         """Pull the first batches and start on them, as else the first ``progress`` does."""
         self._change_pass(dataloader_iter)
         self.attach()
-        current: Any = self._agreed or self._pass
+        current: Any = self._pass
         self.pipe.fill_pipeline(current)
 
     def _change_pass(self, source: Iterator[Any]) -> None:
         """Begin a pass over ``source``, once the present one has finished."""
-        if self._pass is not None:
-            if not self._pass.ends_before(source, self.pipe.in_flight):
-                return
-            if (uneven := self._end_pass()) is not None:
-                raise uneven
+        current = self._pass
+        if current is not None and not current.ends_before(source, self.pipe.in_flight):
+            return
         self._pass = self._new_pass(source)
-        if self._even is not None and not isinstance(source, EvenIterator):
-            self._agreed = EvenIterator(self._even, self._pass, ends_uneven=True)
-
-    def _end_pass(self) -> UnevenDataError | None:
-        """Let go of the pass; the error, if the ranks' data has ended at different steps."""
-        uneven = None if self._agreed is None else self._agreed.uneven
-        self._pass = self._agreed = None
-        return uneven
 
     def _at_end(self) -> None:
         """What the end of the data asks for."""
@@ -185,8 +200,8 @@ class PassPipeline:
     def _new_pass(self, source: Iterator[Any]) -> Pass:
         return Pass(source, keep_back=self._keep_back)
 
-    def _next(self, current: Any) -> Any:
-        return self.pipe.progress(current).output
+    def _make_ready(self) -> None:
+        """What comes before batches in flight are run."""
 
     def drain(self) -> list[Any]:
         """Finish the batches in flight, and return their outputs, oldest first.
@@ -198,20 +213,10 @@ class PassPipeline:
             RuntimeError: The batches in flight are of another mode.
             BaseException: As ``SWPipeline.progress``.
         """
-        current = self._agreed or self._pass
-        drained = self._drained = [*self._drained]
+        if self.pipe.in_flight:
+            self._make_ready()
         with nullcontext() if self._has_grad() else torch.no_grad():
-            if current is not None and self.pipe.in_flight:
-                current.paused = True
-                try:
-                    with suppress(StopIteration):
-                        while True:
-                            drained.append(self._next(current))
-                finally:
-                    current.paused = False
-            drained += (ctx.output for ctx in self.pipe.drain())
-        self._drained = ()
-        return drained
+            return [ctx.output for ctx in self.pipe.drain()]
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside models and optimizers, so that a later run can go on from here.
@@ -227,7 +232,7 @@ class PassPipeline:
                 Batches in flight have read stale rows, for example: call ``drain`` first.
         """
         state = self.pipe.state_dict(check=False)
-        early = sum(one.waiting for one in (self._pass, self._agreed) if one is not None)
+        early = 0 if self._pass is None else self._pass.waiting
         return {**state, "in_flight": state["in_flight"] + early}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +246,7 @@ class PassPipeline:
             RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
         """
         self.pipe.load_state_dict(state)
-        self._end_pass()
+        self._pass = None
 
     def attach(self) -> None:
         """Undo ``detach``."""
@@ -249,9 +254,7 @@ class PassPipeline:
     def close(self) -> None:
         """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
         self.pipe.close()
-        self._end_pass()  # with the batches that were pulled early, and their exchanges
-        if self._even is not None:
-            self._even.close()
+        self._pass = None  # with the batches that were pulled early
 
     def __enter__(self) -> Self:
         return self
@@ -272,10 +275,10 @@ class SparseDistPipeline(PassPipeline):
         plan: The plan. ``InputPostproc`` is added where the tasks have it and the plan has not.
         stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
         seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
-        check_data: Whether the ranks tell each other at each pull if their data has ended. Several
-            ranks therefore pull each batch one step before it enters the pipeline, except under a
-            serial plan. Without the check, a rank that ends alone leaves the others waiting in a
-            collective.
+        check_data: Whether the ranks agree on the end of their data: once per pass where all know
+            how many batches they have, or else at each pull. They then pull each batch one step
+            before it enters the pipeline, except under a serial plan. Without the check, a rank
+            that ends alone leaves the others waiting in a collective.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
     """
 
@@ -300,17 +303,9 @@ class SparseDistPipeline(PassPipeline):
             seed=seed,
             mode=tasks.mode,
             run_ahead=run_ahead,
+            check_data=check_data,
         )
-        self._end_pass()
-        self._drained = ()
-        # Its own time-out comes before the watchdog's, since it says more.
-        wait_s = 600.0 if stall_timeout_s is None else 0.9 * stall_timeout_s
-        # The ranks' answers take a round trip. They are waited for one step later, while batches
-        # are in flight; the batch that is pulled early counts as one of them.
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        later = several and runs_early(plan, tasks.task_of(tasks.copy))
-        check_data = check_data and several
-        self._even = EvenData("error", ahead=int(later), timeout_s=wait_s) if check_data else None
+        self._pass = None
         reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
         early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
@@ -321,7 +316,7 @@ class SparseDistPipeline(PassPipeline):
         """Which modules are pipelined; None before the first batch."""
         return self.tasks.rewrite.report
 
-    def _next(self, current: Any) -> Any:
+    def _make_ready(self) -> None:
         rewrite = self.tasks.rewrite
         if not rewrite.attached:
             rewrite.attach()
@@ -330,7 +325,6 @@ class SparseDistPipeline(PassPipeline):
         if rewrite.postprocs and (in_flight := self.pipe.in_flight):
             for postproc in rewrite.postprocs:  # they have run already for these batches
                 postproc.check_unchanged(in_flight)
-        return self.pipe.progress(current).output
 
     def _at_end(self) -> None:
         if self.tasks.trains():

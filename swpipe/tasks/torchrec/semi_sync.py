@@ -38,7 +38,6 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             return super().progress(dataloader_iter)
         except BaseException:
             if not self.pipe.in_flight:
-                self._end_pass()  # a failure dropped batches that its limit has counted
                 self.tasks.drop_gradients()
             raise
 

@@ -228,9 +228,8 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         for exchange in self._exchanges:
             exchange.attach()
 
-    def _next(self, current: Any) -> Any:
+    def _make_ready(self) -> None:
         self.attach()
-        return super()._next(current)
 
     def _task(self, name: str, stage: PipelineStage) -> PipelineTask:
         """Runs a stage; batches that are dropped leave no exchange behind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from swpipe.tasks.torchrec import (
     TaskOptions,
     TrainStep,
 )
-from swpipe.tasks.torchrec.drop_in import build
+from swpipe.tasks.torchrec.drop_in import Pass, build
 from swpipe.tasks.torchrec.forwards import Kind
 from tests.support.plans_for_tests import scattered
 from tests.support.ranks import Ranks
@@ -269,3 +269,36 @@ def _shortcut() -> bool:
 def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
     """``parameter.grad`` is None with Megatron: that alone would be nothing."""
     assert one_rank.run(_shortcut) == [True]
+
+
+class Corrupt(Iterator[int]):
+    """Numbers from 0 to 5, and an error in place of 2."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> int:
+        self.next += 1
+        if self.next == 3:
+            raise ValueError("planted")
+        if self.next > 6:
+            raise StopIteration
+        return self.next - 1
+
+
+@pytest.mark.parametrize(
+    ("keep_back", "right"), [(0, [0, 1, "planted", 3, 4, 5]), (2, [0, 1, "planted", 3])]
+)
+def test_an_error_keeps_its_place_among_batches_that_are_kept_back(
+    keep_back: int, right: list[Any]
+) -> None:
+    """Batches that ``execute_all_batches=False`` reads ahead come before it."""
+    batches, found = Pass(Corrupt(), keep_back=keep_back), list[Any]()
+    while True:
+        try:
+            found.append(next(batches))
+        except ValueError as error:
+            found.append(str(error))
+        except StopIteration:
+            break
+    assert found == right

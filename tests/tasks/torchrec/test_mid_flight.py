@@ -235,8 +235,8 @@ def _kept_when_closed() -> tuple[bool, str]:
     gc.disable()
     try:
         with _made("jagged_prefetch_sparse_dist") as pipeline:
-            pipeline.progress(batches(STEPS))
-            agreed = ref(pipeline._agreed)
+            pipeline.progress(batch for batch in batches(STEPS))
+            agreed = ref(pipeline.pipe._driver._agreed)
             assert agreed().waiting == 1
         return agreed() is not None, refusal(pipeline.state_dict)
     finally:

@@ -114,7 +114,7 @@ def test_another_iterator_begins_when_the_one_before_is_done() -> None:
 def _misuse() -> list[str]:
     model = sharded(Job())
     _, pipeline = _stages(model, prefetch=False)
-    data = chain(batches(5), map(int, "x"))  # which fails
+    data = chain(batches(5), ["x"])  # no stage takes it
     batch = pipeline.progress(data)
     model(batch)
     other = next(batches(1, seed=9))
@@ -127,7 +127,7 @@ def test_a_batch_that_was_not_exchanged_is_refused(two_ranks: Ranks) -> None:
     """Instead of training on another batch's embeddings; a failure drops the exchanges, too."""
     for other, failed, again in two_ranks.run(_misuse):
         assert "exchanged" in other
-        assert failed.startswith("ValueError: invalid literal")
+        assert failed.startswith("AttributeError")
         assert "no exchanged batch is left" in again
 
 
