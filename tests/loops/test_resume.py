@@ -39,7 +39,7 @@ from tests.support.plans_for_tests import NOBODY_ELSE
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated",
-    "ignore:the loader draws from",
+    "ignore:the loop, a task or its body, draws",
     "ignore:the state of the loader",
     "ignore:nothing runs ahead",
 )
