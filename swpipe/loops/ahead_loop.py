@@ -217,4 +217,5 @@ def _on_batch(function: Callable[[Any], Any]) -> Callable[[Any], None]:
     def run(ctx: Any) -> None:
         ctx.batch = function(ctx.batch)
 
+    run.may_draw = True  # type: ignore[attr-defined]  # from a generator of its own
     return run

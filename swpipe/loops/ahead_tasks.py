@@ -127,7 +127,8 @@ class AheadTasks:
             self._generators[name] = generator
             self._states.setdefault(number, {})[name] = generator.get_state()
 
-        run.draws_from = draws_from  # type: ignore[attr-defined]
+        if getattr(task.fn, "may_draw", False):
+            run.draws_from = draws_from  # type: ignore[attr-defined]
         return replace(task, fn=run)
 
     def _note_left(self, ctx: Any) -> None:

@@ -6,7 +6,6 @@ which is the oracle, and by ``swpipe.ahead``.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import warnings
@@ -20,13 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import swpipe
 from swpipe.errors import PlanError
-
-FACTOR = int(os.environ.get("SWPIPE_EXAMPLES_FACTOR", "1"))
-"""So many times more programs are run where there is time."""
 
 
 def _for_a_moment_torch() -> float:
@@ -265,17 +261,7 @@ def _loader(kind: str, size: int, pull: Callable[[int], Tensor]) -> Any:
     rows = torch.arange(2.0 * size).reshape(size, 2)
     if kind == "list":
         return [*rows]
-    data = TensorDataset(rows)
-    return DataLoader(_Rows(rows), batch_size=1) if kind == "rows" else _first_of(data, kind)
-
-
-class _Rows(Dataset[Tensor]):
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-
-def _first_of(data: TensorDataset, kind: str) -> Any:
-    return DataLoader([*data.tensors[0]], batch_size=1, shuffle="shuffled" in kind)  # type: ignore[arg-type]
+    return DataLoader([*rows], batch_size=1, shuffle="shuffled" in kind)  # type: ignore[arg-type]
 
 
 def outcomes(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:

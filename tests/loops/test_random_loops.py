@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.loops.random_loops import FACTOR, KINDS, outcomes
+from tests.loops.random_loops import outcomes
+from tests.support.budget import seeds
 
-LOOPS = 150 * FACTOR
+LOOPS = 150
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_a_random_loop_is_the_plain_loop_or_is_refused(part: int) -> None:
+@pytest.mark.examples
+def test_a_random_loop_is_the_plain_loop_or_is_refused() -> None:
     """Never silently another: whatever is drawn, whenever, by whichever side, wherever it is left.
 
     And not because all is refused: nine of ten are equal.
     """
-    seeds = range(part * LOOPS // 3, (part + 1) * LOOPS // 3)
-    counts, silent = outcomes(seeds)
+    numbers = [*seeds("loops", LOOPS)]
+    counts, silent = outcomes(numbers)
     assert silent == []
-    assert counts["equal"] >= 0.9 * len(seeds)
-    assert len(KINDS) == 9
+    assert counts["equal"] >= 0.9 * len(numbers)
