@@ -70,6 +70,8 @@ def span_of(buffer: Any) -> tuple[int, int]:
     address, shape, steps, size = _layout(buffer)
     if not address or 0 in shape:
         return 0, 0
+    if _is_whole(shape, steps, size):
+        return address, address + math.prod(shape) * size
     far = [(length - 1) * step for length, step in zip(shape, steps, strict=True)]
     return address + sum(min(0, one) for one in far), address + sum(map(max, far, repeat(0))) + size
 
@@ -81,6 +83,8 @@ def _sample(buffer: Any, most: int) -> bytes:
     if not address or not items:
         return b""
     if _is_whole(shape, steps, size):
+        if items * size <= most:
+            return ctypes.string_at(address, items * size)
         memory = memoryview((ctypes.c_ubyte * (items * size)).from_address(address))
         sample = memory[:: max(1, items * size // most) | 1].tobytes()
         return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))

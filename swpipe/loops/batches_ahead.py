@@ -35,16 +35,16 @@ class BatchAsPulled:
         self.batch = batch if keep else None
         buffers, leaves = memory_parts(batch)
         self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
+        self._spans = [span_of(buffer) for buffer in buffers]
         self._leaves = leaves if keep else []
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
-        others = [span_of(buffer) for buffer, _ in later._parts()]
-        for buffer, content in self._parts():
-            begin, end = span_of(buffer)
-            shared = any(first < end and begin < last for first, last in others)
-            if shared and content_of(buffer) != content:
-                return True
+        for (reference, content), (begin, end) in zip(self._contents, self._spans, strict=True):
+            if any(first < end and begin < last for first, last in later._spans):
+                buffer = reference()
+                if buffer is not None and content_of(buffer) != content:
+                    return True
         return False
 
     def is_as_pulled(self, batch: Any) -> bool:
@@ -57,7 +57,11 @@ class BatchAsPulled:
 
     def renew(self) -> None:
         """Take the content for what it is now."""
-        self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer, _ in self._parts()]
+        self._contents = [
+            (reference, content if buffer is None else content_of(buffer))
+            for reference, content in self._contents
+            for buffer in [reference()]
+        ]
 
     def written(self) -> list[Any]:
         """The tensors and arrays that were written since."""

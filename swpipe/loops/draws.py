@@ -140,6 +140,7 @@ class LoaderDraws:
         self.in_turn = False
         self.after: States = {}
         self._generators, self._said, self._known = generators, said, known
+        self._all = generators.own | generators.defaults
         self._passes = 0
         self._seen: dict[str, Any] = {}
         self._untold: dict[str, _Untold] = {}
@@ -218,16 +219,23 @@ class LoaderDraws:
             self._note_body(found, handed_out)
         self._ahead |= not alone
         deep = not self._known and alone and (number <= _ALONE or self.watches(number))
-        return self._generators.read(None if deep else self.names | self._generators.own)
+        if deep:
+            return self._generators.read()
+        names = self.names | self._generators.own
+        return self._generators.read(names) if names else {}
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
         """Watch the pull that is made within the block, if it is one of those."""
-        if not self.watches(number):
+        if not self._looks_closely(number):
             yield
             return
         with self.tensors, self._watch:
             yield
+
+    def _looks_closely(self, number: int) -> bool:
+        """Whether a watched pull is looked at line by line: in later passes the first are not."""
+        return self.watches(number) and (self._passes == 1 or number > _ALONE)
 
     def after_pull(self, number: int, before: States, handed_out: int, *, alone: bool) -> None:
         """Note what a pull has drawn, given the states before it.
@@ -239,7 +247,7 @@ class LoaderDraws:
         self.after = self._generators.read(before) if before else {}
         if number == 1:
             return
-        use = self._watch.use if self.watches(number) else None
+        use = self._watch.use if self._looks_closely(number) else None
         if not alone:
             self._note_untold(found, handed_out, number)
         else:
@@ -279,10 +287,8 @@ class LoaderDraws:
     def _compared(self) -> frozenset[str]:
         """The generators that are compared at pulls and hand-overs."""
         own = self._generators.own
-        if self._known or self._said is False:
-            return own
         settled = self.in_turn and self.body and not self._untold
-        return own if settled else own | self._generators.defaults
+        return own if self._known or self._said is False or settled else self._all
 
     def _note_body(self, names: frozenset[str], handed_out: int) -> None:
         self.body |= names

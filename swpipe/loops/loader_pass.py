@@ -424,7 +424,10 @@ class LoaderPass:
         if data is not None:
             data.before_pull()
         try:
-            with of.draws.watching(number):
+            if of.draws.watches(number):
+                with of.draws.watching(number):
+                    batch = next(self._batches)
+            else:
                 batch = next(self._batches)
         except StopIteration:
             ended = True

@@ -26,32 +26,27 @@ _HOST = f"{_TORCHS}cpu"
 
 _TOLD = {"python": "Python's default generator", "numpy": "numpy's default generator"}
 
-_DEFAULTS = frozenset([_HOST, *_TOLD])
-
 
 class PassGenerators:
     """Reads and sets their states, as numbers, strings and tensors.
+
+    Attributes:
+        defaults: Names of the default ones on the host.
+        own: Names of those that the loader, its samplers and its dataset have.
 
     Args:
         loader: The loader.
         device: Whose default generators count, beside the CPU's.
     """
 
+    defaults = frozenset([_HOST, *_TOLD])
+
     def __init__(self, loader: Any, device: Device) -> None:
         self._places = own_generators(loader)
+        self.own = frozenset(self._places)
         self._device = device
         self._numpy: tuple[bytes, Any] = b"", None
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
-
-    @property
-    def defaults(self) -> frozenset[str]:
-        """Names of the default ones on the host."""
-        return _DEFAULTS
-
-    @property
-    def own(self) -> frozenset[str]:
-        """Names of those that the loader, its samplers and its dataset have."""
-        return frozenset(self._places)
 
     def named(self, generators: Collection[Any]) -> set[str]:
         """Names of some of these."""
