@@ -48,12 +48,9 @@ class BatchAsPulled:
         return False
 
     def is_as_pulled(self, batch: Any) -> bool:
-        """Whether the batch has the same tensors and arrays, with the same content."""
+        """Whether the batch has tensors and arrays with the same content."""
         buffers, _ = memory_parts(batch)
-        return len(buffers) == len(self._contents) and all(
-            buffer is was() and content_of(buffer) == content
-            for buffer, (was, content) in zip(buffers, self._contents, strict=True)
-        )
+        return [content for _, content in self._contents] == [*map(content_of, buffers)]
 
     def renew(self) -> None:
         """Take the content for what it is now."""

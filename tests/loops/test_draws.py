@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Tensor
 import swpipe
 from swpipe.core.loaders import draws_nothing
 from swpipe.device import resolve
+from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, changed
 from tests.loops.ordinary_loops import Rows, batches
 from tests.loops.random_loops import DRAWS, FOR_A_MOMENT
@@ -375,3 +376,76 @@ def test_a_loop_that_takes_turns_is_resumed_with_the_same_numbers(name: str, sto
     while len(found) < len(whole):
         found += [(batch.item(), draw()) for batch in loop]
     assert found == whole
+
+
+def test_a_state_says_that_the_loop_takes_turns() -> None:
+    """A resumed loop takes turns from its first batch on, before anybody has drawn."""
+    loop = swpipe.ahead([*range(4)], device="cpu")
+    state = loop.state_dict()
+    assert state["in_turn"] is False
+    rows = DataLoader(Own(), batch_size=1)
+    loop = swpipe.ahead(rows, device="cpu")
+    with pytest.warns(RuntimeWarning, match=IN_TURN):
+        states = [(random.random(), loop.state_dict())[1] for _ in loop]
+    assert states[-2]["in_turn"] is True
+    again = swpipe.ahead(rows, device="cpu")
+    again.load_state_dict(states[1])
+    assert again._pulled.draws.in_turn
+
+
+def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() -> None:
+    """The loader has drawn beside a body that has not, and the body draws later, in turn."""
+    generators = PassGenerators([1], resolve("cpu"))
+    draws = LoaderDraws(generators)
+    draws.begin()
+    draws.asked(0, pulling=False)
+    draws.before_pull(7, 5, alone=False)
+    random.random()
+    draws.after_pull(7, {}, 5, alone=False)
+    assert draws.in_turn
+    draws.asked(8, pulling=False)
+    random.random()
+    draws.asked(9, pulling=False)  # the body has; whether the loader had is not known
+    before = draws.before_pull(10, 9, alone=True)
+    random.random()
+    draws.after_pull(10, before, 9, alone=True)
+    with pytest.raises(RuntimeError, match="both draw from Python's.*batch 5 of the pass"):
+        draws.asked(10, pulling=False)
+
+
+def test_torchs_own_lines_do_not_end_the_watch() -> None:
+    """A seed formats a stack, in thousands of lines."""
+
+    def draw() -> float:
+        for _ in range(3):
+            torch.nn.init.calculate_gain("relu")
+        return DRAWS["FakeData"]()
+
+    def loader() -> Iterator[float]:
+        for _ in range(9):
+            for _ in range(60):
+                torch.jit.annotate(int, 3)
+                torch.random.initial_seed()
+                str(torch.ones(40))
+            yield draw()
+
+    with pytest.raises(RuntimeError, match="draws=False says"):
+        list(swpipe.ahead(loader(), draws=False, device="cpu"))
+
+
+def test_a_pull_in_turn_does_not_begin_beside_one_that_is_ahead() -> None:
+    """The caller comes to pull 16, in turn, while the pipeline's thread still asks for it."""
+    inside: list[int] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            return map(self.pull, range(40))
+
+        def pull(self, number: int) -> int:
+            inside.append(number)
+            assert inside == [number]
+            inside.pop()
+            return number
+
+    for _ in range(20):
+        assert list(swpipe.ahead(Loader(), prefetch=1, device="cpu")) == [*range(40)]

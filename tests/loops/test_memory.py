@@ -140,6 +140,41 @@ def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
             pass
 
 
+def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
+    """It gives it back to a pool, say."""
+    before = [np.zeros(3)]
+
+    def decode(number: int) -> Any:
+        before[0][:] = -1
+        before[0] = np.full(3, float(number))
+        return before[0]
+
+    loop = swpipe.ahead(range(20), decode, device="cpu")
+    with pytest.raises(PlanError, match="or wrote what it had left"):
+        run(loop)
+
+
+def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> None:
+    """It had been right when the body came to it."""
+    buffers = [np.zeros(3), np.zeros(3), np.zeros(3)]
+    body, filled = threading.Event(), threading.Event()
+
+    def decode(number: int) -> Any:
+        if number == 3:
+            assert body.wait(PATIENCE_S)
+        buffers[number % 3][:] = number
+        if number == 3:
+            filled.set()
+        return buffers[number % 3]
+
+    batches = iter(swpipe.ahead(range(6), decode, prefetch=3, device="cpu"))
+    assert next(batches).tolist() == [0.0] * 3
+    body.set()
+    assert filled.wait(PATIENCE_S)
+    with pytest.raises(PlanError, match="left memory of an earlier batch for iteration 3"):
+        list(batches)
+
+
 def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None:
     """By torch's functions, in the first bodies, which run alone."""
     mean = torch.zeros(2)
@@ -308,3 +343,25 @@ class Mapped:
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.function, self.rows)
+
+
+def test_the_batch_that_the_body_has_is_compared_too() -> None:
+    """A pull writes it while the body has it."""
+    ring = np.zeros(6)
+    places = [ring[:4], np.zeros(4), ring[2:], np.zeros(4)]
+    body = threading.Event()
+
+    def loader() -> Iterator[Any]:
+        for number in range(4):
+            if number == 2:
+                assert body.wait(PATIENCE_S)
+            places[number][:] = number
+            yield places[number]
+
+    loop = swpipe.ahead(loader(), draws=True, prefetch=2, device="cpu")
+    batches = iter(loop)
+    assert next(batches).tolist() == [0.0] * 4
+    body.set()
+    loop.pipe.settle()
+    with pytest.raises(RuntimeError, match="in the memory of an earlier one.*still in use"):
+        list(batches)
