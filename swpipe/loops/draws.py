@@ -163,6 +163,15 @@ class LoaderDraws:
         """Whether pulls are made in turn because the body draws, and nothing is said."""
         return self.in_turn and bool(self.body) and self._said is None
 
+    @property
+    def who_draws(self) -> str:
+        """Why pulls are made in turn, after a pass."""
+        if self.body:
+            return "the loop draws random numbers, and the loader may (draws=False if it does not)"
+        return (
+            "the loader draws random numbers (draws=True if the loop, its tasks and body, do not)"
+        )
+
     def why_in_turn(self, loader: Any, call: str) -> str:
         """What is told of that.
 

@@ -23,6 +23,7 @@ Guarantees
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batches_ahead import BatchesAhead
 from swpipe.loops.draws import LoaderDraws
+from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.pass_generators import PassGenerators, States, changed
@@ -76,6 +78,7 @@ class LoaderPass:
         fed: How many of these the pipeline was given.
         handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
+        first: Counts the pulls, if it is a loop's first.
         failure: What the loader raised; the caller raises it at the end of the iterator.
         lost: Whether batches that were pulled ahead were dropped.
         had_live_workers: Whether it has worker processes of an earlier pass.
@@ -97,6 +100,7 @@ class LoaderPass:
         self._use: BodyUse | None = None
         self._first = 0
         self._open = False  # the pipeline asks the iterator
+        self.first: FirstPass | None = None
         self._part = 0  # how often it was left, and gone on with
         self._asked = self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
@@ -410,9 +414,13 @@ class LoaderPass:
                 raise Cancelled
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
+        begin_s = time.perf_counter()
         try:
             return self._called(number, before, alone)
         finally:
+            if self.first is not None:
+                seconds = time.perf_counter() - begin_s
+                self.first.note(seconds, alone=alone, waited=alone and of.draws.in_turn)
             with self._lock:
                 self._pulling = False
                 self._pulled_last.notify_all()

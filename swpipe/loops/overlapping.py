@@ -43,6 +43,7 @@ from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draws import LoaderDraws, told_once
+from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
@@ -91,6 +92,7 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
+    _told_first = False  # after the first pass
     _call = "overlap(loader, tasks, pull_ahead=True, draws=False)"
 
     def __init__(
@@ -136,6 +138,8 @@ class OverlappedLoop(ResumableLoop[C]):
     def _begin(self, current: LoaderPass) -> None:
         self._ahead.begin = current.begin_batch
         current.begin(self.pipe.next_iteration)
+        if self.overlap.loader_ahead and not self._told_first:
+            current.first = current.first or FirstPass()
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
@@ -157,6 +161,12 @@ class OverlappedLoop(ResumableLoop[C]):
         self.pipe.agree()
         batch = current.take()
         return self.pipe.run_one_serial_iter(batch)
+
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        super()._end(current, failed=failed)
+        if current.first is not None and current.ended:
+            self._told_first = True
+            current.first.tell(self._pulled.draws.who_draws)
 
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         super()._drop(current, failed=failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -449,3 +450,23 @@ def test_a_pull_in_turn_does_not_begin_beside_one_that_is_ahead() -> None:
 
     for _ in range(20):
         assert list(swpipe.ahead(Loader(), prefetch=1, device="cpu")) == [*range(40)]
+
+
+@pytest.mark.parametrize(
+    ("draws", "told"), [(None, r"12 of 13 batches.*draws=True if the loop"), (True, "")]
+)
+def test_after_the_first_pass_it_is_said_how_many_pulls_waited(
+    draws: bool | None, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line, once; of a loader that draws beside a quiet body, too."""
+
+    class Drawing:
+        def __iter__(self) -> Iterator[float]:
+            return pulls(12, lambda number: random.random())
+
+    loop = swpipe.ahead(Drawing(), draws=draws, device="cpu")
+    for _ in range(2):
+        assert len(list(loop)) == 12
+    lines = [one.getMessage() for one in caplog.records if "in turn" in one.getMessage()]
+    assert len(lines) == bool(told)
+    assert all(re.search(told, line) for line in lines)
