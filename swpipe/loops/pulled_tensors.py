@@ -29,8 +29,11 @@ class PulledTensors(TorchFunctionMode):
     """The tensors that the pulls of a loop use; a pull is made within the block.
 
     Attributes:
+        only_looks: A pipeline that a pull runs needs it on no other thread.
         written: Tensors that pulls have written, that are in no batch and still there; by storage.
     """
+
+    only_looks = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +80,8 @@ class BodyUse(TorchFunctionMode):
     Args:
         written: Of the pulls.
     """
+
+    only_looks = True
 
     def __init__(self, written: Mapping[int, weakref.ref[Tensor]]) -> None:
         super().__init__()

@@ -295,3 +295,15 @@ def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None
     with pytest.raises(ValueError, match="number 7"):
         found.extend(loop)
     assert found == [-number for number in range(7)]
+
+
+def test_a_loop_may_be_the_loader_of_another() -> None:
+    """In a generator, as endless data is; a watched pull of the outer one pulls from the inner."""
+
+    def cycle(loop: Iterable[int]) -> Iterator[int]:
+        while True:
+            yield from loop
+
+    data = cycle(swpipe.ahead([1, 2, 3], device="cpu"))
+    with swpipe.ahead(data, device="cpu") as loop:
+        assert list(itertools.islice(loop, 12)) == [1, 2, 3] * 4
