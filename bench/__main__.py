@@ -24,6 +24,7 @@ PARTS = (
     "interval",
     "gains",
     "loader",
+    "turns",
     "ahead",
     "workers",
     "first_batch",

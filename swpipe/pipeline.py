@@ -344,6 +344,10 @@ class SWPipeline(ShortcutControl[C]):
             if self._driver.run is not None:
                 self._driver.run.settle()
 
+    def agree(self) -> None:
+        """Compare the plan across ranks, as the first ``progress`` does; once."""
+        self._driver.agree()
+
     def await_turn(self) -> None:
         """For the iterator, within a pull: wait until the caller asks for this batch's iteration.
 
@@ -398,7 +402,7 @@ class SWPipeline(ShortcutControl[C]):
             if driver.run is not None:
                 driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
-            driver.lost = f"iteration {number} was run serially, and has failed"
+            driver.begin_serial(number)
             ctx = self.context(batch, number)
             del batch  # which a plan with keep may let go
             ctx, driver.lost = self._serial.run(driver.engine, ctx), ""

@@ -442,10 +442,7 @@ class Driver(Generic[C]):
                 f"progress() takes an iterator, not {type(iterator).__name__}: "
                 "pass iter(loader), and the same one each time"
             )
-        if self._check_ranks:
-            seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
-            check_same_plan(self._plan, *seeds[:1])
-            self._check_ranks = False
+        self.agree()
         source = self._source(iterator, length) if self._check_data else iterator
         run = self.run = Run(self.engine, iterator, source, self.next_iteration)
         self.lost = ""
@@ -464,6 +461,18 @@ class Driver(Generic[C]):
             self._end(run)
             raise
         return run
+
+    def begin_serial(self, number: int) -> None:
+        """An iteration is run serially; if it fails, it is lost and keeps its number."""
+        self.lost = f"iteration {number} was run serially, and has failed"
+        self._oldest = number
+
+    def agree(self) -> None:
+        """Compare the plan across ranks, once; a collective."""
+        if self._check_ranks:
+            seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
+            check_same_plan(self._plan, *seeds[:1])
+            self._check_ranks = False
 
     def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
         source, end = "of another iterator", "finish it, or call drain()"

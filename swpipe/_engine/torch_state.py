@@ -170,7 +170,9 @@ def _mode(make: Callable[[Any], AbstractContextManager[Any]]) -> _Apply:
 def _device_and_mesh() -> tuple[Any, ...]:
     count = torch._C._len_torch_function_stack()
     for i in range(count):
-        if not isinstance(mode := torch._C._get_function_stack_at(i), DeviceContext):
+        mode = torch._C._get_function_stack_at(i)
+        # What only looks at the thread that it is on, as a loop does at a pull, stays there.
+        if not (isinstance(mode, DeviceContext) or getattr(mode, "only_looks", False)):
             raise _refusal(type(mode).__name__)
     device = torch.get_default_device() if count else None
     return device, (_MESHES.mesh_stack[-1] if _MESHES is not None and _MESHES.mesh_stack else None)

@@ -31,7 +31,10 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
+    default_convert,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _InfiniteConstantSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -121,6 +124,37 @@ def _is_known(sampler: Any) -> bool:
 def _may_be_changed(sampler: Any) -> bool:
     """Whether it reads indices, in mid-pass, from a list or tensor that the loop may have, too."""
     return type(sampler) is SubsetRandomSampler and type(sampler.indices) not in (tuple, range)
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Whether a loader is known, by its type, to use no default generator after its first batch.
+
+    Worker processes have generators of their own; torch's samplers draw their seed at the first
+    pull of a pass.
+    """
+    if isinstance(loader, LoaderAround):
+        return draws_nothing(loader.loader)
+    loader = unprepared(loader)
+    stateful = _of("torchdata.stateful_dataloader", "StatefulDataLoader")
+    if type(loader) not in (DataLoader, *stateful):
+        return type(loader) in SEQUENCES
+    own = _of("torchdata.stateful_dataloader.sampler", "RandomSampler", "BatchSampler")
+    samplers = [*samplers_of(loader)]
+    if draws_in_mid_pass(loader) or not all(_is_known(s) or type(s) in own for s in samplers):
+        return False
+    collates = loader.collate_fn in (default_collate, default_convert)
+    return loader.num_workers > 0 or (
+        collates and type(loader.dataset) in (TensorDataset, *SEQUENCES)
+    )
+
+
+def draws_in_mid_pass(loader: object) -> str:
+    """The class of a sampler that draws from torch's default generator for each batch, or ""."""
+    loader = unprepared(loader)
+    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+        if getattr(sampler, "generator", None) is torch.default_generator:
+            return type(sampler).__name__
+    return ""
 
 
 def unprepared(loader: object) -> Any:

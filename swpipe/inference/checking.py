@@ -74,6 +74,7 @@ class _WordWatch:
     def __enter__(self) -> None:
         if self.runs is not None:
             self.runs.modes.__enter__()
+        self.operators.begin(self.ctx)
         self.operators.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
@@ -217,8 +218,10 @@ class RunCheck:
         """Refuse what a pure task did against its word."""
         task, ctx, operators = watch.task, watch.ctx, watch.operators
         found = [*runs.faults(ctx, operators)]
+        workers = self.plan.schedule[task.name].workers
         with self._lock:
-            for fault in (*self._pure_uses.faults(task, ctx.iter_idx, operators), *found):
+            of_task = self._pure_uses.faults(task, ctx.iter_idx, operators, workers)
+            for fault in (*of_task, *found):
                 what = fault.name
                 if fault.number:
                     place = Place("memory", fault.number, fault.name)

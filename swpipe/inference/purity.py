@@ -89,6 +89,19 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self.accumulated: dict[int, Gradient] = {}
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
+        self._given: set[StorageId] = set()
+
+    def begin(self, ctx: Any) -> None:
+        """Note the memory of the context: the loader may write it for each batch anew."""
+        self._given = self._memory_of(ctx)
+
+    def _memory_of(self, ctx: Any) -> set[StorageId]:
+        values = attributes(ctx).values()
+        return {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
+
+    def is_given(self, number: StorageId) -> bool:
+        """Whether the context had this memory when the task began."""
+        return number in self._given
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
@@ -130,8 +143,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def outside(self, ctx: Any) -> Iterator[UsedMemory]:
         """The memory that the task has read, as far as it is not its context's."""
-        values = attributes(ctx).values()
-        own = {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
+        own = self._given | self._memory_of(ctx)
         for number in (number for number in self.uses if number not in own):
             name, reference = self.storages.description(number), self.storages.reference(number)
             yield UsedMemory(number, name, self._owners[number], reference)
@@ -207,20 +219,21 @@ class PureUses:
         self._generators: dict[int, tuple[torch.Generator, int]] = {}
         self._most = _MOST_KEPT
 
-    def faults(self, task: PipelineTask, iteration: int, recorder: UseRecorder) -> Iterator[Fault]:
-        """What a task did in an iteration against its word."""
-        for number, generator in recorder.draws.items():
-            if generator is None:
-                if not task.random:
-                    yield Fault(iteration, _DRAWS)
-            elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
-                yield Fault(iteration, _DRAWS_FROM)
+    def faults(
+        self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
+    ) -> Iterator[Fault]:
+        """What a task did in an iteration against its word.
+
+        On one thread it may draw from a generator of its own, if its function, which runs in order,
+        sets that back where iterations are dropped (``draws_from``).
+        """
+        yield from self._draws(task, iteration, recorder, workers)
         for number, uses in recorder.uses.items():
             name = recorder.storages.description(number)
             for use in uses:
                 for earlier, before in self._known.get(number, (None, ()))[1]:
                     if earlier != iteration and before.meets(use):
-                        for text in _against(before, use):
+                        for text in _against(before, use, given=recorder.is_given(number)):
                             yield Fault(iteration, text, number, name)
                 self._note(number, iteration, use, recorder)
         for number, use in recorder.left():
@@ -228,6 +241,19 @@ class PureUses:
         if len(self._known) > self._most:
             self._known = {n: one for n, one in self._known.items() if not one[0].expired()}
             self._most = 2 * len(self._known) + _MOST_KEPT
+
+    def _draws(
+        self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
+    ) -> Iterator[Fault]:
+        in_order = getattr(task.fn, "draws_from", None) if workers == 1 else None
+        for number, generator in recorder.draws.items():
+            if generator is None:
+                if not task.random:
+                    yield Fault(iteration, _DRAWS)
+            elif in_order is not None:
+                in_order(generator, iteration)
+            elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
+                yield Fault(iteration, _DRAWS_FROM)
 
     def _note(
         self, number: StorageId, iteration: int, use: _MemoryUse, recorder: UseRecorder
@@ -238,13 +264,16 @@ class PureUses:
         known.append((iteration, use))
 
 
-def _against(before: _MemoryUse, now: _MemoryUse) -> Iterator[str]:
-    """Why a task may not use memory that pure tasks used in an earlier iteration."""
+def _against(before: _MemoryUse, now: _MemoryUse, *, given: bool) -> Iterator[str]:
+    """Why a task may not use memory that pure tasks used in an earlier iteration.
+
+    What it was given is the batch's: loops compare its content (``swpipe.loops.ahead_tasks``).
+    """
     if now.writes:
         yield _WRITES
     elif now.trains:
         yield _TRAINS
-    elif before.tensor() is now.tensor and before.version != now.version:
+    elif not given and before.tensor() is now.tensor and before.version != now.version:
         yield _CHANGED
 
 

@@ -49,6 +49,7 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
     """
 
     _frames = 4
+    _call = "ahead(loader, draws=False)"
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """The batches. The pass begins now, as that of a ``for``."""
@@ -89,6 +90,7 @@ def ahead(
     *,
     device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
+    draws: bool | None = None,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Batch]: ...
 
@@ -100,6 +102,7 @@ def ahead(
     device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
     workers: int = 1,
+    draws: bool | None = None,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]: ...
 
@@ -111,6 +114,7 @@ def ahead(
     device: Device | torch.device | str | int | None = None,
     prefetch: int = 2,
     workers: int = 1,
+    draws: bool | None = None,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]:
     """The batches of a loader, made ahead of the loop's body, on threads of their own.
@@ -118,8 +122,8 @@ def ahead(
     To use it is to say that the loader and the functions use nothing that the body may change, and
     change nothing that it uses, as with any prefetcher. What of this torch's operators and the
     random generators show to be untrue is an error. The numbers are those of the plain loop, bit
-    for bit: a loader that draws from torch's default generator, from which the body draws, too,
-    draws in the order of the plain loop, and is ahead as far as that allows.
+    for bit. A loader that draws random numbers, or may, beside a body that does makes its batches
+    in turn with the body, unless ``draws`` says otherwise.
 
     Threads start with a pass and end with it. A pass that is left early drops the batches that were
     made ahead; a loader that is an iterator gives them again in the next one.
@@ -132,8 +136,8 @@ def ahead(
         loader: As in ``for batch in loader``. It reads no Python value, such as a level of
             difficulty, a list of hard examples or a replay buffer, that the body changes in a pass.
         functions: Each takes a batch and returns one, in this order; they are watched like tasks
-            that are declared pure. What draws random numbers belongs into the loader, or has a
-            generator of its own.
+            that are declared pure. One that draws random numbers has a ``torch.Generator`` of its
+            own, and ``workers=1``.
         device: Where the batches are copied after the functions, from pinned memory and on a
             stream of its own. None, or a CPU: nowhere. Where batches come pinned and there are no
             functions, the caller's thread pulls and launches the copies.
@@ -141,7 +145,12 @@ def ahead(
             or more with functions, a device or a prepared loader. One more for each further worker.
         workers: How many threads the functions have, each for batches of its own: for functions
             that take longer than the body. They gain where these wait, or leave the interpreter
-            lock, as reading and decoding do.
+            lock, as reading and decoding do. With 2 or more, the functions run on several threads
+            at once, and must be safe there: they keep nothing from batch to batch, and use no
+            buffer or flag that another call uses. The first 4 batches go through them twice, to
+            compare what they return.
+        draws: Whether the loader uses the default random generators of torch, numpy or Python; as
+            for ``overlap``.
         check_effects: As for ``SWPipeline``: whether the functions do what they should.
 
     Returns:
@@ -149,7 +158,8 @@ def ahead(
         as ``ResumableLoop`` has. It is a ``DataLoader`` if the loader is one.
 
     Raises:
-        TypeError: A function cannot be called, or the loader cannot be iterated over.
+        TypeError: A function cannot be called, or the loader cannot be iterated over, or ``draws``
+            is neither True, False nor None.
         ValueError: ``prefetch`` is too small; or ``workers`` is below 1, or has no functions; or
             another loop pulls ahead from the iterator; or ``device`` is not on this machine.
     """
@@ -178,7 +188,8 @@ def ahead(
         loader,
         tuple(tasks) or (HAND_OVER,),
         pull_ahead=True,
-        said=False,
+        draws=draws,
+        keep_nothing=draws is False,
         depth=prefetch + workers,
         keep=None,
         workers=workers,
@@ -206,4 +217,5 @@ def _on_batch(function: Callable[[Any], Any]) -> Callable[[Any], None]:
     def run(ctx: Any) -> None:
         ctx.batch = function(ctx.batch)
 
+    run.may_draw = True  # type: ignore[attr-defined]  # from a generator of its own
     return run

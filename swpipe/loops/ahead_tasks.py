@@ -4,34 +4,52 @@
     caller                   body 1            body 2      forward 3: raises what decode 3 raised
 
 An exception of a task, but for KeyboardInterrupt, is raised when the iterations before are
-complete, by the first task on the caller's thread. This one also looks whether the batch is as the
-tasks ahead have left it: a batch that the loader gives twice, say, may be modified for its first
-iteration when a task has already read it for the second.
+complete, by the first task on the caller's thread. This one also looks whether all is as the tasks
+ahead have left it: a batch that the loader gives twice, say, may be modified for its first
+iteration when a task has already read it for the second, and a task may return the same buffer for
+each batch.
+
+Several workers run the tasks on several batches at once. Of a loop's first 4 iterations the tasks
+run again, when these are complete, on copies of what they were given: a task that keeps something
+from batch to batch, or that is not safe on several threads, leaves something else.
 """
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
-from swpipe._engine.randomness import putting_off
+import torch
+from torch import Tensor
+
 from swpipe._engine.waiting import Cancelled
+from swpipe._values.context_log import attributes
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import Content, content_of, memory_parts
+from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.batches_ahead import BatchAsPulled
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """On the caller's thread, where all other tasks run ahead."""
 
+_TWICE = 4
+"""So many iterations run twice, where there are several workers."""
 
-def _content(buffer: weakref.ref[Any]) -> Content | None:
-    found = buffer()
-    return None if found is None else content_of(found)
+_WHOLE = 1 << 40
+"""More bytes than a batch has."""
+
+
+class _Left(NamedTuple):
+    """An iteration as the tasks ahead have left it: its batch, and all that its context has."""
+
+    given: BatchAsPulled
+    returned: BatchAsPulled
 
 
 class AheadTasks:
@@ -39,19 +57,32 @@ class AheadTasks:
 
     Attributes:
         tasks: All tasks, with functions that do this.
-        begin: Called before the first task on the caller's thread, in each iteration.
+        begin: Called with batch and number before the first task of each iteration.
+        drawn: Generators that tasks ahead have, and draw from: by the id, the name of the task.
 
     Args:
         tasks: All tasks, in serial order.
         ahead: How many of them run ahead; not all.
         pulled_ahead: Whether batches are pulled ahead.
+        workers: How many threads run those ahead.
     """
 
-    def __init__(self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool) -> None:
-        self.begin: Callable[[], None] = lambda: None
+    def __init__(
+        self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool, workers: int
+    ) -> None:
+        self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
+        self.drawn: dict[int, str] = {}
         self._failures: dict[int, BaseException] = {}
-        self._buffers: dict[int, list[weakref.ref[Any]]] = {}  # of batches, by iteration
-        self._contents: dict[int, list[Content | None]] = {}  # as the last task ahead left them
+        self._given: dict[int, BatchAsPulled] = {}  # by iteration
+        self._left: dict[int, _Left] = {}
+        self._of_body: _Left | None = None
+        self._states: dict[int, dict[int, Tensor]] = {}  # of generators, by iteration
+        self._generators: dict[int, torch.Generator] = {}
+        self._after: dict[int, Tensor] = {}  # the last iteration that was handed over
+        self._twice = _TWICE if workers > 1 else 0
+        self._copies: dict[int, Any] = {}
+        self._again: list[tuple[Any, int]] = []  # contexts as they were given, what was left
+        self._functions = [task.fn for task in tasks[:ahead]]
         self._names = [task.name for task in tasks[:ahead]]
         self._mends = [
             "device=" if isinstance(task.fn, BatchCopy) else f"pure=True of {task.name!r}"
@@ -65,13 +96,17 @@ class AheadTasks:
             self.tasks = tuple(tasks)
 
     def _ahead(self, task: PipelineTask) -> PipelineTask:
-        first, last = task.name == self._names[0], task.name == self._names[-1]
+        first = task.name == self._names[0]
+        last = task.name == self._names[-1]
 
         @wraps(task.fn)
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
             if first:
-                self._buffers[number] = [weakref.ref(one) for one in memory_parts(ctx.batch)[0]]
+                self._check_batch(ctx)
+                self._given[number] = _contents(ctx.batch)
+                if self._twice:
+                    self._copies[number] = _copied(ctx)
             try:
                 if number not in self._failures:
                     task.fn(ctx)
@@ -80,44 +115,130 @@ class AheadTasks:
             except BaseException as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 self._failures[number] = error
-            if last and number in self._buffers:  # not where a shortcut replays the first
-                self._contents[number] = [*map(_content, self._buffers[number])]
+            for name, generator in self._generators.copy().items():
+                self._states.setdefault(number, {})[name] = generator.get_state()
+            if last and number in self._given:  # not where a shortcut replays the first
+                self._note_left(ctx)
 
+        def draws_from(generator: torch.Generator, number: int) -> None:
+            """A generator of the task's own was seen, in an iteration that has just run."""
+            name = id(generator)
+            self.drawn[name] = task.name
+            self._generators[name] = generator
+            self._states.setdefault(number, {})[name] = generator.get_state()
+
+        if getattr(task.fn, "may_draw", False):
+            run.draws_from = draws_from  # type: ignore[attr-defined]
         return replace(task, fn=run)
+
+    def _note_left(self, ctx: Any) -> None:
+        """Note what the tasks ahead have left of an iteration."""
+        number = ctx.iter_idx
+        values = [*attributes(ctx).values()]
+        left = _Left(self._given.pop(number), _contents(values))
+        left.given.renew()
+        for earlier in (self._of_body, *self._left.copy().values()):
+            if earlier is not None and earlier.returned.is_used_again_by(left.returned):
+                again = not earlier.given.written()
+                error = self._used_again(number) if again else self._modified(number)
+                self._failures.setdefault(number, error)
+        self._left[number] = left
+        given = self._copies.pop(number, None)
+        if given is not None and number not in self._failures:
+            self._twice -= 1
+            self._again.append((given, checksum_of(values, _WHOLE)))
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
         @wraps(task.fn)
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
-            if task.random:
-                with putting_off():
-                    self.begin()
-            else:
-                self.begin()
+            if not self._names:
+                self._check_batch(ctx)
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            then, buffers = self._contents.pop(number, ()), self._buffers.pop(number, ())
-            if then:
-                now = map(_content, buffers)
-                # One that is gone nobody else has.
-                if any(one not in (was, None) for one, was in zip(now, then, strict=True)):
-                    raise self._modified(number)
+            self._check_left(number)
+            if len(self._again) >= _TWICE:
+                self.run_again()
             task.fn(ctx)
 
         return replace(task, fn=run)
 
+    def _check_batch(self, ctx: Any) -> None:
+        """Refuse a batch that is not as it was pulled, when those before are complete."""
+        try:
+            self.begin(ctx.batch, ctx.iter_idx)
+        except RuntimeError as error:
+            self._failures[ctx.iter_idx] = error
+
+    def _check_left(self, number: int) -> None:
+        """Refuse what is not any more as the tasks ahead have left it."""
+        self._after = self._states.pop(number, {})
+        self._of_body = left = self._left.pop(number, None)
+        if left is not None and left.given.written():
+            raise self._modified(number)
+        if left is not None and left.returned.written():
+            raise self._used_again(number)
+
+    def run_again(self) -> None:
+        """Run the tasks once more on the first iterations, where there are several workers.
+
+        Raises:
+            PlanError: They leave something else than the first time.
+        """
+        again, self._again = self._again, []
+        self._twice = 0
+        for ctx, left in again:
+            for function in self._functions:
+                function(ctx)
+            if checksum_of([*attributes(ctx).values()], _WHOLE) != left:
+                raise self._problem(
+                    f"{self._listed} left something else of iteration {ctx.iter_idx} when run on "
+                    "the same batch again, after those of other iterations: it keeps something "
+                    "from batch to batch (a counter, a mean, a generator), or is not safe on "
+                    "several threads at once (a buffer of its own, a flag that it sets and "
+                    "resets). Let it keep nothing and make what it needs anew, or give it one "
+                    "thread (workers=1)"
+                )
+
+    @property
+    def _listed(self) -> str:
+        return listed([repr(name) for name in self._names])
+
     def _modified(self, number: int) -> PlanError:
-        names = listed([repr(name) for name in self._names])
-        text = (
+        return self._problem(
             f"the batch of iteration {number} was modified in place, by the loop's body or a task "
-            f"of another iteration, after {names} had run on it ahead: a pure task uses what "
-            "nobody else changes while the loop runs. Let the loader give each batch memory of its "
-            f"own, or leave out {listed(self._mends)}"
+            f"of another iteration, after {self._listed} had run on it ahead: a pure task uses "
+            "what nobody else changes while the loop runs. Let the loader give each batch memory "
+            f"of its own, or leave out {listed(self._mends)}"
         )
+
+    def _used_again(self, number: int) -> PlanError:
+        return self._problem(
+            f"{self._listed} ran ahead and left memory of an earlier batch for iteration {number}, "
+            "or wrote what it had left, while the loop had not done with it: it returns a buffer "
+            "that it fills again. Let it make a new tensor or array for each batch"
+        )
+
+    def _problem(self, text: str) -> PlanError:
         return PlanError([Problem(text, tuple(self._names))])
 
     def drop(self) -> None:
-        """The iterations in flight are dropped."""
-        self._failures.clear()
-        self._buffers.clear()
-        self._contents.clear()
+        """The iterations in flight are dropped: generators are set back to before their draws."""
+        for name, state in self._after.items():
+            self._generators[name].set_state(state)
+        for kept in (self._failures, self._given, self._left, self._states, self._copies):
+            kept.clear()
+        self._of_body = None
+
+
+def _contents(value: Any) -> BatchAsPulled:
+    return BatchAsPulled(value, keep=False)
+
+
+def _copied(ctx: Any) -> Any:
+    """A context with copies of what it has; None if something cannot be copied."""
+    with suppress(Exception):
+        copied = copy.copy(ctx)
+        vars(copied).update(copy.deepcopy(attributes(ctx)))
+        return copied
+    return None

@@ -1,15 +1,16 @@
 """The memory of batches: what shows that somebody has written it, and what tells batches apart.
 
 A tensor counts its modifications, but for those through an array that shares its memory; an array
-counts none. So there is a checksum, too: of the first and the last bytes, of all that is on the
-host. A write between them, to memory without a counter, is not seen.
+counts none. So there is a checksum, too: of a sample of all that is on the host, from its whole
+memory. A write between the bytes of the sample, to memory without a counter, is not seen.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 from zlib import crc32
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from swpipe._values.stateful import PLAIN
 from swpipe._values.walk import leaves_in, tensors_held
 
-_CHECKED_BYTES = 1024
-"""At either end."""
+_COMPARED_BYTES = 1024
+"""About so many show that a tensor or array was written; all of them if there are fewer."""
 
 _SAMPLED_BYTES = 256
 """About so many of a tensor or array tell a batch from others."""
@@ -43,15 +44,59 @@ def memory_parts(batch: Any) -> tuple[list[Any], list[Any]]:
     return [*tensors_held(batch), *buffers], [one for one in leaves if not isinstance(one, arrays)]
 
 
-def place_of(buffer: Any) -> tuple[int, int]:
-    """Where its memory begins, 0 if nowhere; and its bytes, 0 if not in one piece on the host."""
+def _layout(buffer: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+    """Address, 0 where none is on the host; shape; steps in bytes; bytes of an item."""
     if isinstance(buffer, Tensor):
-        address = buffer.data_ptr() if buffer.layout is torch.strided else 0
-        whole = address and buffer.is_cpu and buffer.is_contiguous()
-    else:
-        address = buffer.__array_interface__["data"][0] if buffer.size else 0
-        whole = buffer.flags.c_contiguous and not buffer.dtype.hasobject
-    return address, buffer.nbytes if whole else 0
+        there = buffer.layout is torch.strided and buffer.is_cpu
+        size = buffer.element_size()
+        steps = tuple(step * size for step in buffer.stride()) if there else ()
+        return buffer.data_ptr() if there else 0, tuple(buffer.shape), steps, size
+    there = buffer.size and not buffer.dtype.hasobject
+    address = buffer.__array_interface__["data"][0] if there else 0
+    return address, buffer.shape, buffer.strides, buffer.itemsize
+
+
+def _is_whole(shape: tuple[int, ...], steps: tuple[int, ...], size: int) -> bool:
+    """Whether the items lie in one piece, in their order."""
+    for length, step in zip(reversed(shape), reversed(steps), strict=True):
+        if length != 1 and step != size:
+            return False
+        size *= length
+    return True
+
+
+def span_of(buffer: Any) -> tuple[int, int]:
+    """The addresses of its first byte, and of the first one behind it; the same for none."""
+    address, shape, steps, size = _layout(buffer)
+    if not address or 0 in shape:
+        return 0, 0
+    if _is_whole(shape, steps, size):
+        return address, address + math.prod(shape) * size
+    far = [(length - 1) * step for length, step in zip(shape, steps, strict=True)]
+    return address + sum(min(0, one) for one in far), address + sum(map(max, far, repeat(0))) + size
+
+
+def _sample(buffer: Any, most: int) -> bytes:
+    """About so many bytes of what is on the host, from all over it; all if there are fewer."""
+    address, shape, steps, size = _layout(buffer)
+    items = math.prod(shape)
+    if not address or not items:
+        return b""
+    if _is_whole(shape, steps, size):
+        if items * size <= most:
+            return ctypes.string_at(address, items * size)
+        memory = memoryview((ctypes.c_ubyte * (items * size)).from_address(address))
+        sample = memory[:: max(1, items * size // most) | 1].tobytes()
+        return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
+    found = []
+    for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
+        place = address
+        rest = number
+        for length, step in zip(reversed(shape), reversed(steps), strict=True):
+            rest, index = divmod(rest, length)
+            place += index * step
+        found.append(ctypes.string_at(place, size))
+    return b"".join(found)
 
 
 def content_of(buffer: Any) -> Content:
@@ -62,30 +107,25 @@ def content_of(buffer: Any) -> Content:
             version = buffer._version
         except RuntimeError:  # an inference tensor; is_inference() lets go of the interpreter lock
             version = 0
-    address, size = place_of(buffer)
-    if not size:
-        return version, 0
-    first = crc32(ctypes.string_at(address, min(size, _CHECKED_BYTES)))
-    rest = min(size - _CHECKED_BYTES, _CHECKED_BYTES)
-    last = crc32(ctypes.string_at(address + size - rest, rest), first) if rest > 0 else first
-    return version, last
+    return version, crc32(_sample(buffer, _COMPARED_BYTES))
 
 
-def checksum_of(batch: Any) -> int:
+def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
     """Of a sample of its bytes on the host, of shapes, numbers and strings.
 
     It tells a batch from others in another process, too.
+
+    Args:
+        batch: The batch.
+        most: About so many bytes of each tensor or array.
     """
     buffers, leaves = memory_parts(batch)
     found: list[Any] = [
-        one[:_CHECKED_BYTES] if isinstance(one, str | bytes) else one
+        one[:_SAMPLED_BYTES] if isinstance(one, str | bytes) else one
         for one in leaves
         if isinstance(one, PLAIN)
     ]
     for one in buffers:
         found += [*one.shape, str(one.dtype)]
-        address, size = place_of(one)
-        if size:
-            memory = memoryview((ctypes.c_ubyte * size).from_address(address))
-            found.append(crc32(memory[:: size // _SAMPLED_BYTES | 1].tobytes()))
+        found.append(crc32(_sample(one, most)))
     return crc32(repr(found).encode())

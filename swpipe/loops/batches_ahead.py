@@ -13,43 +13,72 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import content_of, memory_parts, place_of
+from swpipe.loops.batch_memory import Content, content_of, memory_parts, span_of
 from swpipe.loops.live_loaders import goes_on
 
 
 class BatchAsPulled:
     """A batch, and what it was when it was pulled.
 
+    Attributes:
+        number: Of its pull, in the pass from 1.
+        batch: The batch, if it may be given again.
+
     Args:
         batch: The batch.
         keep: Whether it may be given again, as the same object.
+        number: Of its pull.
     """
 
-    def __init__(self, batch: Any, *, keep: bool) -> None:
+    def __init__(self, batch: Any, *, keep: bool, number: int = 0) -> None:
+        self.number = number
         self.batch = batch if keep else None
         buffers, leaves = memory_parts(batch)
-        self._contents = [(one, content_of(one)) for one in buffers]
+        self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
+        self._spans = [span_of(buffer) for buffer in buffers]
         self._leaves = leaves if keep else []
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
-        there = {place_of(one)[0]: (one, content) for one, content in later._contents}
-        for one, content in self._contents:
-            if (place := place_of(one)[0]) and place in there:
-                other, now = there[place]
-                if now != content or (isinstance(other, Tensor) and other is not one):
+        for (reference, content), (begin, end) in zip(self._contents, self._spans, strict=True):
+            if any(first < end and begin < last for first, last in later._spans):
+                buffer = reference()
+                if buffer is not None and content_of(buffer) != content:
                     return True
         return False
 
+    def is_as_pulled(self, batch: Any) -> bool:
+        """Whether the batch has tensors and arrays with the same content."""
+        buffers, _ = memory_parts(batch)
+        return [content for _, content in self._contents] == [*map(content_of, buffers)]
+
+    def renew(self) -> None:
+        """Take the content for what it is now."""
+        self._contents = [
+            (reference, content if buffer is None else content_of(buffer))
+            for reference, content in self._contents
+            for buffer in [reference()]
+        ]
+
+    def written(self) -> list[Any]:
+        """The tensors and arrays that were written since."""
+        return [buffer for buffer, content in self._parts() if content_of(buffer) != content]
+
     def changed(self) -> list[Any]:
-        """The tensors and arrays that were written since, and what was taken out of the batch."""
-        found = [one for one, content in self._contents if content_of(one) != content]
+        """The same, and what was taken out of the batch."""
+        found = self.written()
         if self.batch is not None:
             buffers, leaves = memory_parts(self.batch)
-            left = {id(one) for one in (*buffers, *leaves)}
-            parts = (*(one for one, _ in self._contents), *self._leaves)
-            found += [one for one in parts if id(one) not in left]
+            left = {id(part) for part in (*buffers, *leaves)}
+            parts = (*(buffer for buffer, _ in self._parts()), *self._leaves)
+            found += [part for part in parts if id(part) not in left]
         return found
+
+    def _parts(self) -> Iterator[tuple[Any, Content]]:
+        """Those that are still there: one that is gone nobody else has."""
+        for reference, content in self._contents:
+            if (buffer := reference()) is not None:
+                yield buffer, content
 
 
 class BatchesAhead:
@@ -70,9 +99,9 @@ class BatchesAhead:
         self._of_body: list[BatchAsPulled] = []
         self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified
 
-    def as_pulled(self, batch: Any) -> BatchAsPulled | None:
+    def as_pulled(self, batch: Any, number: int) -> BatchAsPulled | None:
         """A batch as it is now; None where nobody asks for it."""
-        return BatchAsPulled(batch, keep=self._keeps) if self._looks else None
+        return BatchAsPulled(batch, keep=self._keeps, number=number) if self._looks else None
 
     def add(self, pulled: BatchAsPulled | None) -> None:
         """A batch was pulled."""
@@ -85,6 +114,19 @@ class BatchesAhead:
                     "pulled ahead and is still in use: let it make a new tensor for each batch"
                 )
         self._batches.append(pulled)
+
+    def check_as_pulled(self, batch: Any, number: int) -> None:
+        """Refuse a batch that the loader has written since, or that somebody else has."""
+        if not self._makes:
+            return
+        for pulled in self._batches:
+            if pulled.number == number and not pulled.is_as_pulled(batch):
+                raise RuntimeError(
+                    "a batch that was pulled ahead is not any more what the loader made: its "
+                    "memory was written, or its parts replaced, before the loop came to it. Let "
+                    f"the loader ({self._kind}) make new tensors, arrays and containers for each "
+                    "batch, and write none of them after it has handed it out"
+                )
 
     def hand_out(self) -> None:
         """The body gets the oldest."""

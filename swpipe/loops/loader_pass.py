@@ -1,12 +1,14 @@
 """One pass over a loader: what it pulls ahead, where it is, and how to get there again.
 
     loader's thread    pull 3 ....   pull 4 ....
-    caller             hand out 2    body of 2: saves, or leaves     hand out 3
+    caller             hand out 2    body of 2: saves, or leaves     hand out 3    body of 3
+    or, in turn        pull 2, hand out 2           body of 2        pull 3, hand out 3
 
-Its jobs: ``place_in_pass``, where it is and how it is led there again; ``loader_draws`` and
-``draw_views``, who draws random numbers; ``pull_watch``, what others change that the loader reads;
+Its jobs: ``place_in_pass``, where it is and how it is led there again; ``draws``, who uses random
+generators, and so which pulls are made in turn; ``loader_data``, what nobody else may change;
 ``batches_ahead``, whether batches stay as they were pulled; and here, the hand-over between the
 thread that pulls and the caller's.
+A pull in turn is made by the caller (``take``): the iterator that the pipeline has ends before it.
 
 An error of the loader, and the end of its batches, come when the caller has got the batches before.
 An iterator has no other pass: batches that were pulled and not handed out are given again.
@@ -21,9 +23,9 @@ Guarantees
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,12 +34,13 @@ from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
 from swpipe.loops.batches_ahead import BatchesAhead
-from swpipe.loops.draw_views import Turns
+from swpipe.loops.draws import LoaderDraws
+from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
-from swpipe.loops.loader_draws import LoaderDraws
+from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.pass_generators import PassGenerators, States, changed
 from swpipe.loops.place_in_pass import PlacesPulled
-from swpipe.loops.pull_watch import PullWatch
+from swpipe.loops.pulled_tensors import BodyUse
 
 _LEFT_S = 600.0
 """How long a pass waits for a batch that is being pulled for the pass before."""
@@ -50,11 +53,11 @@ class PulledLoader:
     Attributes:
         loader: The loader.
         generators: The random generators that matter.
-        draws: What it draws in mid-pass.
+        draws: Who uses these.
         ahead: Whether batches are pulled while earlier ones are in use.
         most: How many of these are looked at, or may be given again.
-        turns: Of the pipeline, where a thread of its own pulls while the loop's body runs.
-        watch: Watches pulls that are made ahead, where its code in this process makes the batches.
+        beside: Whether they are pulled while the loop's body runs.
+        data: Its data, where its code in this process makes batches beside the body.
     """
 
     loader: Any
@@ -62,8 +65,8 @@ class PulledLoader:
     draws: LoaderDraws
     ahead: bool
     most: int = 0
-    turns: Turns | None = None
-    watch: PullWatch | None = None
+    beside: bool = False
+    data: LoaderData | None = None
 
 
 class LoaderPass:
@@ -75,6 +78,7 @@ class LoaderPass:
         fed: How many of these the pipeline was given.
         handed_out: How many batches the caller got of this pass.
         ended: There are no more; the caller says so.
+        first: Counts the pulls, if it is a loop's first.
         failure: What the loader raised; the caller raises it at the end of the iterator.
         lost: Whether batches that were pulled ahead were dropped.
         had_live_workers: Whether it has worker processes of an earlier pass.
@@ -88,18 +92,22 @@ class LoaderPass:
         self._of = of
         self.had_live_workers = has_live_workers(of.loader)
         self._places = PlacesPulled(of.loader)
-        self._ahead = BatchesAhead(of.loader, made_here=of.watch is not None, most=of.most)
+        self._ahead = BatchesAhead(of.loader, made_here=of.data is not None, most=of.most)
         self._again: deque[Any] = deque()
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
         self._pulling = self._left = self.lost = False
+        self._use: BodyUse | None = None
+        self._first = 0
+        self._open = False  # the pipeline asks the iterator
+        self.first: FirstPass | None = None
         self._part = 0  # how often it was left, and gone on with
         self._asked = self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
         of.draws.begin()
-        if of.watch is not None:
-            of.watch.begin()
+        if of.data is not None:
+            of.data.begin()
         if saved is None:
             self._at_start = of.generators.read()
             self._batches, self._loader_at_start = self._places.begin()
@@ -115,10 +123,13 @@ class LoaderPass:
     def state_dict(self, *, check: bool) -> dict[str, Any]:
         """Where the pass is: after the last batch handed out."""
         of = self._of
+        if of.beside and of.draws.compares:
+            self.await_pull()
         with self._lock:
             handed_out = self.handed_out
             ahead = max(0, self.pulled - handed_out)
             draws = ahead or self._pulling or self._end_is_known
+            in_turn = of.draws.in_turn
         places = self._places.up_to(handed_out)
         after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
         if places and draws:
@@ -134,6 +145,7 @@ class LoaderPass:
             "again": [(before, checksum if check else None) for before, checksum in again],
             "after_pull": after_pull,
             "loader_draws": sorted(of.draws.names),
+            "in_turn": in_turn,
             "ahead": ahead,
         }
 
@@ -147,21 +159,85 @@ class LoaderPass:
 
         While a batch is pulled it is not known.
         """
+        draws = self._of.draws
         with self._lock:
             known = self.is_ahead and not self._pulling
-            return self._of.draws.drawn_by_others() if known else frozenset()
+            untold = draws.untold_after(self.handed_out)
+            return untold | (draws.drawn_by_others() if known else frozenset())
 
     # --------------------------------------------------------------- what the caller does
 
     def make_ready(self) -> None:
-        """The caller asks for one iteration more."""
+        """The caller asks for one iteration more: the body of the one before has ended.
+
+        Raises:
+            RuntimeError: The loop has changed, or drawn, what the loader has pulled ahead by.
+        """
+        of = self._of
         with self._lock:
             if self._sampling is None:
-                self._sampling = read_in_pass(torchs(self._of.loader))
-            elif self._sampling or type(self._of.loader) is list:
+                self._sampling = read_in_pass(torchs(of.loader))
+            elif self._sampling or type(of.loader) is list:
                 self._check_unchanged(self._sampling)
-            if self._of.draws.names and self.is_ahead and not self._pulling:
-                self._of.draws.check_others()
+            if of.beside:
+                of.draws.asked(self.handed_out, pulling=self._pulling)
+                self._end_body()
+
+    def begin_body(self) -> None:
+        """The caller gets a batch; whether it uses what pulls write is seen in watched ones."""
+        tensors = self._of.draws.tensors
+        if tensors.written and self._of.draws.watches(self.handed_out + 1):
+            self._use = BodyUse(tensors.written)
+            self._use.begin()
+
+    def _end_body(self) -> None:
+        tensors = self._of.draws.tensors
+        use = self._use
+        self.stop_watching()
+        if use is not None and use.found:
+            raise RuntimeError(
+                f"the loop uses a tensor that the loader writes ({use.found}), and the loader is "
+                "ahead: it would find what a later pull has written. Let the loader hand out a "
+                "copy, or do not pull it ahead"
+            )
+        draws = self._of.draws
+        if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
+            _refuse_changed(tensors.changed())
+
+    def stop_watching(self) -> None:
+        """The body has ended, or the pass is left."""
+        if self._use is not None:
+            self._use.end()
+            self._use = None
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the next batch is to be taken by the caller; no other is in flight then."""
+        with self._lock:
+            # The pipeline may be about to find that its iterator ends here.
+            ahead = self.is_ahead or self._pulling or self._again or self._open
+            return not ahead and self._wants_turn()
+
+    def _wants_turn(self) -> bool:
+        return self._of.beside and self._of.draws.wants_turn(self.pulled + 1)
+
+    def take(self) -> Any:
+        """Pull the next batch now, while nothing else of the loop runs.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        if self._at_end or not self._advance(alone=True):
+            raise StopIteration
+        return self._taken(self._part)
+
+    def go_on(self) -> bool:
+        """The iterator has ended: whether there are more batches, in turn or by another one."""
+        with self._lock:
+            if self._at_end or self._left:
+                return False
+            self.iterator = self._pull()
+            return True
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
@@ -174,10 +250,20 @@ class LoaderPass:
                 changed = "the list"
         _refuse_changed(changed)
 
-    def begin_batch(self) -> None:
-        """The caller's tasks come to the next batch, or all of its batches were handed out."""
-        if self._of.watch is not None:
-            _refuse_changed(self._of.watch.begin_batch(self.handed_out + 1))
+    def begin_batch(self, batch: Any, iteration: int) -> None:
+        """The first task comes to the batch of an iteration: it must be as it was pulled.
+
+        Raises:
+            RuntimeError: It is not, or a length was changed.
+        """
+        if self._of.data is not None:
+            with self._lock:
+                self._ahead.check_as_pulled(batch, iteration - self._first + 1)
+                self._check_data()
+
+    def _check_data(self) -> None:
+        if self._of.data is not None:
+            _refuse_changed(self._of.data.changed)
 
     def hand_out(self) -> None:
         """The caller gets the next batch."""
@@ -188,10 +274,9 @@ class LoaderPass:
     def end(self) -> None:
         """The caller got the last batch, and asks for no more: ask the loader, as a for would."""
         if not self.ended:
-            if self._of.turns is not None:
-                self._of.turns.settle()
-                self.begin_batch()
-            if self.is_ahead or any(True for _ in self._pull()):
+            self.await_pull()
+            self._check_data()
+            if self.is_ahead or self._again or (not self._at_end and self._advance(alone=True)):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
@@ -214,6 +299,7 @@ class LoaderPass:
             kept = self._ahead.leave(self.pulled - self.handed_out)
             if goes_on(self._of.loader):
                 self._part += 1
+                self._open = False
                 self._again = deque(kept)
                 self.iterator = self._pull()
                 return frozenset()
@@ -223,11 +309,14 @@ class LoaderPass:
     def _set_back(self) -> frozenset[str]:
         """Set the generators back to what they were after the last batch handed out."""
         self.release()
-        places, draws = self._places.up_to(self.handed_out), self._of.draws
+        places = self._places.up_to(self.handed_out)
+        draws = self._of.draws
+        if untold := draws.untold_after(self.handed_out):
+            return untold
         after = places[-1].after if places else {}
         if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
             return frozenset()
-        if others := self.drawn_by_others() or (draws.names - after.keys()):
+        if others := self.drawn_by_others() or frozenset(draws.names - after.keys()):
             return others
         self._of.generators.write(draws.drawn(after))
         draws.begin()
@@ -269,7 +358,17 @@ class LoaderPass:
     def close(self) -> None:
         """Let an iterator that was given go, too; there is no other pass."""
         self.release()
-        self._of, self._places = replace(self._of, loader=()), PlacesPulled(())
+        self._of = replace(self._of, loader=())
+        self._places = PlacesPulled(())
+
+    def begin(self, iteration: int) -> None:
+        """The pass is asked for batches, of iterations from this number on; it may have been left.
+
+        A pull that was under way then has ended, and its batch is kept, or dropped.
+        """
+        self._first = iteration - self.handed_out  # the iteration of its first batch
+        if self.pulled:
+            self.await_pull()
 
     def await_pull(self) -> None:
         """Wait until no batch is being pulled any more."""
@@ -289,10 +388,12 @@ class LoaderPass:
 
     def _pull(self) -> Iterator[Any]:
         current = self._part
+        self._open = True
         while True:
             if self._pulling:  # for the part before, which was left
                 self.await_pull()
-            if not self._again and (self._at_end or not self._advance()):
+            if not self._again and (self._at_end or self._wants_turn() or not self._advance()):
+                self._open = False
                 return
             yield self._taken(current)  # this frame must not keep it
 
@@ -307,19 +408,19 @@ class LoaderPass:
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
         of, number = self._of, self.pulled + 1
-        if (of.turns is not None or not of.ahead) and of.draws.wants_turn(number):
-            alone = True
-            if of.turns is not None:
-                of.turns.await_turn()
+        alone = alone or not of.ahead
         with self._lock:
             if self._left:
                 raise Cancelled
-            ahead = of.turns is not None and self.is_ahead
-            before = of.draws.before_pull(alone=alone, ahead=ahead)
+            before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
+        begin_s = time.perf_counter()
         try:
             return self._called(number, before, alone)
         finally:
+            if self.first is not None:
+                seconds = time.perf_counter() - begin_s
+                self.first.note(seconds, alone=alone, waited=alone and of.draws.in_turn)
             with self._lock:
                 self._pulling = False
                 self._pulled_last.notify_all()
@@ -327,10 +428,14 @@ class LoaderPass:
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader, and note what it did."""
         of, failure, ended, batch = self._of, None, False, None
+        data = None if of.draws.in_turn else of.data
+        if data is not None:
+            data.before_pull()
         try:
-            # Where all pulls are in turn nothing can change meanwhile.
-            watch = None if of.draws.known.shared else of.watch
-            with nullcontext() if watch is None else watch.pull(number):
+            if of.draws.watches(number):
+                with of.draws.watching(number):
+                    batch = next(self._batches)
+            else:
                 batch = next(self._batches)
         except StopIteration:
             ended = True
@@ -340,14 +445,19 @@ class LoaderPass:
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure, ended = error, True
-        # At the end samplers may draw once more.
-        found = self._note_draws(number, before, alone or (ended and failure is None))
-        if of.watch is not None:
-            _refuse_changed(of.watch.changed)
-        pulled = None if ended else self._ahead.as_pulled(batch)
+        with self._lock:
+            of.draws.after_pull(number, before, self.handed_out, alone=alone)
+        if self._prepared is not None and not self._asked:
+            self._prepared.after_pull()
+        self._asked = True
+        if data is not None:
+            data.after_pull()
+            if of.draws.watches(number):
+                of.draws.tensors.end_pull(batch)
+        looks = not (ended or (alone and of.draws.in_turn))
+        pulled = self._ahead.as_pulled(batch, number) if looks else None
         if not ended:  # it may take a while, and the caller must not wait for it
-            after = of.draws.after if before else {}
-            self._places.note(number, self.handed_out, batch, found, after)
+            self._places.note(number, self.handed_out, batch, before, of.draws.after)
         with self._lock:
             if ended and not self._left:
                 self.failure, self._batches, self._at_end = failure, iter(()), True
@@ -358,16 +468,6 @@ class LoaderPass:
             self.pulled = number
             self._again.append(batch)
             return True
-
-    def _note_draws(self, number: int, before: States, alone: bool) -> States:
-        """Note what a pull has drawn; returns the states in which it found the generators."""
-        of = self._of
-        found = States() if of.watch is None else of.watch.views.pulled(number)
-        of.draws.after_pull(number, before, alone=alone and self._asked, seen=bool(found))
-        if self._prepared is not None and not self._asked:
-            self._prepared.after_pull()
-        self._asked = True
-        return {**before, **found}
 
 
 def _refuse_changed(changed: str) -> None:

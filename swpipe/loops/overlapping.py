@@ -27,7 +27,13 @@ import torch
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.loaders import generators_in_pass, is_apart, why_not_apart
+from swpipe.core.loaders import (
+    draws_in_mid_pass,
+    draws_nothing,
+    generators_in_pass,
+    is_apart,
+    why_not_apart,
+)
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.tables import wrapped
@@ -36,30 +42,17 @@ from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
+from swpipe.loops.draws import LoaderDraws, told_once
+from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.live_loaders import goes_on, torchs
-from swpipe.loops.loader_draws import LoaderDraws, known_draws
+from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, told_names
-from swpipe.loops.pull_watch import PullWatch
+from swpipe.loops.pass_generators import PassGenerators
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
 
 _GROUP = "loader"
-
-_DRAWS_AHEAD = (
-    "the loader draws from {} in the middle of a pass, and is pulled ahead: a draw of the loop, a "
-    "task or its body, from the same will be an error, whenever it comes. If there may be one, let "
-    "the loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of "
-    "its own"
-)
-
-_DRAWS_IN_TURN = (
-    "the loader draws from {} in the middle of a pass, and so does, or may, the loop, a task or "
-    "its body: pulls wait until the loop asks for their batch, and gain little or nothing. Let the "
-    "loader's workers draw (DataLoader(num_workers=1)), or give one of the two a generator of its "
-    "own"
-)
 
 
 @dataclass(frozen=True)
@@ -99,6 +92,8 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
+    _told_first = False  # after the first pass
+    _call = "overlap(loader, tasks, pull_ahead=True, draws=False)"
 
     def __init__(
         self,
@@ -106,11 +101,12 @@ class OverlappedLoop(ResumableLoop[C]):
         overlap: Overlap,
         pipe: SWPipeline[C],
         ahead: AheadTasks,
-        said: bool,
+        draws: bool | None,
+        keep_nothing: bool,
     ) -> None:
         self.overlap = overlap
-        self._ahead, self._said = ahead, said
-        self._told: set[str] = set()  # default generators that the loader draws from
+        self._ahead, self._draws = ahead, draws
+        self._keep_nothing = keep_nothing
         super().__init__(pipe, loader)
 
     def __repr__(self) -> str:
@@ -123,36 +119,54 @@ class OverlappedLoop(ResumableLoop[C]):
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         loader, inner = self._loader, torchs(self._loader)
-        # Where it is known to be apart, it draws from nothing but what it was given.
         apart = is_apart(inner, draws_watched=True)
+        known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
-            draws = LoaderDraws(generators, measured=not apart)
+            draws = LoaderDraws(generators, said=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
-        known, names = known_draws(inner), generators.named(generators_in_pass(inner))
-        watch = None if apart else PullWatch(self.pipe, inner, known, kept=goes_on(loader))
+        names = generators.named(generators_in_pass(inner))
         return PulledLoader(
             loader,
             generators,
-            LoaderDraws(generators, names, measured=not apart, known=known),
+            LoaderDraws(generators, names, said=self._draws, known=known),
             ahead=True,
             most=self.pipe.plan.depth,
-            turns=self.pipe,
-            watch=watch,
+            beside=True,
+            data=None if apart else LoaderData(inner),
         )
 
     def _begin(self, current: LoaderPass) -> None:
         self._ahead.begin = current.begin_batch
+        current.begin(self.pipe.next_iteration)
+        if self.overlap.loader_ahead and not self._told_first:
+            current.first = current.first or FirstPass()
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
         current.make_ready()
-        for told_of, text in zip(
-            self._pulled.draws.known.told(), (_DRAWS_AHEAD, _DRAWS_IN_TURN), strict=True
-        ):
-            if new := told_of - self._told:
-                self._told |= new
-                warnings.warn(text.format(told_names(new)), RuntimeWarning, stacklevel=self._frames)
+        draws = self._pulled.draws
+        if draws.takes_turns_with_body and told_once(self._loader):
+            text = draws.why_in_turn(self._loader, self._call)
+            warnings.warn(text, RuntimeWarning, stacklevel=self._frames)
+
+    def _next(self, current: LoaderPass) -> C:
+        while not current.is_in_turn:
+            try:
+                return self.pipe.progress(current.iterator)
+            except StopIteration:
+                if not current.go_on():
+                    self._ahead.run_again()
+                    raise
+        self.pipe.agree()
+        batch = current.take()
+        return self.pipe.run_one_serial_iter(batch)
+
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        super()._end(current, failed=failed)
+        if current.first is not None and current.ended:
+            self._told_first = True
+            current.first.tell(self._pulled.draws.who_draws)
 
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         super()._drop(current, failed=failed)
@@ -187,6 +201,7 @@ def overlap(
     tasks: Iterable[PipelineTask | Callable[[Any], None]],
     *,
     pull_ahead: bool | None = None,
+    draws: bool | None = None,
     device: Device | torch.device | str | int | None = None,
     seed: int | None = None,
     start_iteration: int = 0,
@@ -210,8 +225,14 @@ def overlap(
             to read no file and no shared memory that the loop writes. True, for any other,
             says that it does not read what the loop changes, and that nobody asks it for more than
             its batches, such as its state in mid-pass; and that it begins each pass anew, or is an
-            iterator. What it draws it draws as in a plain loop, and waits for that where the loop
-            draws, too. False: never.
+            iterator. False: never.
+        draws: Whether the loader uses the default random generators of torch, numpy or Python after
+            the first batch of a pass, also if it seeds one and sets it back. False: it does not;
+            some pulls are checked. True: it does, and the loop's tasks and body do not; this is
+            checked. None: nothing is said. Then its batches are made in turn with the body as soon
+            as either is seen to draw, unless it is known not to: a loader that runs ahead if
+            ``pull_ahead`` is None, or torch's ``DataLoader`` without workers over a
+            ``TensorDataset``, list, tuple or range.
         device: As for ``SWPipeline``; one that is given and no CPU gets the batches: a task "copy"
             before the others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from pinned
             memory, and where the loader is ahead, ahead of the loop on a stream of its own. If
@@ -235,11 +256,11 @@ def overlap(
         PlanError: There are no tasks, or two have the same name; or one is called "copy", and
             ``device`` adds that task.
         TypeError: One of the tasks is neither a task nor a function with a name, or the loader
-            cannot be iterated over.
+            cannot be iterated over, or ``draws`` is neither True, False nor None.
 
     Warns:
-        RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, the loader draws from
-            a default generator: ahead, so that the loop must not begin to, or in turn.
+        RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, once for a loader, its
+            batches are made in turn because the body draws, and what to say.
     """
     if pull_ahead is not None and type(pull_ahead) is not bool:
         raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
@@ -254,7 +275,8 @@ def overlap(
         loader,
         given,
         pull_ahead=pull_ahead,
-        said=pull_ahead is True,
+        draws=draws,
+        keep_nothing=pull_ahead is True or draws is False,
         depth=None,
         keep=keep,
         device=where,
@@ -273,7 +295,8 @@ def loop_over(
     given: tuple[PipelineTask, ...],
     *,
     pull_ahead: bool | None,
-    said: bool,
+    draws: bool | None,
+    keep_nothing: bool,
     depth: int | None,
     keep: Sequence[str] | None,
     workers: int = 1,
@@ -286,16 +309,14 @@ def loop_over(
         loader: As for ``overlap``.
         given: All tasks.
         pull_ahead: As for ``overlap``.
-        said: That workers which live on draw and count nothing is said, too.
+        draws: As for ``overlap``.
+        keep_nothing: Whether it is said that workers which live on draw and count nothing.
         depth: As in a plan; None for the default.
         keep: As in a plan.
         workers: As for ``overlap``.
         options: Of the pipeline.
     """
-    if isinstance(loader, ResumableLoop):
-        raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
-    if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
-        raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
+    _check_loader(loader, draws)
     unknown = why_not_apart(loader, draws_watched=True) if pull_ahead is None else None
     ahead = unknown is None if pull_ahead is None else pull_ahead
     if ahead and hasattr(type(loader), "__next__") and id(loader) in _pulled:
@@ -328,13 +349,28 @@ def loop_over(
     if keep is not None or depth is not None:
         plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
     found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
-    functions = AheadTasks(given, len(leading), pulled_ahead=ahead)
+    functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
-    loop = kind(loader, found, pipe, functions, said)
+    loop = kind(loader, found, pipe, functions, draws, keep_nothing)
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
+
+
+def _check_loader(loader: Any, draws: object) -> None:
+    if draws is not None and type(draws) is not bool:
+        raise TypeError(f"draws is {shown(draws)}: give True, False or None")
+    if isinstance(loader, ResumableLoop):
+        raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
+    if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
+        raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
+    if draws is False and (name := draws_in_mid_pass(torchs(loader))):
+        raise ValueError(
+            f"draws=False says that the loader uses no default generator, and its {name} draws "
+            "from torch's for each batch (generator=torch.default_generator): give it a "
+            "torch.Generator() of its own, or leave draws= out"
+        )
 
 
 def _plan(

@@ -24,6 +24,7 @@ from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
+from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.live_loaders import (
     end_workers,
     goes_on,
@@ -36,9 +37,8 @@ from swpipe.loops.live_loaders import (
     may_keep_rows,
     torchs,
 )
-from swpipe.loops.loader_draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, told_names
+from swpipe.loops.pass_generators import PassGenerators, names_told
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
 from swpipe.pipeline import SWPipeline
@@ -84,7 +84,7 @@ class ResumableLoop(Generic[Out]):
     """
 
     counted = False
-    _said = True  # that workers which live on draw and count nothing
+    _keep_nothing = True  # workers that live on from pass to pass, by the user's word
     _told_lost = _told_live = False
     _frames = 3  # from a warning to whoever iterates
 
@@ -121,7 +121,7 @@ class ResumableLoop(Generic[Out]):
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
         if isinstance(pipe, SWPipeline) and goes_on(self._loader):
             most = pipe.plan.depth - 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), measured=True)
+        draws = LoaderDraws(generators, generators.own if ahead else (), said=True)
         return PulledLoader(self._loader, generators, draws, ahead, most)
 
     # ------------------------------------------------------------------------------ states
@@ -147,7 +147,7 @@ class ResumableLoop(Generic[Out]):
                 was never stopped; it says why, and what to do.
         """
         pipe = self.pipe
-        if self._pulled.turns is not None and isinstance(pipe, SWPipeline):
+        if self._pulled.beside and isinstance(pipe, SWPipeline):
             # No task of an iteration in flight has changed any state, and no pull is waited for.
             pipeline = pipe.state_dict(check=not pipe.in_flight)
         else:
@@ -191,9 +191,9 @@ class ResumableLoop(Generic[Out]):
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
-                f"{told_names(shared)}, and the loader has drawn ahead: call drain() before you "
-                "save, let the loader's workers draw (DataLoader(num_workers=1)), or give tasks "
-                "random=True"
+                f"{names_told(shared)}, or may, and the loader has drawn ahead: call drain() "
+                "before you save, let the loader's workers draw (DataLoader(num_workers=1)), or "
+                "give tasks random=True"
             )
         if check and current.handed_out and not has_place(self._loader):
             raise RuntimeError(
@@ -257,6 +257,7 @@ class ResumableLoop(Generic[Out]):
             "again": [],
             "after_pull": None,
             "loader_draws": sorted(self._pulled.draws.names),
+            "in_turn": self._pulled.draws.in_turn,
             "ahead": 0,
         }
 
@@ -284,7 +285,8 @@ class ResumableLoop(Generic[Out]):
         state = checked_state(state, type(self).__name__, loader, generators, same_ranks=check)
         if self._pass is not None:
             self._pass.check_modified()
-        self._pulled.draws.known.names |= frozenset(state["loader_draws"])
+        self._pulled.draws.names.update(state["loader_draws"])
+        self._pulled.draws.in_turn |= state["in_turn"]
         end_workers(loader)
         self._pass = self._loaded = None
         if state["batches"] or state["after_pull"] is not None:  # the pass had begun
@@ -350,14 +352,12 @@ class ResumableLoop(Generic[Out]):
             self._left_at_end = False
             self._running, self._loaded, runs = current, None, True
             self._begin(current)
-            iterator = current.iterator
             while True:
                 self._make_ready(current)
                 try:
-                    out = self.pipe.progress(iterator)
+                    out = self._next(current)
                 except StopIteration:
                     current.ended = True
-                    current.begin_batch()
                     if current.failure is not None:
                         raise current.failure from None
                     return
@@ -365,11 +365,14 @@ class ResumableLoop(Generic[Out]):
                     failed = True
                     raise
                 current.hand_out()
+                current.begin_body()
                 yield out
                 del out
                 if self._running is not current:  # a new pass has ended it
                     return
         finally:
+            if current is not None:
+                current.stop_watching()
             if current is not None and runs and self._running is current:
                 self._end(current, failed=failed)
             elif current is not None and not runs:
@@ -382,6 +385,10 @@ class ResumableLoop(Generic[Out]):
 
     def _make_ready(self, current: LoaderPass) -> None:
         """The next iteration is asked for."""
+
+    def _next(self, current: LoaderPass) -> Out:
+        """What the pipeline returns next; StopIteration at the end."""
+        return self.pipe.progress(current.iterator)
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """The pass is over, or left."""
@@ -398,9 +405,9 @@ class ResumableLoop(Generic[Out]):
             current.release()
         elif self._dropped and (drawn := current.leave(failed=failed)):
             warnings.warn(
-                f"the pass was left, and the loader has drawn ahead from {told_names(drawn)}, from "
-                "which the loop draws, too: what is drawn from now on is not what a plain loop "
-                "draws",
+                f"the pass was left, and the loader has drawn ahead from {names_told(drawn)}, from "
+                "which the loop draws, too, or may: what is drawn from now on is not what a plain "
+                "loop draws. Of a loader that draws alone say draws=True",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -438,13 +445,13 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=self._frames + 2,
             )
-        if left.lost and not self._said and has_live_workers(self._loader):
+        if left.lost and not self._keep_nothing and has_live_workers(self._loader):
             raise RuntimeError(
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
                 "that of a plain loop. Let each pass have new ones, by "
-                "DataLoader(persistent_workers=False), or say by "
-                "overlap(pull_ahead=True) that they draw and count nothing"
+                "DataLoader(persistent_workers=False), or say by draws=False that they draw and "
+                "count nothing"
             )
 
     def _forget(self, current: LoaderPass) -> None:
@@ -457,7 +464,7 @@ class ResumableLoop(Generic[Out]):
     def _count(self, current: LoaderPass) -> None:
         """Set how many batches were handed out, ``drain`` included."""
         pipe = self.pipe
-        if self._pulled.turns is not None:  # only what the body got was handed out
+        if self._pulled.beside:  # only what the body got was handed out
             return
         if isinstance(pipe, SWPipeline):
             if not pipe.closed:

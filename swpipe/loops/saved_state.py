@@ -14,10 +14,10 @@ from swpipe.core.messages import counted, listed, shown
 from swpipe.loops.live_loaders import has_own_state
 from swpipe.loops.pass_generators import PassGenerators, is_default
 
-VERSION = 3
+VERSION = 4
 
 OF_PLACE = (
-    *("batches", "ahead", "loader", "loader_at_start", "loader_draws", "again"),
+    *("batches", "ahead", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
     *("at_start", "after_pull", "generators"),
 )
 """What leads to a place in a pass."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._distributed.even_data import _ENDED, _HAS
+from swpipe._distributed.even_data import _BEGINS, _ENDED, _HAS
 from swpipe.loops import (
     EvenData,
     RankDataError,
@@ -289,7 +289,7 @@ class BesideAnother(EvenData):
     def __init__(self, ends: Any, other: int, **options: Any) -> None:
         super().__init__(ends, **options)
         self.size = 2
-        self._others = itertools.chain([_HAS] * other, itertools.repeat(_ENDED))
+        self._others = itertools.chain([_BEGINS], [_HAS] * other, itertools.repeat(_ENDED))
 
     def exchange_status(self, status: int) -> tuple[torch.Tensor, None]:
         return torch.tensor([status, next(self._others)], dtype=torch.int32), None

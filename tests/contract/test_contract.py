@@ -251,7 +251,9 @@ def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | No
 
 
 @pytest.mark.examples
-@pytest.mark.filterwarnings("ignore:nothing runs ahead", "ignore:the loader draws from")
+@pytest.mark.filterwarnings(
+    "ignore:nothing runs ahead", "ignore:the loop, a task or its body, draws"
+)
 @pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
     """Whatever is asked of it."""

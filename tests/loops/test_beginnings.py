@@ -14,6 +14,8 @@ import swpipe
 from swpipe import PipelinePlan, SWPipeline
 from swpipe.loops import ResumableLoop
 
+pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, draws")
+
 Wrap = Callable[[Any], Iterable[Any]]
 
 

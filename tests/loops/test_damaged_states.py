@@ -15,9 +15,9 @@ import swpipe
 from swpipe.loops import OverlappedLoop
 from tests.loops.ordinary_loops import Rows, StatefulRows, torchdata
 
-# Told of any loader that draws in this process; test_overlapping looks at it.
+# Told where the body draws, too; test_draws looks at it.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the loader draws from", "ignore:the state of the loader"
+    "ignore:the loop, a task or its body, draws", "ignore:the state of the loader"
 )
 
 
@@ -110,5 +110,5 @@ def test_a_damaged_state_is_refused_in_words(name: str) -> None:
 def test_a_state_of_another_version_is_refused() -> None:
     """It is said which."""
     with made("a tuple") as loop:
-        with pytest.raises(ValueError, match="its version is 99, and this swpipe has 3"):
+        with pytest.raises(ValueError, match="its version is 99, and this swpipe has 4"):
             loop.load_state_dict(saved("a tuple")[0] | {"version": 99})

@@ -161,7 +161,7 @@ def _left_apart() -> list[list[int]]:
     own = _Gated(9 if rank == 0 else 4)
     passes = []
     with EvenData(ahead=0, timeout_s=30.0) as even:
-        loop = swpipe.ahead(even.loader(own), prefetch=4)
+        loop = swpipe.ahead(even.loader(own), prefetch=4, draws=True)
         batches = iter(loop)
         passes.append(list(islice(batches, 2)))
         if rank == 1:
@@ -187,7 +187,7 @@ def _leaves_while_it_waits() -> bool:
     if dist.get_rank() == 0:
         own.gate.set()
     with EvenData(ahead=0, timeout_s=60.0) as even:
-        batches = iter(swpipe.ahead(even.loader(own), prefetch=4))
+        batches = iter(swpipe.ahead(even.loader(own), prefetch=4, draws=True))
         list(islice(batches, 2))
         if dist.get_rank() == 0:
             assert own.pulled.wait(30.0)  # the other rank does not pull this batch

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning.*",
     "ignore::FutureWarning:lightning.*",
     "ignore::UserWarning:torch.optim.lr_scheduler",
+    "ignore:the loop, a task or its body, draws",
 )
 
 ROWS = 38

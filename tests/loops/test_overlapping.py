@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import swpipe
 from swpipe import PipelineTask
 from tests.loops.ordinary_loops import Training, batches
 
-# Told of any loader that draws in this process; test_overlapping looks at it.
-pytestmark = pytest.mark.filterwarnings("ignore:the loader draws from")
+# Told where the body draws, too; test_draws looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, draws")
 
 
 def measured() -> PipelineTask:
@@ -92,23 +91,6 @@ def test_why_a_loader_is_in_turn_is_told_as_it_is(loader: Any, why: str) -> None
     ) as told:
         swpipe.overlap(loader, [nothing()], device="cpu").close()
     assert "may run ahead" not in str(told[0].message)
-
-
-@pytest.mark.filterwarnings("default:the loader draws from")
-def test_a_loader_that_draws_beside_the_loop_is_told_at_the_beginning() -> None:
-    """Once, when it draws ahead, and of what is an error then, however rarely the loop draws."""
-    rows = (torch.rand(2) for _ in range(12))
-    with swpipe.overlap(rows, [nothing()], pull_ahead=True, device="cpu") as loop:
-        contexts = iter(loop)
-        reason = "draws from torch's default generators in the middle.*will be an error"
-        with pytest.warns(RuntimeWarning, match=reason) as told:
-            assert len([*islice(contexts, 7)]) == 7  # 4 are in turn
-        assert len(told) == 1
-        assert told[0].filename == __file__
-        loop.pipe.settle()
-        torch.rand(1)
-        with pytest.raises(RuntimeError, match="both draw from torch's default generators"):
-            next(contexts)
 
 
 @pytest.mark.parametrize("pull_ahead", [True, False])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from tests.support.plans_for_tests import NOBODY_ELSE
 # torchdata, when a loader is made
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated",
-    "ignore:the loader draws from",
+    "ignore:the loop, a task or its body, draws",
     "ignore:the state of the loader",
     "ignore:nothing runs ahead",
 )
@@ -416,3 +416,29 @@ def test_a_state_is_not_loaded_in_mid_flight() -> None:
         assert pipe.next_iteration == 1
         with pytest.raises(ValueError, match="next_iteration is -1"):
             pipe.load_state_dict({"next_iteration": -1, "seed": 0})
+
+
+class ByChance(Sequence[float]):
+    """Its batches are those of another pass, but for the last one before the stop."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= 9:
+            raise IndexError(number)
+        return float(self.first + number if number < 3 else number)
+
+
+def test_a_buffer_that_gives_one_batch_by_chance_is_refused() -> None:
+    """Four batches are compared."""
+    with over(ByChance(0)) as loop:
+        checked = next(loop.state_dict() for ctx in loop if ctx.iter_idx == 3)
+    assert len(checked["again"]) == 4
+    with over(ByChance(5)) as loop:
+        loop.load_state_dict(checked)
+        with pytest.raises(ValueError, match="does not give the batches that were handed out last"):
+            iter(loop)

@@ -412,7 +412,7 @@ def test_workers_that_live_on_are_refused_where_they_cannot_be_set_back() -> Non
                 loop.state_dict()
             assert loop.state_dict(check=False)["batches"] == 1
             break
-        with pytest.raises(RuntimeError, match=f"{said}.*pull_ahead=True"):
+        with pytest.raises(RuntimeError, match=f"{said}.*draws=False"):
             list(loop)
         assert loop.state_dict(rest=False, check=False)["batches"] == 0
     with overlap(living(Rows()), [read, use], pull_ahead=True, device="cpu") as loop:

@@ -1,0 +1,89 @@
+"""Sees the use of random generators within one call, also where nothing is left of it.
+
+    lines of a pull       state = get_rng_state()   manual_seed(3)   rand(8)   set_rng_state(state)
+    the states            A                         B                C         A
+                          └────────────────── compared after each line ─────────────────────────┘
+
+A dataset that seeds a generator for a moment (``torch.random.fork_rng``, torchvision's
+``FakeData``) leaves it as it was, so that the states before and after the call are the same. Within
+the block a trace function of this thread compares them.
+
+Assumptions
+    - The use spans more than one line of code that is neither torch's nor Python's own.
+    - The first 4,000 of these lines stand for the rest, if the call leaves no change.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from swpipe.loops.pass_generators import PassGenerators, changed
+
+_MOST_EVENTS = 4000
+
+_LIBRARIES = (*(str(Path(str(one.__file__)).parent) for one in (torch, random)), "<frozen")
+"""Where no line is looked at: of torch, and of Python. Their callers' are."""
+
+
+class Use(NamedTuple):
+    """A use of generators: their names, and the code that was running, in words."""
+
+    names: frozenset[str]
+    where: str
+
+
+class GeneratorWatch:
+    """Watches the calling thread within the block; a debugger or profiler there goes first.
+
+    Attributes:
+        use: What was used within the last block; None for nothing.
+
+    Args:
+        generators: The generators of the loop.
+    """
+
+    def __init__(self, generators: PassGenerators) -> None:
+        self.use: Use | None = None
+        self._generators = generators
+        self._left = 0
+        self._end: Callable[[Any], object] = sys.settrace
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.use = None
+        self._left = _MOST_EVENTS
+        self._names = self._generators.defaults
+        self._before = self._generators.look(self._names)
+        if sys.gettrace() is None:
+            sys.settrace(self._trace)
+            self._end = sys.settrace
+        elif sys.getprofile() is None:
+            sys.setprofile(self._trace)
+            self._end = sys.setprofile
+        else:
+            self._end = lambda _: None
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._end(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "call" and self._left > 0:
+            return None if frame.f_code.co_filename.startswith(_LIBRARIES) else self._trace
+        self._left -= 1
+        if self._left <= 0 or self.use is not None:
+            self._end(None)
+            return None
+        found = changed(self._before, self._generators.look(self._names))
+        if found:
+            code = frame.f_code
+            where = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+            self.use = Use(found, where)
+        return self._trace

@@ -1,0 +1,367 @@
+"""What the body gets is what the loader made, and what functions returned; or it is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import swpipe
+from swpipe.errors import PlanError
+from swpipe.loops.batch_memory import content_of, span_of
+from tests.support.sequencer import PATIENCE_S
+
+BATCHES = 14
+
+
+def windows() -> Iterator[Any]:
+    """Half-overlapping windows of a ring: audio, sensors."""
+    ring = torch.zeros(64)
+    for i in range(BATCHES):
+        ring[4 * i % 48 : 4 * i % 48 + 8] = i
+        yield ring[4 * i % 48 : 4 * i % 48 + 8]
+
+
+def shifting() -> Iterator[Any]:
+    """A sliding window that is refilled."""
+    ring = np.zeros(64)
+    for i in range(BATCHES):
+        ring[i : i + 8] = i
+        yield ring[i : i + 8]
+
+
+def columns() -> Iterator[Any]:
+    """A view that is not in one piece."""
+    rows = np.zeros((50, 50))
+    for i in range(BATCHES):
+        rows[:, ::2] = i
+        yield rows[:, ::2]
+
+
+def reversed_rows() -> Iterator[Any]:
+    """A view with negative steps."""
+    rows = np.zeros((50, 50))
+    for i in range(BATCHES):
+        rows[:] = i
+        yield rows[::-1]
+
+
+def middle() -> Iterator[Any]:
+    """A large buffer of which the padding at both ends stays."""
+    padded = np.zeros(100_000, np.float32)
+    for i in range(BATCHES):
+        padded[40_000:60_000] = i
+        yield torch.from_numpy(padded)
+
+
+def given_back() -> Iterator[Any]:
+    """Written after it was handed out, when the body is done in a plain loop."""
+    for i in range(BATCHES):
+        buffer = np.full(4, float(i))
+        yield buffer
+        buffer[:] = 0
+
+
+def filled_dict() -> Iterator[Any]:
+    """One dict, filled anew."""
+    batch = {}
+    for i in range(BATCHES):
+        batch["x"] = torch.full((4,), float(i))
+        yield batch
+
+
+def filled_list() -> Iterator[Any]:
+    """One list, filled anew."""
+    batch: list[Tensor] = []
+    for i in range(BATCHES):
+        batch[:] = [torch.full((4,), float(i))]
+        yield batch
+
+
+def ring() -> Iterator[Tensor]:
+    """Buffers that only the loader writes, enough of them."""
+    buffers = [torch.empty(8) for _ in range(6)]
+    for i in range(40):
+        yield buffers[i % 6].fill_(i)
+
+
+def doubled(batch: Tensor) -> Tensor:
+    return batch * 2
+
+
+def run(loop: Any, body: Callable[[int], Any] = lambda number: None) -> None:
+    """A body that begins when all that may be pulled has been."""
+    for number, _ in enumerate(loop):
+        loop.pipe.settle()
+        body(number)
+
+
+REUSED: list[Callable[[], Iterator[Any]]] = [
+    *(windows, shifting, columns, reversed_rows, middle, given_back, filled_dict, filled_list)
+]
+
+
+@pytest.mark.parametrize("make", REUSED)
+@pytest.mark.parametrize("functions", [(), (lambda batch: batch,)])
+def test_memory_that_a_loader_writes_again_is_refused(
+    make: Callable[[], Iterator[Any]], functions: tuple[Callable[[Any], Any], ...]
+) -> None:
+    """Wherever in the batch it is written, and whatever the batch is a view of."""
+    loop = swpipe.ahead(make(), *functions, draws=True, device="cpu")
+    words = "memory of an earlier|not any more what the loader made|was modified in place"
+    with pytest.raises((RuntimeError, PlanError), match=words):
+        run(loop)
+
+
+def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
+    """Also where functions run ahead on its batches."""
+    expected = [2.0 * 8 * i for i in range(40)]
+    assert [float(one.sum()) for one in swpipe.ahead(ring(), doubled, device="cpu")] == expected
+    loop = swpipe.ahead(ring(), device="cpu")
+    assert [2 * float(one.sum()) for one in loop] == expected
+
+
+def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
+    """Filled by numpy, which counts no modifications."""
+    buffer = np.zeros(3, np.float32)
+
+    def decode(number: int) -> Tensor:
+        buffer[:] = number
+        return torch.from_numpy(buffer)
+
+    with pytest.raises(PlanError, match="'decode' ran ahead and left memory.*buffer that it fills"):
+        for _ in swpipe.ahead(range(20), decode, device="cpu"):
+            pass
+
+
+def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
+    """It gives it back to a pool, say."""
+    before = [np.zeros(3)]
+
+    def decode(number: int) -> Any:
+        before[0][:] = -1
+        before[0] = np.full(3, float(number))
+        return before[0]
+
+    loop = swpipe.ahead(range(20), decode, device="cpu")
+    with pytest.raises(PlanError, match="or wrote what it had left"):
+        run(loop)
+
+
+def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> None:
+    """It had been right when the body came to it."""
+    buffers = [np.zeros(3), np.zeros(3), np.zeros(3)]
+    body, filled = threading.Event(), threading.Event()
+
+    def decode(number: int) -> Any:
+        if number == 3:
+            assert body.wait(PATIENCE_S)
+        buffers[number % 3][:] = number
+        if number == 3:
+            filled.set()
+        return buffers[number % 3]
+
+    batches = iter(swpipe.ahead(range(6), decode, prefetch=3, device="cpu"))
+    assert next(batches).tolist() == [0.0] * 3
+    body.set()
+    assert filled.wait(PATIENCE_S)
+    with pytest.raises(PlanError, match="left memory of an earlier batch for iteration 3"):
+        list(batches)
+
+
+def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None:
+    """By torch's functions, in the first bodies, which run alone."""
+    mean = torch.zeros(2)
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(12):
+            mean.mul_(0.9).add_(number)
+            yield torch.ones(2)
+
+    loop = swpipe.ahead(loader(), device="cpu")
+    with pytest.raises(RuntimeError, match=r"uses a tensor that the loader writes \(float32 \[2\]"):
+        run(loop, lambda number: mean + 1)
+
+
+def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None:
+    """A replay buffer."""
+    rows = torch.zeros(22, 4)
+
+    def loader() -> Iterator[Tensor]:
+        for number in range(12):
+            yield rows[[number % 22, number % 7]]
+
+    loop = swpipe.ahead(loader(), device="cpu")
+    with pytest.raises(RuntimeError, match=r"a tensor that the loader reads \(float32 \[22"):
+        run(loop, lambda number: rows[number].add_(1))
+
+
+def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
+    """Their versions are looked at with each pull."""
+    rows = torch.zeros(22, 4)
+    loop = swpipe.ahead(DataLoader(TensorDataset(rows)), device="cpu")
+    with pytest.raises(RuntimeError, match="changed a tensor of the loader's dataset"):
+        run(loop, lambda number: rows[number].add_(1))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(4, 5, dtype=torch.bfloat16).t(),
+        np.zeros((8, 5))[::-2],
+        torch.zeros(3000),
+        np.zeros(3000)[::7],
+    ],
+)
+def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
+    """Of the first item, the last, and a fifth of them; and where the memory lies."""
+    half, fifth = len(buffer) // 2, max(1, len(buffer) // 5)
+    for place in (0, -1, slice(half, half + fifth)):
+        before = content_of(buffer)
+        (buffer.data if isinstance(buffer, Tensor) else buffer)[place] = 3
+        assert content_of(buffer) != before
+    begin, end = span_of(buffer)
+    size = buffer.element_size() if isinstance(buffer, Tensor) else buffer.itemsize
+    assert end - begin >= size
+    assert span_of(buffer[:0]) == (0, 0)
+
+
+# -------------------------------------------------------------------- functions on several threads
+
+
+class Counter:
+    """Keeps how many batches it has seen."""
+
+    seen = 0
+
+    def __call__(self, batch: float) -> float:
+        self.seen += 1
+        return batch + self.seen
+
+
+class Mean:
+    """Keeps a mean."""
+
+    mean = 0.0
+
+    def __call__(self, batch: float) -> float:
+        self.mean += 0.1 * (batch - self.mean)
+        return batch - self.mean
+
+
+class Noise:
+    """Keeps a generator of numpy's."""
+
+    def __init__(self) -> None:
+        self.draws = np.random.default_rng(3)
+
+    def __call__(self, batch: float) -> float:
+        return batch + float(self.draws.random())
+
+
+class Scratch:
+    """Uses one buffer in all calls, on several threads at once."""
+
+    def __init__(self) -> None:
+        self.buffer = np.zeros(1)
+        self.meet = threading.Barrier(4)
+        self.calls = 0
+
+    def __call__(self, batch: float) -> float:
+        self.buffer[:] = batch
+        self.calls += 1
+        if self.calls <= 4:
+            self.meet.wait(PATIENCE_S)
+        return float(self.buffer[0])
+
+
+@pytest.mark.parametrize("kind", [Counter, Mean, Noise, Scratch])
+def test_a_function_that_keeps_something_is_refused_on_several_threads(
+    kind: Callable[[], Callable[[float], float]],
+) -> None:
+    """The first batches go through it twice."""
+    with pytest.raises(PlanError, match="left something else of iteration .* on the same batch"):
+        list(swpipe.ahead([*map(float, range(1, 20))], kind(), workers=4, device="cpu"))
+
+
+@pytest.mark.parametrize("kind", [Counter, Mean, Noise])
+def test_it_is_taken_on_one_thread(kind: Callable[[], Callable[[float], float]]) -> None:
+    """In order."""
+    rows = [*map(float, range(20))]
+    assert list(swpipe.ahead(rows, kind(), device="cpu")) == [*map(kind(), rows)]
+
+
+def test_fewer_batches_than_four_go_through_it_twice_too() -> None:
+    """At the end of the pass."""
+    with pytest.raises(PlanError, match="left something else of iteration 0"):
+        list(swpipe.ahead([1.0, 2.0], Counter(), workers=2, device="cpu"))
+
+
+def test_an_honest_function_is_taken_on_several_threads() -> None:
+    """Also where the body writes into what it gets."""
+    rows = [*torch.arange(40.0).reshape(20, 2)]
+    found = []
+    for batch in swpipe.ahead(rows, doubled, workers=4, device="cpu"):
+        found.append(batch.tolist())
+        batch.zero_()
+    assert found == [(2 * row).tolist() for row in rows]
+
+
+def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -> None:
+    """A pass that is left sets it back to the last batch that the body had."""
+    rows = [torch.zeros(4)] * 20
+
+    def noise(draws: torch.Generator) -> Callable[[Tensor], Tensor]:
+        return lambda x: x + torch.rand(x.shape, generator=draws)
+
+    def run(draws: torch.Generator, loop: Any) -> list[Any]:
+        found = []
+        for _ in range(2):
+            for number, batch in enumerate(loop):
+                found.append(batch.tolist())
+                if number == 6:
+                    break
+        return [*found, torch.rand(1, generator=draws).item()]
+
+    mine, plain = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    add = noise(plain)
+    expected = run(plain, Mapped(add, rows))
+    assert run(mine, swpipe.ahead(rows, noise(mine), device="cpu")) == expected
+
+
+class Mapped:
+    """A plain loop's batches."""
+
+    def __init__(self, function: Callable[[Any], Any], rows: list[Any]) -> None:
+        self.function, self.rows = function, rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.function, self.rows)
+
+
+def test_the_batch_that_the_body_has_is_compared_too() -> None:
+    """A pull writes it while the body has it."""
+    ring = np.zeros(6)
+    places = [ring[:4], np.zeros(4), ring[2:], np.zeros(4)]
+    body = threading.Event()
+
+    def loader() -> Iterator[Any]:
+        for number in range(4):
+            if number == 2:
+                assert body.wait(PATIENCE_S)
+            places[number][:] = number
+            yield places[number]
+
+    loop = swpipe.ahead(loader(), draws=True, prefetch=2, device="cpu")
+    batches = iter(loop)
+    assert next(batches).tolist() == [0.0] * 4
+    body.set()
+    loop.pipe.settle()
+    with pytest.raises(RuntimeError, match="in the memory of an earlier one.*still in use"):
+        list(batches)
