@@ -14,7 +14,9 @@ OF_OTHERS = {
     # torch's and numpy's
     "_C", "_DisableTorchDispatch", "_abort_process_group", "_accelerator_getDeviceIndex",
     "_accelerator_getStream",
-    "_BaseDataLoaderIter", "_InfiniteConstantSampler", "_autograd", "_base", "_bit_generator",
+    "_BaseDataLoaderIter", "_DatasetKind", "_InfiniteConstantSampler", "_dataset_kind",
+    "_num_yielded",
+    "_autograd", "_base", "_bit_generator",
     "_buffers", "_cdata", "_current_autograd_node", "_current_graph_task_id",
     "_engine_run_backward", "_functorch",
     "_Action", "_PipelineScheduleRuntime", "_get_default_store", "_get_dispatch_stack_at",

@@ -421,7 +421,12 @@ class _Feed:
 
     ``pulls`` is called for each that is taken. Iteration i gets batch i modulo their number, from
     the iteration ``first`` on: by that number a shortcut knows what belongs to it.
+
+    All ranks ask for the same numbers of batches, and there are more after an end. So the ranks
+    must not agree on its end, which they would take for the last one.
     """
+
+    agreed = True
 
     def __init__(
         self,
@@ -440,6 +445,10 @@ class _Feed:
             batch = self._batches[self._number % len(self._batches)]
             self._number += 1
             self._ahead.append(batch if self._copy is None else self._copy(batch))
+
+    def batches_left(self) -> int:
+        """Return how many batches there are before the next end."""
+        return len(self._ahead)
 
     def __iter__(self) -> Iterator[Any]:
         return self

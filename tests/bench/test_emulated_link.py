@@ -135,6 +135,6 @@ def test_every_exchange_and_reduction_is_late(two_ranks: Ranks) -> None:
     pytest.importorskip("torchrec")
     for issued, late in two_ranks.run(_seen, "DLRM", 2):
         assert issued == late
-        # Ours exchange whether all ranks have a batch, too.
-        assert {exchanged / 2 for exchanged, _ in issued.values()} == {5, 6}
+        # Ours agree on the end of the data once a pass, before these steps.
+        assert {exchanged / 2 for exchanged, _ in issued.values()} == {5}
         assert min(reduced for _, reduced in issued.values()) == 2
