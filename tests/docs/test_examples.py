@@ -53,7 +53,7 @@ MEASURED = {
         "promised # ± # ms:",
         "before ms after ms saved ms ± ms beyond ±",
     ),
-    "overlap": ("ahead: the loader, decode", "plain # s, overlapped # s"),
+    "overlap": ("ahead: the loader, decode", "in turn: forward, backward, step"),
     "timeline": (
         "row busy waits idle task runs mean ms mean wait ms",
         "default #% #% #% <admit> # # #",
