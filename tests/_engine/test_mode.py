@@ -52,6 +52,15 @@ def test_another_mode_is_refused_while_iterations_are_in_flight(
     assert seen == [(batch, True) for batch in range(6)]
 
 
+def test_another_mode_is_refused_while_pushed_batches_are_in_flight() -> None:
+    """Already when ``flush`` is called: a later call could be in the first mode again."""
+    with SWPipeline(piped(), tasks()) as pipe:
+        pipe.push(0)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="gradients off"):
+            pipe.flush()
+        assert [ctx.batch for ctx in pipe.flush()] == [0]
+
+
 def test_without_iterations_in_flight_the_mode_may_change() -> None:
     """A plan of one stage has none between two calls."""
     made = tasks()
