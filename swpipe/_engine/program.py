@@ -368,15 +368,15 @@ def _event_waits(layout: _Layout) -> list[list[Hop]]:
     fixed: list[Hop] = []
     for hop in (hop for hop in layout.deps if hop not in layout.host_only):
         (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
-    several = set[int]()
     for chain, again in _fifo_chains(layout):
-        several.update(chain if again > 1 else ())
         for a, b, lag in _ring(chain, again):
             # The later task on iteration i runs after the sooner one on i - distance; where that
             # lies in the future, a weaker truth will do: stream order holds between iterations.
             fixed.append(Hop(a, b, max(0, lag + stage[a] - stage[b])))
     order = sorted(range(len(stage)), key=lambda k: (stage[k], k))
-    return reduce_edges(crossing, fixed, order, several)
+    # Two tasks of one group of several workers are on one stream, where no edge crosses: so no
+    # place has to be named whose iterations are out of order.
+    return reduce_edges(crossing, fixed, order)
 
 
 def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:

@@ -134,7 +134,8 @@ def ahead(
 
     Args:
         loader: As in ``for batch in loader``. It reads no Python value, such as a level of
-            difficulty, a list of hard examples or a replay buffer, that the body changes in a pass.
+            difficulty, a list of hard examples or a replay buffer that keeps its length, that the
+            body changes in a pass.
         functions: Each takes a batch and returns one, in this order; they are watched like tasks
             that are declared pure. One that draws random numbers has a ``torch.Generator`` of its
             own, and ``workers=1``.
