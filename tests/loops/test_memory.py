@@ -316,16 +316,26 @@ def test_an_honest_function_is_taken_on_several_threads() -> None:
 def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -> None:
     """A pass that is left sets it back to the last batch that the body had."""
     rows = [torch.zeros(4)] * 20
+    drawn = [threading.Semaphore(0)]  # of each pass, how often its function has drawn
 
     def noise(draws: torch.Generator) -> Callable[[Tensor], Tensor]:
-        return lambda x: x + torch.rand(x.shape, generator=draws)
+        def add(x: Tensor) -> Tensor:
+            noisy = x + torch.rand(x.shape, generator=draws)
+            drawn[-1].release()
+            return noisy
+
+        return add
 
     def run(draws: torch.Generator, loop: Any) -> list[Any]:
         found = []
         for _ in range(2):
+            drawn.append(threading.Semaphore(0))
             for number, batch in enumerate(loop):
                 found.append(batch.tolist())
+                assert drawn[-1].acquire(timeout=PATIENCE_S)
                 if number == 6:
+                    # The pass that is left has drawn ahead by then.
+                    assert draws is plain or drawn[-1].acquire(timeout=PATIENCE_S)
                     break
         return [*found, torch.rand(1, generator=draws).item()]
 

@@ -163,14 +163,14 @@ def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None
     assert {advice.plan for advice in result.advice} == {None}
     about = {advice.task: advice.not_moved for advice in result.advice}
     assert about["train"] == "it might save 2.000 ± 2.400 ms, and may save nothing"
-    noise = random.Random(0)
+    noise = random.Random(1)  # the error of the prediction alone is smaller than what is saved
 
     def read(ctx: IterContext) -> None:
         host.sleep(24e-3 if noise.random() < 1 / 8 else 0.0)
 
     noisy = [PipelineTask("read", read, pure=True), *sleepers(host, train=7, step=2)]
     result = profiled(ONE_THREAD, noisy, pipelined=False)
-    assert result.baseline_spread_s > result.exposed_s["read"] > 0.1 * 9e-3
+    assert result.baseline_spread_s > result.exposed_s["read"] > 0.4 * 9e-3
     assert {advice.plan for advice in result.advice} == {None}
 
 
