@@ -126,6 +126,7 @@ def _drained() -> tuple[int, int, int]:
         steps = sum(1 for _ in range(5) if pipe.progress(source))
         before = pulled - steps - pipe.state_dict()["in_flight"]
         steps += len(pipe.drain())
+        assert steps < 20  # it has not gone on to the end of the data
         found = (pulled - steps, pipe.state_dict()["in_flight"], before)
         assert sum(1 for _ in pipe.iterate(source)) == 20 - steps
     return found
