@@ -156,7 +156,7 @@ class AheadTasks:
                 self._check_batch(ctx)
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            self._check_left(number)
+            self._check_left(ctx)
             if len(self._again) >= _TWICE:
                 self.run_again()
             task.fn(ctx)
@@ -170,13 +170,16 @@ class AheadTasks:
         except RuntimeError as error:
             self._failures[ctx.iter_idx] = error
 
-    def _check_left(self, number: int) -> None:
+    def _check_left(self, ctx: Any) -> None:
         """Refuse what is not any more as the tasks ahead have left it."""
+        number = ctx.iter_idx
         self._after = self._states.pop(number, {})
         self._of_body = left = self._left.pop(number, None)
         if left is not None and left.given.written():
             raise self._modified(number)
-        if left is not None and left.returned.written():
+        if left is not None and (
+            left.returned.written() or left.returned.is_refilled([*attributes(ctx).values()])
+        ):
             raise self._used_again(number)
 
     def run_again(self) -> None:
