@@ -118,11 +118,15 @@ def content_of(buffer: Any) -> Content:
     return version, crc32(_sample(buffer, _COMPARED_BYTES))
 
 
-def structure_of(batch: Any) -> int:
-    """Return a checksum of all but the tensors and arrays: containers, numbers and strings."""
-    if _is_flat(batch):
+def structure_of(batch: Any, leaves: list[Any]) -> int:
+    """Return a checksum of all but the tensors and arrays: containers, numbers and strings.
+
+    Args:
+        batch: The batch.
+        leaves: What ``memory_parts`` returns besides tensors and arrays.
+    """
+    if not leaves and _is_flat(batch):
         return 0
-    _, leaves = memory_parts(batch)
     nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
     keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
     plain = [
@@ -148,9 +152,9 @@ def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
 
 def part_checksums(batch: Any, most: int = _SAMPLED_BYTES) -> list[int]:
     """Return the same of each part: first ``structure_of``, then each tensor and array."""
-    buffers, _ = memory_parts(batch)
+    buffers, leaves = memory_parts(batch)
     described = [(*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers]
-    return [structure_of(batch), *(crc32(repr(one).encode()) for one in described)]
+    return [structure_of(batch, leaves), *(crc32(repr(one).encode()) for one in described)]
 
 
 def has_parts(batch: Any, saved: Sequence[int]) -> bool:

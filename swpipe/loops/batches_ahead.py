@@ -35,11 +35,11 @@ class BatchAsPulled:
     def __init__(self, batch: Any, *, keep: bool, number: int = 0) -> None:
         self.number = number
         self.batch = batch if keep else None
-        buffers, _ = memory_parts(batch)
+        buffers, leaves = memory_parts(batch)
         self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
         self._spans = [span_of(buffer) for buffer in buffers]
         self._nodes = [*nodes_in(batch)] if keep else []
-        self._structure = structure_of(batch)
+        self._structure = structure_of(batch, leaves)
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
@@ -52,14 +52,15 @@ class BatchAsPulled:
 
     def is_as_pulled(self, batch: Any) -> bool:
         """Return whether the batch has the same structure, numbers and contents of buffers."""
-        if self.is_refilled(batch):
+        buffers, leaves = memory_parts(batch)
+        if structure_of(batch, leaves) != self._structure:
             return False
-        buffers, _ = memory_parts(batch)
         return [content for _, content in self._contents] == [*map(content_of, buffers)]
 
     def is_refilled(self, batch: Any) -> bool:
         """Return whether the batch has other containers, numbers or strings than it had."""
-        return structure_of(batch) != self._structure
+        _, leaves = memory_parts(batch)
+        return structure_of(batch, leaves) != self._structure
 
     def renew(self) -> None:
         """Take the content for what it is now."""

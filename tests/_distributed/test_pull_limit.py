@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -192,7 +193,7 @@ def test_a_process_ends_only_where_nothing_else_ends_the_call(
     interruption = swpipe._engine.interruption
     monkeypatch.setattr(interruption, "is_alone", lambda: alone)
     monkeypatch.setattr(interruption, "abort_process_groups", lambda _: done.append("abort"))
-    monkeypatch.setattr(interruption.os, "_exit", done.append)
+    monkeypatch.setattr(os, "_exit", done.append)
     body = Body()
     end_thread(body.ident, RuntimeError("late"), lambda: next(answers))
     assert isinstance(body.result(), StallError)
