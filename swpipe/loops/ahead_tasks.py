@@ -50,6 +50,7 @@ class _Left(NamedTuple):
 
     given: BatchAsPulled
     returned: BatchAsPulled
+    names: list[str]
 
 
 class AheadTasks:
@@ -134,8 +135,9 @@ class AheadTasks:
     def _note_left(self, ctx: Any) -> None:
         """Note what the tasks ahead have left of an iteration."""
         number = ctx.iter_idx
+        names = [*attributes(ctx)]
         values = [*attributes(ctx).values()]
-        left = _Left(self._given.pop(number), _contents(values))
+        left = _Left(self._given.pop(number), _contents(values), names)
         left.given.renew()
         for earlier in (self._of_body, *self._left.copy().values()):
             if earlier is not None and earlier.returned.is_used_again_by(left.returned):
@@ -177,9 +179,12 @@ class AheadTasks:
         self._of_body = left = self._left.pop(number, None)
         if left is not None and left.given.written():
             raise self._modified(number)
-        if left is not None and (
-            left.returned.written() or left.returned.is_refilled([*attributes(ctx).values()])
-        ):
+        if left is None:
+            return
+        # An attribute that no later task uses may have gone.
+        values = attributes(ctx) if [*attributes(ctx)] == left.names else None
+        refilled = values is not None and left.returned.is_refilled([*values.values()])
+        if refilled or left.returned.written():
             raise self._used_again(number)
 
     def run_again(self) -> None:
