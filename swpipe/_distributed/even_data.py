@@ -407,6 +407,8 @@ class EvenIterator:
                 break
             except StopIteration:
                 raise self._lacks_batches() from (self.raised[-1] if self.raised else None)
+            except OutOfStepError:
+                raise
             except Exception as error:
                 self._spare -= 1
                 if self._spare < 0:
@@ -426,6 +428,11 @@ class EvenIterator:
         limit.began = self._pulls
         try:
             return next(self.source)
+        except BaseException as error:
+            if limit.exceeded is None:
+                raise
+            # The loader's code was interrupted in this thread, and may have raised another error.
+            raise limit.exceeded from error
         finally:
             limit.began = None
 
@@ -499,6 +506,8 @@ class EvenIterator:
                 status = _HAS
             except StopIteration:
                 self._data_ended = True
+            except OutOfStepError:  # which cannot wait for the step to be agreed
+                raise
             except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
                 return _Pulled(NO_BATCH, failure, _FAILED)
         if self._data.pad is not None:

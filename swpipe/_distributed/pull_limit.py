@@ -42,6 +42,8 @@ class PullLimit:
     Attributes:
         began: A number for each pull of the rank's own data; None while none is under way.
         late: The error that a wait for other ranks has raised; None if none has.
+        exceeded: The error of the pull that took longer, which this raises in the caller's thread;
+            None if none has.
 
     Args:
         watched: The pass; its thread keeps no reference to it.
@@ -59,6 +61,7 @@ class PullLimit:
     ) -> None:
         self.began: int | None = None
         self.late: RuntimeError | None = None
+        self.exceeded: RuntimeError | None = None
         self._limit_s = limit_s
         self._caller = caller
         self._ended = ended = ProgressCounter()
@@ -91,7 +94,8 @@ class PullLimit:
             error = self.late
             if error is None and pulling_s >= self._limit_s:
                 watched = self._watched()
-                error = None if watched is None else self._describe(watched)
+                self.exceeded = None if watched is None else self._describe(watched)
+                error = self.exceeded
                 del watched
             if error is not None:
                 self._fail(error)

@@ -282,7 +282,8 @@ class Driver(Generic[C]):
             )
         if run is not None:
             number = run.iterations.first + run.retired
-        number -= len(self.drained)
+        if self.drained:  # a run that has failed may have dropped later ones
+            number = self.drained[0].iter_idx
         seed = self.engine.seeds.seed
         early = 0 if self._agreed is None else self._agreed.waiting
         return {"next_iteration": number, "in_flight": self.in_flight + early, "seed": seed}

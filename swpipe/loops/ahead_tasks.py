@@ -50,6 +50,7 @@ class _Left(NamedTuple):
 
     given: BatchAsPulled
     returned: BatchAsPulled
+    names: list[str]
 
 
 class AheadTasks:
@@ -134,8 +135,9 @@ class AheadTasks:
     def _note_left(self, ctx: Any) -> None:
         """Note what the tasks ahead have left of an iteration."""
         number = ctx.iter_idx
+        names = [*attributes(ctx)]
         values = [*attributes(ctx).values()]
-        left = _Left(self._given.pop(number), _contents(values))
+        left = _Left(self._given.pop(number), _contents(values), names)
         left.given.renew()
         for earlier in (self._of_body, *self._left.copy().values()):
             if earlier is not None and earlier.returned.is_used_again_by(left.returned):
@@ -156,7 +158,7 @@ class AheadTasks:
                 self._check_batch(ctx)
             if (failure := self._failures.pop(number, None)) is not None:
                 raise failure
-            self._check_left(number)
+            self._check_left(ctx)
             if len(self._again) >= _TWICE:
                 self.run_again()
             task.fn(ctx)
@@ -170,13 +172,19 @@ class AheadTasks:
         except RuntimeError as error:
             self._failures[ctx.iter_idx] = error
 
-    def _check_left(self, number: int) -> None:
+    def _check_left(self, ctx: Any) -> None:
         """Refuse what is not any more as the tasks ahead have left it."""
+        number = ctx.iter_idx
         self._after = self._states.pop(number, {})
         self._of_body = left = self._left.pop(number, None)
         if left is not None and left.given.written():
             raise self._modified(number)
-        if left is not None and left.returned.written():
+        if left is None:
+            return
+        # An attribute that no later task uses may have gone.
+        values = attributes(ctx) if [*attributes(ctx)] == left.names else None
+        refilled = values is not None and left.returned.is_refilled([*values.values()])
+        if refilled or left.returned.written():
             raise self._used_again(number)
 
     def run_again(self) -> None:
@@ -187,7 +195,8 @@ class AheadTasks:
         """
         again, self._again = self._again, []
         self._twice = 0
-        for ctx, left in again:
+        # The workers have completed them in any order: the first one that differs is named.
+        for ctx, left in sorted(again, key=lambda run: run[0].iter_idx):
             try:
                 for function in self._functions:
                     function(ctx)

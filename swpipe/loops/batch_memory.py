@@ -10,15 +10,18 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from itertools import islice, repeat
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from swpipe._values.containers import has_record_stream
 from swpipe._values.stateful import PLAIN
-from swpipe._values.walk import leaves_in, tensors_held
+from swpipe._values.walk import leaves_in, nodes_in, tensors_held
 
 _COMPARED_BYTES = 1024
 """About so many show that a tensor or array was written; all of them if there are fewer."""
@@ -35,13 +38,18 @@ Content = tuple[int, int]
 
 def memory_parts(batch: Any) -> tuple[list[Any], list[Any]]:
     """A batch's tensors and arrays of numpy; and its other numbers, strings and objects."""
-    several = batch if type(batch) in (tuple, list) else (batch,)
-    if all(type(one) is Tensor for one in several):  # as most are: there is nothing to search
-        return [*several], []
+    if _is_flat(batch):
+        return [*batch] if type(batch) in (tuple, list) else [batch], []
     leaves = [*islice(leaves_in(batch), _MOST_LEAVES)]
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
     buffers = [one for one in leaves if isinstance(one, arrays)]
     return [*tensors_held(batch), *buffers], [one for one in leaves if not isinstance(one, arrays)]
+
+
+def _is_flat(batch: Any) -> bool:
+    """Return whether there is nothing to search: it is a tensor, or a list or tuple of tensors."""
+    several = batch if type(batch) in (tuple, list) else (batch,)
+    return all(type(one) is Tensor for one in several)
 
 
 def _layout(buffer: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
@@ -110,22 +118,51 @@ def content_of(buffer: Any) -> Content:
     return version, crc32(_sample(buffer, _COMPARED_BYTES))
 
 
-def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
-    """Of a sample of its bytes on the host, of shapes, numbers and strings.
+def structure_of(batch: Any, leaves: list[Any]) -> int:
+    """Return a checksum of all but the tensors and arrays: containers, numbers and strings.
 
-    It tells a batch from others in another process, too.
+    Args:
+        batch: The batch.
+        leaves: What ``memory_parts`` returns besides tensors and arrays.
+    """
+    if not leaves and _is_flat(batch):
+        return 0
+    nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
+    keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
+    plain = [
+        one[:_SAMPLED_BYTES] if isinstance(one, str | bytes) else one
+        for one in (*leaves, *keys)
+        if isinstance(one, PLAIN)
+    ]
+    return crc32(repr(([len(node.children) for node in nodes], plain)).encode())
+
+
+def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
+    """Return a checksum of a sample of its bytes on the host, of shapes, numbers and strings.
+
+    It includes the length and the keys of each container, and tells a batch from others in another
+    process, too.
 
     Args:
         batch: The batch.
         most: About so many bytes of each tensor or array.
     """
+    return crc32(repr(part_checksums(batch, most)).encode())
+
+
+def part_checksums(batch: Any, most: int = _SAMPLED_BYTES) -> list[int]:
+    """Return the same of each part: first ``structure_of``, then each tensor and array."""
     buffers, leaves = memory_parts(batch)
-    found: list[Any] = [
-        one[:_SAMPLED_BYTES] if isinstance(one, str | bytes) else one
-        for one in leaves
-        if isinstance(one, PLAIN)
-    ]
-    for one in buffers:
-        found += [*one.shape, str(one.dtype)]
-        found.append(crc32(_sample(one, most)))
-    return crc32(repr(found).encode())
+    described = [(*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers]
+    return [structure_of(batch, leaves), *(crc32(repr(one).encode()) for one in described)]
+
+
+def has_parts(batch: Any, saved: Sequence[int]) -> bool:
+    """Return whether a batch still has the parts of which ``part_checksums`` were saved.
+
+    An object with a ``record_stream`` method may have computed attributes since, when it was read.
+    """
+    now = part_checksums(batch)
+    if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
+        return Counter(saved[1:]) <= Counter(now[1:])
+    return [*saved] == now

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from swpipe._values.fingerprint import same_node
+from swpipe._values.walk import ValueNode, nodes_in
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import Content, content_of, memory_parts, span_of
+from swpipe.loops.batch_memory import Content, content_of, memory_parts, span_of, structure_of
 from swpipe.loops.live_loaders import goes_on
 
 
@@ -36,7 +38,8 @@ class BatchAsPulled:
         buffers, leaves = memory_parts(batch)
         self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
         self._spans = [span_of(buffer) for buffer in buffers]
-        self._leaves = leaves if keep else []
+        self._nodes = [*nodes_in(batch)] if keep else []
+        self._structure = structure_of(batch, leaves)
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
@@ -48,9 +51,16 @@ class BatchAsPulled:
         return False
 
     def is_as_pulled(self, batch: Any) -> bool:
-        """Whether the batch has tensors and arrays with the same content."""
-        buffers, _ = memory_parts(batch)
+        """Return whether the batch has the same structure, numbers and contents of buffers."""
+        buffers, leaves = memory_parts(batch)
+        if structure_of(batch, leaves) != self._structure:
+            return False
         return [content for _, content in self._contents] == [*map(content_of, buffers)]
+
+    def is_refilled(self, batch: Any) -> bool:
+        """Return whether the batch has other containers, numbers or strings than it had."""
+        _, leaves = memory_parts(batch)
+        return structure_of(batch, leaves) != self._structure
 
     def renew(self) -> None:
         """Take the content for what it is now."""
@@ -65,14 +75,9 @@ class BatchAsPulled:
         return [buffer for buffer, content in self._parts() if content_of(buffer) != content]
 
     def changed(self) -> list[Any]:
-        """The same, and what was taken out of the batch."""
-        found = self.written()
-        if self.batch is not None:
-            buffers, leaves = memory_parts(self.batch)
-            left = {id(part) for part in (*buffers, *leaves)}
-            parts = (*(buffer for buffer, _ in self._parts()), *self._leaves)
-            found += [part for part in parts if id(part) not in left]
-        return found
+        """Return these, and the containers that hold other values than before."""
+        now = [(node, ValueNode.of(node.value)) for node in self._nodes]
+        return self.written() + [node.value for node, after in now if not same_node(node, after)]
 
     def _parts(self) -> Iterator[tuple[Any, Content]]:
         """Those that are still there: one that is gone nobody else has."""

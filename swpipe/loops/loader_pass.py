@@ -136,6 +136,7 @@ class LoaderPass:
             after_pull = of.draws.drawn(places[-1].after)
         loader = places[0].loader if places else self._loader_at_start
         again = [(one.before, one.checksum) for one in places if one.before is not None]
+        coming = self._places.coming(handed_out, of.most if of.beside else 0)
         return {
             "batches": handed_out,
             "at_start": self._at_start,
@@ -146,7 +147,7 @@ class LoaderPass:
             "after_pull": after_pull,
             "loader_draws": sorted(of.draws.names),
             "in_turn": in_turn,
-            "ahead": ahead,
+            "coming": coming if check else [],
         }
 
     @property
@@ -246,7 +247,7 @@ class LoaderPass:
         changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
             same = self._ahead.are_those_of(loader, self.handed_out)
-            if not same or (self._at_end and len(loader) != self.pulled):
+            if not same or (self._end_is_known and len(loader) != self.pulled):
                 changed = "the list"
         _refuse_changed(changed)
 
@@ -437,6 +438,7 @@ class LoaderPass:
                     batch = next(self._batches)
             else:
                 batch = next(self._batches)
+            self._places.check_coming(number, batch)
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):

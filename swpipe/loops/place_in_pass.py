@@ -9,7 +9,11 @@ of, one in a worker process, a buffer. So no loader is taken at its word. The ba
 handed out last are pulled again, and have to be the same; they are compared by a checksum of a
 sample of the bytes on the host, of shapes, numbers and strings. The state of a loader that has one
 is tried first. If it leads elsewhere, the pass is begun again, as that of any other loader. If that
-does, too, resuming is refused. What differs only later is not seen.
+does, too, resuming is refused.
+
+The batches after these were pulled ahead, and tasks may have changed them in place. A list gives
+them again as they are now: each must be what was pulled when the state was saved. What differs only
+later is not seen.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice, takewhile
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES
-from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.batch_memory import checksum_of, has_parts, part_checksums
 from swpipe.loops.live_loaders import (
     end_workers,
     goes_on,
@@ -54,12 +58,14 @@ class PlaceInPass:
             the loader's state is that after it.
         after: After it.
         checksum: Of the batch; None if any is good.
+        parts: Of its parts, as it was pulled; none of a batch that this pass did not hand out.
     """
 
     loader: Any
     before: States | None
     after: States
     checksum: int | None
+    parts: Sequence[int] = ()
 
 
 class PlacesPulled:
@@ -79,6 +85,7 @@ class PlacesPulled:
         workers = torch_s.num_workers if isinstance(torch_s, DataLoader) else 0
         self._compared = max(_COMPARED, workers)  # of each worker at least one
         self._is_data = type(loader) in SEQUENCES  # at hand as it is
+        self._coming: dict[int, Sequence[int]] = {}  # as the state has them, by batches pulled
         self._state: Any = None  # before the next pull
 
     def begin(self) -> tuple[Iterator[Any], Any]:
@@ -107,6 +114,7 @@ class PlacesPulled:
         places = places or [PlaceInPass(saved["loader"], None, {}, None)]
         places[-1] = replace(places[-1], after=after)
         self._known = dict(enumerate(places, handed_out - len(places) + 1))
+        self._coming = dict(enumerate(saved["coming"], handed_out + 1))
         if self._has_state and (saved["again"] or isinstance(self._loader, DataLoader)):
             self._state = self.ask()
         return batches
@@ -125,8 +133,9 @@ class PlacesPulled:
         elif number % _ASKED == 0:
             self._state = self.ask()
         checksum = None if self._is_data or before is None else checksum_of(batch)
+        place = PlaceInPass(state, before, after, checksum, part_checksums(batch))
         with self._lock:
-            self._known[number] = PlaceInPass(state, before, after, checksum)
+            self._known[number] = place
             if number % _ASKED == 0:
                 first = self._first(handed_out)
                 self._known = {place: one for place, one in self._known.items() if place >= first}
@@ -136,6 +145,38 @@ class PlacesPulled:
         with self._lock:
             first = self._first(handed_out)
             return [one for place, one in self._known.items() if first <= place <= handed_out]
+
+    def coming(self, handed_out: int, most: int) -> list[Sequence[int]]:
+        """Return the checksums, as pulled, of the batches after the one that was handed out last.
+
+        Args:
+            handed_out: Its number.
+            most: How many a list or tuple may still give before the pass is left: tasks change
+                none of these before it is noted, and the lock keeps it from being noted.
+        """
+        with self._lock:
+            pulled = takewhile(self._known.__contains__, count(handed_out + 1))
+            found = [self._known[number].parts for number in pulled]
+            if type(self._loader) in (list, tuple):
+                rest = self._loader[handed_out + len(found) : handed_out + most]
+                found += map(part_checksums, rest)
+        return found
+
+    def check_coming(self, number: int, batch: Any) -> None:
+        """Refuse a batch that is not what it was when the state was saved.
+
+        Raises:
+            ValueError: It is not.
+        """
+        saved = self._coming.pop(number, None)
+        if saved is not None and not has_parts(batch, saved):
+            raise ValueError(
+                f"batch {number} of the pass is not what it was when the state was saved. Tasks "
+                "that ran ahead, or other code, have changed it in place, and the loader "
+                f"({type(self._loader).__name__}) gives it again; or the loader gives others now. "
+                "Let the tasks make new values, resume with the data as it was; or, if other "
+                "batches do not matter, say load_state_dict(state, check=False)"
+            )
 
     def _first(self, handed_out: int) -> int:
         """The latest that leaves enough to compare, with the loader's state if it has one."""

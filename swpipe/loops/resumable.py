@@ -258,7 +258,7 @@ class ResumableLoop(Generic[Out]):
             "after_pull": None,
             "loader_draws": sorted(self._pulled.draws.names),
             "in_turn": self._pulled.draws.in_turn,
-            "ahead": 0,
+            "coming": [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
@@ -291,7 +291,8 @@ class ResumableLoop(Generic[Out]):
         self._pass = self._loaded = None
         if state["batches"] or state["after_pull"] is not None:  # the pass had begun
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
-            self._loaded = {**state, "again": again}
+            coming = state["coming"] if check else []
+            self._loaded = {**state, "again": again, "coming": coming}
         elif state["loader"] is not None:
             begun_at(loader, state["loader"])
         generators.write(state["generators"])

@@ -17,7 +17,7 @@ from swpipe.loops.pass_generators import PassGenerators, is_default
 VERSION = 4
 
 OF_PLACE = (
-    *("batches", "ahead", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
+    *("batches", "coming", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
     *("at_start", "after_pull", "generators"),
 )
 """What leads to a place in a pass."""

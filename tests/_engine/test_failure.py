@@ -538,6 +538,7 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
         with pytest.raises(Planted):
             pipe.drain()
         assert pipe.in_flight == 1
+        assert pipe.state_dict(check=False)["next_iteration"] == 1
         assert [ctx.batch for ctx in pipe.drain()] == [1]
         assert pipe.in_flight == 0
         assert pipe.drain() == []

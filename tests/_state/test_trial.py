@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from swpipe import PipelineTask
+from swpipe import DeclaredIO, PipelineTask
 from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owner, Owners
 from swpipe.device import CpuDevice
@@ -47,6 +47,17 @@ def tried(fn: Callable[..., object], state: Any = (), windows: int = 3) -> int:
         with saved.trial():
             fn(SimpleNamespace())
     return windows
+
+
+def test_a_task_may_change_what_a_trial_has_restored() -> None:
+    """Each trial restores a copy of its own, so that the next one begins where the first did."""
+    state = SimpleNamespace(log=["before"])
+    io = DeclaredIO(lambda: state.log, lambda log: setattr(state, "log", log))
+    saved = LoopState([PipelineTask("log", print, [io])], [], CpuDevice())
+    for _ in range(2):
+        with saved.trial():
+            state.log.append("in a trial")
+    assert state.log == ["before"]
 
 
 def test_an_optimizer_that_is_only_shown_later_is_put_back() -> None:

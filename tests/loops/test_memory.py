@@ -84,6 +84,22 @@ def filled_list() -> Iterator[Any]:
         yield batch
 
 
+def filled_numbers() -> Iterator[Any]:
+    """One list of numbers, filled anew."""
+    batch: list[int] = []
+    for i in range(BATCHES):
+        batch[:] = [i, i]
+        yield batch
+
+
+def longer_list() -> Iterator[Any]:
+    """One list in a dict, which gets longer."""
+    batch: dict[str, list[int]] = {"x": []}
+    for _ in range(BATCHES):
+        batch["x"].append(1)
+        yield batch
+
+
 def ring() -> Iterator[Tensor]:
     """Buffers that only the loader writes, enough of them."""
     buffers = [torch.empty(8) for _ in range(6)]
@@ -103,7 +119,8 @@ def run(loop: Any, body: Callable[[int], Any] = lambda number: None) -> None:
 
 
 REUSED: list[Callable[[], Iterator[Any]]] = [
-    *(windows, shifting, columns, reversed_rows, middle, given_back, filled_dict, filled_list)
+    *(windows, shifting, columns, reversed_rows, middle, given_back, filled_dict, filled_list),
+    *(filled_numbers, longer_list),
 ]
 
 

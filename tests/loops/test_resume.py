@@ -345,6 +345,8 @@ def test_batches_are_told_apart_by_what_is_in_them() -> None:
         (np.array([Anything()], object), np.array([Anything()], object), True),
         ([Anything()], [Anything()], True),
         (b"one", b"two", False),
+        ([[1], [2]], [[1, 2], []], False),
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, False),
     ]
     for one, other, same in pairs:
         assert (checksum_of(one) == checksum_of(other)) is same, (one, other)
