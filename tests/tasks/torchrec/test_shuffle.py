@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from swpipe.tasks.torchrec import shuffle
 from swpipe.tasks.torchrec.balance import balanced_partition
 from swpipe.tasks.torchrec.rows import Route
 from swpipe.tasks.torchrec.shuffle import (
@@ -23,6 +25,7 @@ from swpipe.tasks.torchrec.shuffle import (
 )
 from tests.support.budget import examples
 from tests.support.ranks import Ranks
+from tests.support.sequencer import await_event
 
 ROWS = 24
 
@@ -162,6 +165,43 @@ def _told() -> list[tuple[str, str]]:
 
 def _ones(batch: Clicks) -> Tensor:
     return torch.ones(len(batch.ids))
+
+
+def _gathers() -> list[tuple[str, float]]:
+    """Begins and ends of the gathers of two batches, of which the first one is held up."""
+    seen: list[tuple[str, float]] = []
+    second_has_come, first_may_end = threading.Event(), threading.Event()
+    wait_for = shuffle.wait_for
+
+    def gather(work: list[float], group: Any) -> list[list[float]]:
+        seen.append(("begins", work[0]))
+        if work[0] == 0:
+            await_event(first_may_end, "the end of the first gather")
+        else:
+            second_has_come.set()
+        seen.append(("ends", work[0]))
+        return [work]
+
+    def wait(futures: Any, *limit: Any, **options: Any) -> Any:
+        second_has_come.set()
+        return wait_for(futures, *limit, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "gather", gather)
+        patch.setattr(shuffle, "wait_for", wait)
+        shuffler = KarmarkarKarpShuffler(lambda batch: batch)
+        tickets = [shuffler.start(torch.tensor([float(n)])) for n in range(2)]
+        await_event(second_has_come, "the second batch")
+        first_may_end.set()
+        for ticket in tickets:
+            ticket.result()
+        shuffler.close()
+    return seen
+
+
+def test_workloads_are_gathered_in_the_order_of_the_batches(one_rank: Ranks) -> None:
+    """On every rank, whichever thread is quicker: they are collectives."""
+    assert one_rank.run(_gathers) == [[("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1)]]
 
 
 def test_what_cannot_be_shuffled_is_told_on_all_ranks(two_ranks: Ranks) -> None:
