@@ -14,6 +14,8 @@ import torch
 import swpipe
 from swpipe import overlap
 from swpipe.loops import OverlappedLoop
+from swpipe.loops.batch_memory import has_parts, part_checksums
+from swpipe.loops.place_in_pass import PlacesPulled
 
 CHANGES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "longer": (lambda n: [n, n + 1], lambda batch: batch.append(batch[0])),
@@ -141,3 +143,16 @@ def test_an_attribute_that_is_computed_when_it_is_read_is_no_change() -> None:
         loader[2].values.neg_()
         with pytest.raises(ValueError, match="batch 3 of the pass is not what it was"):
             [*resumed(loader, state)]
+
+
+def test_a_state_has_what_a_list_gives_after_it_was_saved() -> None:
+    """A batch that is not yet pulled may be changed before the pass is left."""
+    loader = [[number] for number in range(6)]
+    saved = PlacesPulled(loader).coming(1, 3)
+    assert saved == [part_checksums(batch) for batch in loader[1:4]]
+    loader[2].append(0)
+    assert [has_parts(*both) for both in zip(loader[1:4], saved, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
