@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 import swpipe
 from swpipe import overlap
 from swpipe.loops import OverlappedLoop
+from swpipe.loops.batch_memory import has_parts, part_checksums
+from swpipe.loops.place_in_pass import PlacesPulled
 
 CHANGES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "longer": (lambda n: [n, n + 1], lambda batch: batch.append(batch[0])),
@@ -87,11 +90,13 @@ def test_another_loop_refuses_a_batch_that_was_changed_ahead(name: str, early: b
     """Also where it was pulled and changed after the state was saved; the batch before is given."""
     make, change = CHANGES[name]
     loader = [make(number + 1) for number in range(6)]
-    loop, state = left(loader, Changing(2, change), early=early)
+    last = 3 if early else 2
+    loop, state = left(loader, Changing(last, change), early=early)
     with loop:
         batches = resumed(loader, state)
-        next(batches)
-        with pytest.raises(ValueError, match=r"batch 3 of the pass is not what it was .*\(list\)"):
+        assert len([*islice(batches, last - 1)]) == last - 1
+        words = rf"batch {last + 1} of the pass is not what it was .*\(list\)"
+        with pytest.raises(ValueError, match=words):
             next(batches)
 
 
@@ -138,3 +143,16 @@ def test_an_attribute_that_is_computed_when_it_is_read_is_no_change() -> None:
         loader[2].values.neg_()
         with pytest.raises(ValueError, match="batch 3 of the pass is not what it was"):
             [*resumed(loader, state)]
+
+
+def test_a_state_has_what_a_list_gives_after_it_was_saved() -> None:
+    """A batch that is not yet pulled may be changed before the pass is left."""
+    loader = [[number] for number in range(6)]
+    saved = PlacesPulled(loader).coming(1, 3)
+    assert saved == [part_checksums(batch) for batch in loader[1:4]]
+    loader[2].append(0)
+    assert [has_parts(*both) for both in zip(loader[1:4], saved, strict=True)] == [
+        True,
+        False,
+        True,
+    ]

@@ -144,6 +144,18 @@ def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
     assert [2 * float(one.sum()) for one in loop] == expected
 
 
+def test_a_function_that_returns_its_list_again_is_refused() -> None:
+    """A list of numbers, which it fills again for each batch."""
+    kept: list[int] = []
+
+    def filled(batch: int) -> list[int]:
+        kept[:] = [batch]
+        return kept
+
+    with pytest.raises(PlanError, match="memory of an earlier"):
+        run(swpipe.ahead(list(range(BATCHES)), filled, device="cpu"))
+
+
 def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
     """Filled by numpy, which counts no modifications."""
     buffer = np.zeros(3, np.float32)
