@@ -98,19 +98,25 @@ def test_the_first_failure_in_the_order_of_iterations_is_the_one_that_comes_out(
 def test_a_failure_waits_until_the_iterations_before_have_passed() -> None:
     """Iteration 4 fails while iteration 3 is being read, which then is well and is handed out."""
     failed, found = threading.Event(), list[int]()
+    third_is_out = threading.Event()
 
     def read(ctx: IterContext) -> object:
         if ctx.batch == 4:
+            await_event(third_is_out, "iteration 2, which the caller may be late with")
             failed.set()
             raise Planted("4")
         if ctx.batch == 3:
             await_event(failed, "a failure")
         return ctx.batch
 
-    with pipe(read) as running:
+    def run(running: SWPipeline[Any]) -> None:
         contexts = running.iterate(range(9))
-        with pytest.raises(Planted, match="4"):
-            found.extend(ctx.y for ctx in contexts)
+        found.extend(next(contexts).y for _ in range(3))
+        third_is_out.set()
+        found.extend(ctx.y for ctx in contexts)
+
+    with pipe(read) as running, pytest.raises(Planted, match="4"):
+        run(running)
     assert found[:3] == [0, 1, 2]
 
 

@@ -15,6 +15,7 @@ ratio and mean algorithms" (2004).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -67,7 +68,9 @@ class ArcCycle:
 
     @property
     def ratio_us(self) -> float:
-        """Microseconds per period."""
+        """Microseconds per period; infinite without a distance, where no interval is long enough."""
+        if self.distance <= 0:
+            return math.inf
         return self.time / self.distance / TICKS_PER_US
 
 

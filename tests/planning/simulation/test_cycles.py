@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -9,7 +10,13 @@ from itertools import pairwise
 
 import pytest
 
-from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, heaviest_cycle, ticks
+from swpipe.planning.simulation.cycles import (
+    TICKS_PER_US,
+    Arc,
+    ArcCycle,
+    heaviest_cycle,
+    ticks,
+)
 
 
 def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
@@ -77,3 +84,8 @@ def test_the_search_can_start_above_some_cycles() -> None:
 def test_ticks_add_up_exactly() -> None:
     """Ten times 0.1 is 1."""
     assert 10 * ticks(0.1) == ticks(1.0) == TICKS_PER_US
+
+
+def test_a_cycle_without_a_distance_allows_no_interval() -> None:
+    """Limits under which no plan exists have such a bound; it is not a division by zero."""
+    assert ArcCycle((Arc(0, 1, 5, 1), Arc(1, 0, 5, -1))).ratio_us == math.inf
