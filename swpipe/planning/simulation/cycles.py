@@ -68,7 +68,7 @@ class ArcCycle:
 
     @property
     def ratio_us(self) -> float:
-        """Microseconds per period; infinite without a distance, where no interval is long enough."""
+        """Microseconds per period; infinite without a distance: no interval is long enough."""
         if self.distance <= 0:
             return math.inf
         return self.time / self.distance / TICKS_PER_US
