@@ -64,7 +64,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("editable")
     written_meanwhile = (".hypothesis", ".pytest_cache", "__pycache__")  # by other tests
-    left_out = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "_build", *written_meanwhile)
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv*", "build", "dist", "_build", *written_meanwhile
+    )
     shutil.copytree(ROOT, folder / "swpipe", symlinks=True, ignore=left_out)
     build = "from setuptools import build_meta; build_meta.build_editable('dist')"
     built = run([sys.executable, "-c", build], folder / "swpipe")
