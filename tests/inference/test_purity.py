@@ -270,7 +270,9 @@ def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     assert "'decode'" in text
     assert re.search(names, text), text
     if run is under_overlap and "it returns a buffer that it fills again" in text:
-        return  # the loop's own check of what the tasks ahead leave came first
+        # The loop checks what the tasks ahead return, and on a busy machine its check comes first.
+        assert "Let it make a new tensor or array for each batch" in text
+        return
     assert "pure" in text
     assert re.search(r"requires_grad_\(False\)|random=True|ake pure=True away", text), text
 
