@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import get_args
 
@@ -26,7 +26,7 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
-from swpipe.plans.pipeline_parallel.v_blocks import block_orders
+from swpipe.plans.pipeline_parallel.v_blocks import block_orders, uniform_orders
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
     Order,
@@ -46,6 +46,10 @@ _STARTS = 0.4
 """The share of the moves in place of which starts are tried."""
 
 _MOST_STARTS = 400
+
+_FIRST_UNIFORM = 8
+"""How many uniform blocks are tried whatever the effort."""
+
 _SEARCHES = 6
 """How many of the best starts are searched from, in turns."""
 
@@ -135,9 +139,11 @@ def plan_v_schedule(
     orders = VOrders(n_stage, n_micro, costs)
     pool = _Pool(orders, objective, Random(seed))
     published = pool.add(published_order(orders))
-    for known in (torch_order(orders), *block_orders(n_stage, n_micro)):
+    uniform = uniform_orders(orders)
+    first_uniform = islice(uniform, _FIRST_UNIFORM)
+    for known in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
         pool.add(known)
-    further = starts(orders, pool.rng)
+    further = chain(uniform, starts(orders, pool.rng))
     if not pool.found:
         pool.add(next(further))
     pool.checked(costs)

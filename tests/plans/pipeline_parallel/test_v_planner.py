@@ -21,7 +21,7 @@ from swpipe.plans.pipeline_parallel import (
     torch_schedule,
     v_planner,
 )
-from swpipe.plans.pipeline_parallel.v_blocks import block_orders
+from swpipe.plans.pipeline_parallel.v_blocks import block_orders, uniform_orders
 from swpipe.plans.pipeline_parallel.v_order import (
     Objective,
     VOrders,
@@ -141,6 +141,39 @@ def test_little_memory_is_used_as_well_as_by_the_published_blocks(
             n, 3 * n, replace(orders.costs, max_mem=limit), objective=objective, effort=1e-9
         )
         assert plan.value <= figure(own, objective) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "forward", "backward", "weight", "hop", "chunks", "makespan"),
+    [
+        (8, 16, 10, 10, 10, 0, 8, 1190),
+        (8, 16, 10, 10, 10, 0, 12, 1070),
+        (4, 8, 10, 12, 8, 1, 6, 574),
+        (4, 16, 10, 12, 8, 1, 6, 1054),
+    ],
+)
+def test_memory_between_the_published_blocks_is_used_as_well_as_by_a_search_over_uniform_blocks(
+    n: int, m: int, forward: int, backward: int, weight: int, hop: int, chunks: int, makespan: int
+) -> None:
+    """The figures are those of the published search, which tries each uniform block."""
+    costs = PipelineCosts(
+        forward, backward, weight, hop, f_mem=2, b_mem=0, w_mem=-2, max_mem=2 * chunks
+    )
+    assert plan_v_schedule(n, m, costs, effort=0.01).value <= makespan
+
+
+def test_with_the_memory_of_1f1b_no_uniform_block_is_tried() -> None:
+    """The published method is better there, and ranking the blocks takes time."""
+    costs = PipelineCosts(f_mem=2, b_mem=0, w_mem=-2, max_mem=16)
+    assert [*uniform_orders(VOrders(4, 8, costs))] == []
+
+
+def test_each_uniform_order_runs_within_the_memory() -> None:
+    """The checker, which shares no code with the blocks, accepts each of them."""
+    orders = VOrders(4, 8, PipelineCosts(f_mem=2, b_mem=0, w_mem=-2, max_mem=12))
+    reports = [check_schedule(orders.schedule_of(o), orders.costs) for o in uniform_orders(orders)]
+    assert len(reports) == 26
+    assert max(max(report.peak_memory) for report in reports) <= 12
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
