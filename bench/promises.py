@@ -96,14 +96,13 @@ def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, Pipeline
         options = {option.name: option.default for option in work.options}
         job = work.open_job(work.configure({**options, "device": "cpu", "cache_dir": cache}))
         plans = {plan: make() for plan, make in work.plans.items() if plan != "serial"}
-        schedule = plans[work.usual_plan].schedule
         with closing(job):
             loop = Loop(
                 [*job.tasks()],
                 [*job.batches(_BATCHES)],
                 "cpu",
+                plans[work.usual_plan],
                 context=job.context,
-                ordered=frozenset(t for t, entry in schedule.items() if entry.globally_ordered),
                 over_ranks=job.over_ranks,
             )
             yield loop, plans

@@ -4,7 +4,7 @@ The rooms and the directions between them (an arrow reads "imports from")::
 
     tasks, loops ──> plans ──┐
     tuning ──> profiler ──> planning ──> the framework (swpipe/*.py) ──> torch
-    reporting ──> tuning, doctor, profiler, planning;  doctor ──> profiler
+    reporting ──> tuning, profiler, planning
     swpipe/cli ──> everything; swpipe/__init__.py names what the rooms offer, and loads it late
 """
 
@@ -29,20 +29,16 @@ import swpipe.inference
 PACKAGE = Path(swpipe.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-ROOMS = (
-    *("doctor", "loops", "planning", "plans", "tasks"),
-    *("profiler", "reporting", "tuning"),
-)
+ROOMS = (*("loops", "planning", "plans", "profiler", "reporting", "tasks", "tuning"),)
 LINKED = ("plans", "tasks", "profiler")
 """Rooms that a link at the top level opens."""
 
 MAY_USE = {
-    "doctor": ("profiler",),
     "loops": ("plans",),
     "planning": (),
     "plans": ("planning",),
     "profiler": ("planning",),
-    "reporting": ("doctor", "planning", "profiler", "tuning"),
+    "reporting": ("planning", "profiler", "tuning"),
     "tasks": ("plans",),
     "tuning": ("planning", "plans", "profiler"),
 }

@@ -34,6 +34,7 @@ from swpipe.cli.user_inputs import (
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.progress import progress_bar
+from swpipe.device import resolve
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
@@ -215,46 +216,6 @@ def draw_trace(
     )
 
 
-@app.command("doctor", cls=options.Command)
-@options.takes_workload_options
-def doctor(
-    context: typer.Context,
-    workload: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|MODULE:FUNCTION",
-            help="The loop; none: examine the machine and its settings only.",
-        ),
-    ] = "",
-    plan: Annotated[
-        str, typer.Option(metavar="PLAN", help="Examine its threads and streams, too.")
-    ] = "",
-    rounds: Annotated[int, options.count("Visits to each task.", least=2)] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
-    **given: Any,
-) -> None:
-    """Find what keeps work from overlapping, and the most to gain."""
-    from swpipe.doctor import diagnose
-
-    if not workload:
-        if plan:
-            raise UserError("--plan: name the workload, too")
-        found = diagnose(device=given["device"])
-        echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
-        return
-    with Opened(context, workload, given, [plan] if plan else []) as opened:
-        loader = opened.loader
-        found = diagnose(
-            opened.tasks,
-            opened.measured() if loader is None else loader,
-            plan=opened.plan() if plan else None,
-            device=opened.config.device,
-            context=opened.job.context,
-            rounds=rounds,
-        )
-    echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
-
-
 @app.command("report", cls=options.Command)
 @options.takes_workload_options
 def report(
@@ -264,9 +225,10 @@ def report(
         typer.Argument(
             metavar="MODULE:FUNCTION",
             help="Of yours, that returns (tasks, batches[, context]); or the name of a workload, "
-            "whose options --help then shows, too.",
+            "whose options --help then shows, too. None: find what in the machine's settings keeps "
+            "work from overlapping.",
         ),
-    ],
+    ] = "",
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT.html", help="The page.")
     ] = Path("report.html"),
@@ -290,8 +252,15 @@ def report(
     **given: Any,
 ) -> None:
     """Say what bounds a loop, the most to gain, and what to do next."""
+    from swpipe.reporting.environment import environment_findings
     from swpipe.reporting.measuring import report_on
 
+    if not workload:
+        if plan or as_json:
+            raise UserError("--plan and --json: name the workload, too")
+        found = environment_findings(resolve(given["device"]), None, 0)
+        echo("\n".join(map(str, found)) or "no findings: the machine and its settings")
+        return
     check_outputs(context, output)
     plain_loop = plan in ("", SERIAL)
     with (
@@ -299,15 +268,15 @@ def report(
         about_plan(plan or workload),
     ):
         known = {**sparse_dist.PLANS, **opened.workload.plans}
-        found = report_on(
+        page = report_on(
             opened.loop(opened.measured()),
             None if plain_loop else opened.plan(),
             name=workload,
             ready_made={name: make() for name, make in known.items() if name != SERIAL},
             rounds=rounds,
         )
-    echo(json.dumps(found.to_dict(), indent=2) if as_json else found.format())
-    save(context, Output("written to", output, found.save), quiet=as_json)
+    echo(json.dumps(page.to_dict(), indent=2) if as_json else page.format())
+    save(context, Output("written to", output, page.save), quiet=as_json)
 
 
 @app.command("diff", cls=options.Command)
@@ -373,22 +342,21 @@ def demo(
     for label, pipelined in (("plain loop", False), ("under the plan", True)):
         echo(f"\nWhat each task costs, {label}.")
         with opening() as opened:
-            results = profile_job(
+            (result,) = profile_job(
                 opened,
                 opened.plan(),
                 1,
                 ROUNDS,
                 pipelined,
-                labels=[label],
                 seconds=_DEMO_PROFILES_S,
                 target_spread_ms=_DEMO_SPREAD * interval_ms,
             )
-        echo(results.format_report())
-        breakdown.append(results)
+        breakdown.append(replace(result, batch=label))
+        echo(breakdown[-1].format_report())
     echo(f"\n{LEGEND}\n\nfiles:")
-    both = ProfileResults(results[0] for results in breakdown)
+    both = ProfileResults(breakdown)
     drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
-    writes: list[Any] = [recorded.save, *(results.save for results in breakdown)]
+    writes: list[Any] = [recorded.save, *(result.save for result in breakdown)]
     writes += [drawn, both.plot][: len(pictures)]
     save(context, *map(partial(Output, " "), [*files, *pictures], writes))
     if not pictures:
@@ -477,7 +445,6 @@ def profile_job(
     batches: int,
     rounds: int,
     pipelined: bool,
-    labels: Sequence[str] | None = None,
     **until: Any,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop.
@@ -485,14 +452,8 @@ def profile_job(
     ``until`` is a time or a spread, as ``TaskProfiler.profile_many`` has them.
     """
     with opened.pipeline(plan) as pipe:
-        return TaskProfiler(pipe).profile_many(
-            opened.take(batches),
-            num_rounds=rounds,
-            pipelined=pipelined,
-            verbose=True,
-            labels=labels,
-            loader=opened.loader,
-            **until,
+        return TaskProfiler(pipe, loader=opened.loader).profile_many(
+            opened.take(batches), num_rounds=rounds, pipelined=pipelined, verbose=True, **until
         )
 
 

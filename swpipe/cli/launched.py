@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMMANDS = ("train", "profile", "plan", "report", "doctor")
+COMMANDS = ("train", "profile", "plan", "report")
 """The commands that several ranks run together; of plan all but show."""
 
 JOIN_S = 300.0  # within which all ranks must have started

@@ -119,9 +119,9 @@ def declare_workload_options(args: Sequence[str]) -> list[str]:
     known = workloads()
     named = [arg.partition("=")[2] for arg in args if arg.startswith("--workload=")]
     named += [arg for before, arg in pairwise(args) if before == "--workload"]
-    if args[0] in ("doctor", "report"):
+    if args[0] == "report":
         named = [arg for arg in args if arg in known or ":" in arg]
-    usual = "" if args[0] in ("doctor", "report", "trace") else DEFAULT
+    usual = "" if args[0] in ("report", "trace") else DEFAULT
     name = named[-1] if named else usual
     declared = known[name].options if name in known else ()
     extra = [_DEVICE, *(_parameter(option, name) for option in declared)]

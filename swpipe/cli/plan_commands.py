@@ -202,12 +202,12 @@ def auto(
     """Choose the best plan under limits, and say why."""
     check_outputs(context, keep, output)
     groups = tuple(name for text in frozen or () for name in text.split(",") if name)
-    limits = Limits(in_flight=in_flight, threads=threads, frozen=groups)
+    limits = Limits(in_flight=in_flight, threads=threads, frozen=groups, max_bytes=max_bytes)
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
         with Opened(context, workload, given) as opened:
-            tuned = opened.tune(limits, seconds, max_bytes)
+            tuned = opened.tune(limits, seconds)
         text, chosen, model = tuned.format(), tuned.plan, tuned.costs
     else:
         loaded = _planned(context, plan)
@@ -216,9 +216,7 @@ def auto(
         model, streams = _costs(costs)
         with about_plan(plan):
             effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
-            choice = auto_plan(
-                loaded, model, limits=limits, streams=streams, effort=effort, max_bytes=max_bytes
-            )
+            choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
         text, chosen = choice.format(), choice.plan
     echo(text)
     save(

@@ -24,6 +24,7 @@ from swpipe.cli.launched import Rank, agree
 from swpipe.cli.user_errors import UserError, about_plan, echo, reason
 from swpipe.core.context import context_class
 from swpipe.core.files import check_writable
+from swpipe.core.loaders import is_apart
 from swpipe.core.messages import plain, shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
@@ -31,9 +32,10 @@ from swpipe.device import resolve
 from swpipe.errors import add_note
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
+from swpipe.profiler.sampling import Sample
 from swpipe.tasks.workload import Job, Plans, Workload, workloads
 from swpipe.trace import Trace
-from swpipe.tuning.autotuning import Loop, Tuned, autotune
+from swpipe.tuning.autotuning import Loop, Tuned, tune
 
 T = TypeVar("T")
 
@@ -42,8 +44,9 @@ AUTO, SERIAL = "auto", "serial"
 
 PICTURES = (".png", ".svg", ".pdf")
 
-MEASURED, MOST_MEASURED = 3, 20
-"""Batches that costs are measured on and plans tried with."""
+MOST_MEASURED = 48
+"""Batches that are measured of those that cannot be chosen from: what comes every tenth or
+sixteenth time is among them, and a loader has made them before long."""
 
 TUNING_S = 60.0
 """What it takes to choose a plan, at most, unless the user gives another time."""
@@ -144,50 +147,41 @@ class Opened:
                 "needed; it may return a loader or a generator in place of a list"
             )
 
-    def measured(self) -> Sequence[Any]:
-        """Return the batches to measure on: a list, of which a sample is taken, or the first."""
-        if not isinstance(self.job, _OwnJob):
-            return self.take(MEASURED)
-        given = self.job.loader
-        batches = given if isinstance(given, Sequence) else [*self.job.batches(MOST_MEASURED)]
-        return batches if len(batches) >= MEASURED else self.take(MEASURED)
+    def measured(self) -> Sample:
+        """Return the sample of its batches that is measured."""
+        given = self.job.loader if isinstance(self.job, _OwnJob) else None
+        try:
+            if isinstance(given, Sequence):
+                return Sample.of(given)
+            return Sample.of(self.job.batches(), MOST_MEASURED)
+        except ValueError as error:
+            raise UserError(f"workload {self.workload.name}: {error}") from error
 
     def loop(self, batches: Sequence[Any] = ()) -> Loop:
         """Its tasks and batches, with what its usual plan says about streams and order.
 
         ``batches``: Those to measure on; empty for the first one.
         """
-        return Loop(self.tasks, batches or self.take(1), **self._known())
+        make = self.workload.plans.get(self.workload.usual_plan)
+        loader = self.job.loader if isinstance(self.job, _OwnJob) else None
+        return Loop(
+            self.tasks,
+            batches or self.take(1),
+            device=self.config.device,
+            like=None if make is None else make(),
+            over_ranks=self.job.over_ranks,
+            progress=lambda line: echo(f"{self.workload.name}: {line}", err=True),
+            context=self.job.context,
+            loader=self.loader,
+            apart=loader is None or isinstance(loader, Iterator) or is_apart(loader),
+        )
 
-    def tune(
-        self, limits: Limits | None = None, seconds: float = TUNING_S, max_bytes: int | None = None
-    ) -> Tuned:
+    def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
         """Choose a plan for it, by trial."""
         others = {name: make() for name, make in self.workload.plans.items() if name != SERIAL}
+        loop = replace(self.loop(self.measured()), progress=lambda line: None)  # the bar shows them
         with about_plan(self.workload.name):
-            return autotune(
-                self.tasks,
-                self.measured(),
-                limits=limits,
-                seconds=seconds,
-                max_bytes=max_bytes,
-                verbose=True,
-                ready_made=others,
-                **{**self._known(), "progress": lambda line: None},  # the bar shows them
-            )
-
-    def _known(self) -> dict[str, Any]:
-        make = self.workload.plans.get(self.workload.usual_plan)
-        schedule = {} if make is None else make().schedule
-        return {
-            "device": self.config.device,
-            "context": self.job.context,
-            "streams": {t: e.stream for t, e in schedule.items() if e.stream is not None},
-            "ordered": frozenset(t for t, e in schedule.items() if e.globally_ordered),
-            "over_ranks": self.job.over_ranks,
-            "loader": self.loader,
-            "progress": lambda line: echo(f"{self.workload.name}: {line}", err=True),
-        }
+            return tune(loop, limits or Limits(), others, seconds, verbose=True)
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:

@@ -23,16 +23,19 @@ class Limits:
             which compute: for those that compute, more than the machine has cores gain nothing.
         frozen: Names of tasks that must be in the last stage, on the caller's thread, and on the
             stream that they have; for example those that train, so that nothing is stale.
+        max_bytes: The most bytes that a plan may hold, by the simulator; None for no limit. The
+            costs must have the tasks' memory.
 
     Raises:
-        PlanError: A number is not an integer from 1 to 1,000, or ``frozen`` has something that is
-            neither a task nor a name.
+        PlanError: A number is not an integer from 1 to 1,000, ``max_bytes`` is not an integer of 1
+            or more, or ``frozen`` has something that is neither a task nor a name.
     """
 
     in_flight: int
     threads: int
     frozen: tuple[str, ...]
     workers: int
+    max_bytes: int | None
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Limits:
         threads: int = 4,
         frozen: Iterable[TaskRef] = (),
         workers: int = 8,
+        max_bytes: int | None = None,
     ) -> None:
         refs = (frozen,) if isinstance(frozen, str) else tuple(frozen)
         problems = [
@@ -56,12 +60,16 @@ class Limits:
             for ref in refs
             if not isinstance(ref, str | PipelineTask)
         ]
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
+            rule = "give a number of bytes, 1 or more"
+            problems.append(Problem(f"max_bytes is {shown(max_bytes)}: {rule}"))
         if problems:
             raise PlanError(problems)
         object.__setattr__(self, "in_flight", in_flight)
         object.__setattr__(self, "threads", threads)
         object.__setattr__(self, "frozen", names_of(refs))
         object.__setattr__(self, "workers", workers)
+        object.__setattr__(self, "max_bytes", max_bytes)
 
     def check(self, plan: PipelinePlan) -> None:
         """Raise PlanError with the frozen tasks that the plan does not have."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +28,6 @@ from swpipe._engine.program import OWN
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     Effects,
-    EffectTable,
     conflicts,
     declared_effects,
     unknown_beside,
@@ -94,241 +93,249 @@ class LoopFacts(NamedTuple):
     loader: Effects | None = None
 
 
-class _Planned(NamedTuple):
-    """Another plan, if one promises something; what it moves; and task to why it is not moved."""
-
-    advice: Advice | None
-    moved: Sequence[str]
-    why_not: Mapping[str, str]
-
-
 def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
-    """The changes that promise most: another plan comes first, since that needs no other program.
+    """Return the changes that promise most; another plan comes first, as it needs no new code.
 
-    None if the plan is too large to be simulated.
+    There are none if the plan is too large to be simulated.
     """
     try:
-        planned = _planned(result, loop)
+        return tuple(_Advisor(result, loop).changes())[:MOST]
     except PlanError:
         return ()
-    found = [] if planned.advice is None else [planned.advice]
-    found += sorted(_of_loader(result), key=lambda one: -one.saved_s)
-    named = {one.task for one in found}
-    halved = {task: _half(result, loop, task) for task in result.own_s}
-    for task in sorted(halved, key=lambda task: -halved[task].value_s):
-        saved = halved[task]
-        least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
-        # What is certain has to be worth it: half of what the task's removal saves.
-        is_known = result.own_s[task] / 2 > max(result.spread_s[task] / 2, least_s)
-        if is_known and task not in planned.moved and task not in named:
-            what, why_not = "the loader" if task == PULL else task, planned.why_not.get(task, "")
-            words = f"make {what} take half as long"
-            found.append(Advice(words, task, *saved, not_moved=why_not))
-    return tuple(found[:MOST])
 
 
-def _half(result: Figures, loop: LoopFacts, task: str) -> Estimate:
-    """How much shorter an iteration is if a task takes half as long."""
-    own_s, plan = result.own_s[task], _present(result, loop)
-    now_us, _ = _predict(plan, loop)
-    faster = loop._replace(costs=loop.costs.with_scaled({task: 0.5}))
-    faster = faster._replace(cpu_s=loop.cpu_s - result.cpu_s(task) / 2)
-    then_us, _ = _predict(plan, faster)
-    then_s = _at_least(result, result.baseline_s * then_us / now_us) if now_us else 0.0
-    saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
-    guessed_s = ERROR * (saved_s - own_s / 2)  # no less than half is certain
-    return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s if own_s else 0.0)
+class _Advisor:
+    """Looks for changes of a loop that was profiled.
 
-
-def _present(result: Figures, loop: LoopFacts) -> PipelinePlan:
-    """The plan that was measured."""
-    return loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
-
-
-def _at_least(result: Figures, then_s: float) -> float:
-    """A predicted iteration, which no plan makes faster than the loader is."""
-    pace = result.loader
-    if pace is None:
-        return then_s
-    return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
-
-
-def _of_loader(result: Figures) -> Iterator[Advice]:
-    """What to change of a loader that makes too few batches, or whose passes begin slowly."""
-    pace, waits = result.loader, result.exposed(PULL)
-    if pace is None or waits is None:
-        return
-    least_s = LEAST * result.baseline_s
-    if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
-        rest_s = result.baseline_s - waits.value_s
-        more = pace.workers_for(max(rest_s, least_s))
-        words = f"make a batch in {short_ms(rest_s)} ms instead of {short_ms(pace.rate_s)}"
-        if pace.workers:
-            words += f": {more} workers instead of {pace.workers}, or less work for each batch"
-            if more > cores():
-                words += f" ({counted(cores(), 'core')} here)"
-        yield Advice(words, PULL, saved_s, waits.spread_s, "the rest of the step")
-    if pace.start_s > least_s:
-        words = "make the start of a pass of the loader take less time"
-        if pace.starts_workers:
-            words = "keep the loader's workers: DataLoader(persistent_workers=True)"
-        yield Advice(words, PULL, pace.start_s, ERROR * pace.start_s)
-
-
-def _planned(result: Figures, loop: LoopFacts) -> _Planned:
-    """Compare other plans with the one that was measured.
+    Attributes:
+        plan: The plan that was measured.
+        now_us: A simulated iteration under it; 0 where tasks take no time.
+        declared: What tasks are declared to touch.
+        effects: The same, with the loader and the body. A loader of which nothing is known counts
+            as apart: what is advised of it has that condition.
+        why_not: Task to why it is not moved.
 
     Raises:
         PlanError: The plan is too large.
     """
-    plan = _present(result, loop)
-    declared = declared_effects(loop.tasks)
-    best, why_not = _Planned(None, (), {}), dict[str, str]()
-    least_s, (now_us, _) = LEAST * result.baseline_s, _predict(plan, loop)
-    for other in _others(result, plan, loop, declared, why_not) if now_us else ():
-        moved = _moved(plan, other)
-        then_us, limit = _predict(other, loop)
-        beside = moved or [n for n, e in other.schedule.items() if e.thread_group != DEFAULT_GROUP]
-        promise = _promise(result, beside, result.baseline_s * then_us / now_us)
-        if promise.value_s > max(promise.spread_s, least_s):
-            if best.advice is None or promise.value_s > MORE * best.advice.saved_s:
-                words = _words(moved, other, plan)
-                if PULL in moved and loop.loader is not None and loop.loader.undeclared:
-                    words += ", if it uses nothing that the loop changes"
-                task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
-                advice = Advice(words, task, *promise, limit, plan=replace(other, tasks=()))
-                best = _Planned(advice, moved, {})
-        else:
-            why = f"iterations would be limited by {limit}"
-            if promise.value_s > least_s:
+
+    def __init__(self, result: Figures, loop: LoopFacts) -> None:
+        self._result, self._loop = result, loop
+        self.plan = loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
+        self.now_us, _ = self._predict(self.plan)
+        self.declared = declared_effects(loop.tasks)
+        unknown = unknown_beside(loop.tasks)
+        self.effects = with_the_others(self.declared, unknown, apart=True, body=True)
+        self.why_not: dict[str, str] = {}
+
+    def changes(self) -> Iterator[Advice]:
+        """Yield another plan, then what to change of the loader, then tasks to make faster."""
+        result, named = self._result, set[str]()
+        moved, best = self._best_plan()
+        if best is not None:
+            named = {best.task, *moved}
+            yield best
+        for advice in sorted(self._of_loader(), key=lambda advice: -advice.saved_s):
+            named.add(advice.task)
+            yield advice
+        halved = {task: self._half(task) for task in result.own_s}
+        for task in sorted(halved, key=lambda task: -halved[task].value_s):
+            least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
+            # What is certain has to be worth it: half of what the task's removal saves.
+            is_known = result.own_s[task] > max(result.spread_s[task], 2 * least_s)
+            if is_known and task not in named:
+                words = f"make {'the loader' if task == PULL else task} take half as long"
+                why_not = self.why_not.get(task, "")
+                yield Advice(words, task, *halved[task], not_moved=why_not)
+
+    def _half(self, task: str) -> Estimate:
+        """Return how much shorter an iteration is if a task takes half as long."""
+        result, own_s = self._result, self._result.own_s[task]
+        if not own_s:
+            return Estimate(0.0, 0.0)
+        costs = self._loop.costs.with_scaled({task: 0.5})
+        then_us, _ = self._predict(self.plan, costs, self._loop.cpu_s - result.cpu_s(task) / 2)
+        then_s = self._at_least(then_us)
+        saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
+        guessed_s = ERROR * (saved_s - own_s / 2)  # no less than half is certain
+        return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s)
+
+    def _at_least(self, then_us: float) -> float:
+        """Return the seconds of a simulated iteration, which no plan makes faster than the loader.
+
+        The simulator is right in proportion to what it says for the plan that was measured.
+        """
+        then_s = self._result.baseline_s * then_us / self.now_us if self.now_us else 0.0
+        pace = self._result.loader
+        if pace is None:
+            return then_s
+        return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
+
+    def _of_loader(self) -> Iterator[Advice]:
+        """Yield what to change of a loader that is too slow, or whose passes begin slowly."""
+        result, pace, waits = self._result, self._result.loader, self._result.exposed(PULL)
+        if pace is None or waits is None:
+            return
+        least_s = LEAST * result.baseline_s
+        if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
+            rest_s = result.baseline_s - waits.value_s
+            more = pace.workers_for(max(rest_s, least_s))
+            words = f"make a batch in {short_ms(rest_s)} ms instead of {short_ms(pace.rate_s)}"
+            if pace.workers:
+                words += f": {more} workers instead of {pace.workers}, or less work for each batch"
+                if more > cores():
+                    words += f" ({counted(cores(), 'core')} here)"
+            yield Advice(words, PULL, saved_s, waits.spread_s, "the rest of the step")
+        if pace.start_s > least_s:
+            words = "make the start of a pass of the loader take less time"
+            if pace.starts_workers:
+                words = "keep the loader's workers: DataLoader(persistent_workers=True)"
+            yield Advice(words, PULL, pace.start_s, ERROR * pace.start_s)
+
+    # ------------------------------------------------------------------------------ other plans
+
+    def _best_plan(self) -> tuple[Sequence[str], Advice | None]:
+        """Return the plan that promises most, if one promises something, and what it moves."""
+        result, plan, best, best_moved = self._result, self.plan, None, list[str]()
+        least_s = LEAST * result.baseline_s
+        for other in self._others() if self.now_us else ():
+            moved = _moved(plan, other)
+            then_us, limit = self._predict(other)
+            beside = [n for n, e in other.schedule.items() if e.thread_group != DEFAULT_GROUP]
+            promise = self._promise(moved or beside, then_us)
+            if promise.value_s > max(promise.spread_s, least_s):
+                if best is None or promise.value_s > MORE * best.saved_s:
+                    words = _words(moved, other, plan)
+                    if PULL in moved and (self._loop.loader or Effects()).undeclared:
+                        words += ", if it uses nothing that the loop changes"
+                    task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
+                    best = Advice(words, task, *promise, limit, plan=replace(other, tasks=()))
+                    best_moved = moved
+            elif promise.value_s > least_s:
                 might = f"{ms(promise.value_s)}{within(promise.spread_s, ms)}"
-                why = f"it might save {might} ms, and may save nothing"
-            why_not |= dict.fromkeys(plan.schedule, why)
-    if best.advice is not None:
+                self._stays(f"it might save {might} ms, and may save nothing")
+            else:
+                self._stays(f"iterations would be limited by {limit}")
+        if best is not None:
+            self.why_not.clear()
+        elif not plan.cross_iter_deps:
+            self._stays(_NO_DEPENDENCES)
+        self.why_not |= self._with_the_body()
+        return best_moved, best
+
+    def _stays(self, why: str) -> None:
+        self.why_not |= dict.fromkeys(self.plan.schedule, why)
+
+    def _with_the_body(self) -> dict[str, str]:
+        """Return why tasks stay with the loop's body."""
+        from swpipe.planning.modulo.auto import shared_with_body
+
         why_not = {}
-    elif not plan.cross_iter_deps:
-        why_not = dict.fromkeys(plan.schedule, _NO_DEPENDENCES)
-    return best._replace(why_not={**why_not, **_with_the_body(loop, declared)})
+        for name, places in shared_with_body(conflicts(self.effects)).items():
+            states = listed(sorted(map(str, places)))
+            why_not[name] = f'the loop\'s body may touch {states}: say others="" if it does not'
+            if self.declared[name].undeclared:
+                why_not[name] = (
+                    f"nothing is declared of what {name!r} touches: say pure=True, or name states "
+                    "in io"
+                )
+        return why_not
 
+    def _others(self) -> Iterator[PipelinePlan]:
+        """Yield plans to compare with this one, the simplest first."""
+        plans = [*self._overlapping()]
+        yield from plans
+        if self._loop.costs.iterations:
+            if self.plan.max_stage or self.plan.pull_group is not None:
+                plans.insert(0, self.plan)
+            ahead = 1
+            while ahead <= MOST_AHEAD:
+                yield from (replace(plan, pipeline_depth=plan.depth + ahead) for plan in plans)
+                ahead *= 2
 
-def _with_the_body(loop: LoopFacts, declared: EffectTable) -> dict[str, str]:
-    """Why tasks stay with the loop's body."""
-    from swpipe.planning.modulo.auto import shared_with_body
+    def _overlapping(self) -> Iterator[PipelinePlan]:
+        """Yield plans with as many iterations in flight as the mean costs need."""
+        from swpipe.planning import Limits, auto_plan
 
-    why_not = {}
-    for name, places in shared_with_body(conflicts(_with_the_others(loop, declared))).items():
-        states = listed(sorted(map(str, places)))
-        why_not[name] = f'the loop\'s body may touch {states}: say others="" if it does not'
-        if declared[name].undeclared:
-            why_not[name] = (
-                f"nothing is declared of what {name!r} touches: say pure=True, or name states in io"
-            )
-    return why_not
-
-
-def _with_the_others(loop: LoopFacts, declared: EffectTable) -> EffectTable:
-    """A loader of which nothing is known is advised on with that condition."""
-    return with_the_others(declared, unknown_beside(loop.tasks), apart=True, body=True)
-
-
-def _others(
-    result: Figures,
-    plan: PipelinePlan,
-    loop: LoopFacts,
-    declared: EffectTable,
-    why_not: dict[str, str],
-) -> Iterator[PipelinePlan]:
-    """Plans to compare with this one, the simplest first."""
-    found = [*_overlapping(result, plan, loop, declared, why_not)]
-    yield from found
-    if loop.costs.iterations:
-        if plan.max_stage or plan.pull_group is not None:
-            found.insert(0, plan)
-        ahead = 1
-        while ahead <= MOST_AHEAD:
-            yield from (replace(one, pipeline_depth=one.depth + ahead) for one in found)
-            ahead *= 2
-
-
-def _overlapping(
-    result: Figures,
-    plan: PipelinePlan,
-    loop: LoopFacts,
-    declared: EffectTable,
-    why_not: dict[str, str],
-) -> Iterator[PipelinePlan]:
-    """Plans with as many iterations in flight as the mean costs need."""
-    from swpipe.planning import Limits, auto_plan
-
-    if PULL in loop.costs.tasks and plan.pull_group is None:
-        depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
-        group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
-        yield replace(plan, pull_group=group, pipeline_depth=depth)
-    if plan.cross_iter_deps:
-        effects = _with_the_others(loop, declared)
-        said: Any = {"streams": loop.streams, "effects": effects, "effort": EFFORT}
+        plan, loop, result = self.plan, self._loop, self._result
+        if PULL in loop.costs.tasks and plan.pull_group is None:
+            depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
+            group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
+            yield replace(plan, pull_group=group, pipeline_depth=depth)
+        if not plan.cross_iter_deps:
+            return
+        about: Any = {"streams": loop.streams, "effects": self.effects, "effort": EFFORT}
         threads = max(2, min(4, cores()), plan.threads)
         may_have = {name: result.workers(name) for name in result.host_s}
         stay: Sequence[str] = ()
         for workers in sorted({1, *may_have.values()}):
             limits = Limits(threads=threads, workers=workers, frozen=stay)
             try:
-                best = auto_plan(plan, loop.costs, limits=limits, **said).plan
+                best = auto_plan(plan, loop.costs, limits=limits, **about).plan
             except PlanError as error:
-                why_not |= dict.fromkeys(plan.schedule, error.problems[0].text)
-                break
+                self._stays(error.problems[0].text)
+                return
             if workers == 1:
-                best = _least_moved(plan, best, loop, effects)
-                # The caller's thread has no others beside it: what it runs keeps one.
-                stay = [n for n, e in best.schedule.items() if e.thread_group == DEFAULT_GROUP]
+                best = self._least_moved(best)
+                # The caller's thread has no others beside it: what it runs last keeps one. What it
+                # runs in earlier stages is not frozen: pairs of same_period_deps keep their
+                # distance, which tasks of one stage may not have.
+                stay = [
+                    name
+                    for name, entry in best.schedule.items()
+                    if (entry.thread_group, entry.stage) == (DEFAULT_GROUP, best.max_stage)
+                ]
             if all(e.workers <= may_have.get(name, 1) for name, e in best.schedule.items()):
                 yield best
 
+    def _least_moved(self, best: PipelinePlan) -> PipelinePlan:
+        """Return the plan with another group as the caller's, if fewer tasks move so.
 
-def _least_moved(
-    plan: PipelinePlan, best: PipelinePlan, loop: LoopFacts, effects: EffectTable
-) -> PipelinePlan:
-    """A plan with another group as the caller's, if fewer tasks move so, and it is as fast."""
-    from swpipe.analysis import verify
+        It must be as fast.
+        """
+        from swpipe.analysis import verify
 
-    most_us, least = (1 + LEAST) * _predict(best, loop)[0], best
-    for group in best.thread_groups:
-        swap = {group: DEFAULT_GROUP, DEFAULT_GROUP: group}
-        schedule = {
-            name: replace(entry, thread_group=swap.get(entry.thread_group, entry.thread_group))
-            for name, entry in best.schedule.items()
-        }
-        other = replace(best, schedule=schedule)
-        if len(_moved(plan, other)) < len(_moved(plan, least)):
-            with suppress(PlanError):  # what is not declared stays with the loop's body
-                verify(other, effects=effects, streams=loop.streams)
-                least = other if _predict(other, loop)[0] <= most_us else least
-    return least
+        most_us, least = (1 + LEAST) * self._predict(best)[0], best
+        for group in best.thread_groups:
+            swap = {group: DEFAULT_GROUP, DEFAULT_GROUP: group}
+            schedule = {
+                name: replace(entry, thread_group=swap.get(entry.thread_group, entry.thread_group))
+                for name, entry in best.schedule.items()
+            }
+            other = replace(best, schedule=schedule)
+            if len(_moved(self.plan, other)) < len(_moved(self.plan, least)):
+                with suppress(PlanError):  # what is not declared stays with the loop's body
+                    verify(other, effects=self.effects, streams=self._loop.streams)
+                    least = other if self._predict(other)[0] <= most_us else least
+        return least
 
+    def _promise(self, moved: Sequence[str], then_us: float) -> Estimate:
+        """Return how much shorter an iteration gets under a plan, by its simulated iteration."""
+        result = self._result
+        each = [exposed for name in moved if (exposed := result.exposed(name)) is not None]
+        # Together they save the sum at most, which is right if none hides another.
+        most_s = sum(max(0.0, exposed.value_s) for exposed in each)
+        error_s = max(result.baseline_spread_s, math.hypot(*(of.spread_s for of in each)))
+        then_s = self._at_least(then_us)
+        return Estimate(min(result.baseline_s - then_s, most_s), error_s + ERROR * then_s)
 
-def _promise(result: Figures, moved: Sequence[str], then_s: float) -> Estimate:
-    """How much shorter an iteration gets under a plan that is predicted to take so long."""
-    each = [one for name in moved if (one := result.exposed(name)) is not None]
-    # Together they save the sum at most, which is right if none hides another.
-    most_s = sum(max(0.0, one.value_s) for one in each)
-    error_s = max(result.baseline_spread_s, math.hypot(*(one.spread_s for one in each)))
-    then_s = _at_least(result, then_s)
-    return Estimate(min(result.baseline_s - then_s, most_s), error_s + ERROR * then_s)
+    def _predict(
+        self, plan: PipelinePlan, costs: CostModel | None = None, cpu_s: float | None = None
+    ) -> tuple[float, str]:
+        """Return the microseconds of a simulated iteration, and what limits it, in short.
 
+        Raises:
+            PlanError: The plan cannot run, or is too large.
+        """
+        from swpipe.planning import simulate
 
-def _predict(plan: PipelinePlan, loop: LoopFacts) -> tuple[float, str]:
-    """Microseconds of an iteration, and what limits it, in short.
-
-    Raises:
-        PlanError: The plan cannot run, or is too large.
-    """
-    from swpipe.planning import simulate
-
-    simulated = simulate(plan, loop.costs, streams=loop.streams)
-    cores_us = 1e6 * ranks_on_machine() * loop.cpu_s / cores()
-    if cores_us > simulated.ii_us:
-        return cores_us, f"the {counted(cores(), 'core')}"
-    return simulated.ii_us, _limit(simulated.limits)
+        loop = self._loop
+        simulated = simulate(plan, costs or loop.costs, streams=loop.streams)
+        cpu_s = loop.cpu_s if cpu_s is None else cpu_s
+        cores_us = 1e6 * ranks_on_machine() * cpu_s / cores()
+        if cores_us > simulated.ii_us:
+            return cores_us, f"the {counted(cores(), 'core')}"
+        return simulated.ii_us, _limit(simulated.limits)
 
 
 def _limit(limit: Limit) -> str:

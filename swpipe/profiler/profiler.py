@@ -61,14 +61,27 @@ class TaskProfiler:
             with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
             grad. None for what tasks declare and what torch shows while they run: modules that are
             called, optimizers that step, memory that is written. A scheduler has to be given.
+        loader: What training takes its batches from, such as a ``DataLoader``: measure what its
+            calls cost as well, in a row ``"<pull>"``. It is called once per iteration, in which its
+            batch is dropped, and begun again at its end; what it keeps in objects of its own is not
+            restored. Ranks take the same number of batches.
+        copy: Makes a batch that may be modified, for tasks that modify it in place. It is called
+            for all iterations of a visit before the visit starts.
 
     Raises:
         TypeError: Something in ``state`` is none of these.
     """
 
-    def __init__(self, pipe: SWPipeline[Any], *, state: Any = None) -> None:
+    def __init__(
+        self,
+        pipe: SWPipeline[Any],
+        *,
+        state: Any = None,
+        loader: Iterable[Any] | Pulls | None = None,
+        copy: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.pipe = pipe
-        self._state = state
+        self._state, self._loader, self._copy = state, loader, copy
         if state is not None:
             given_state(state)  # what cannot be restored is refused here
 
@@ -84,18 +97,12 @@ class TaskProfiler:
         *,
         seconds: float | None = None,
         target_spread_ms: float | None = None,
-        label: str = "batch 0",
-        copy: Callable[[Any], Any] | None = None,
-        loader: Iterable[Any] | Pulls | None = None,
     ) -> ProfileResult:
         """Profile on one batch. For arguments and errors see ``profile_many``."""
         return self.profile_many(
             *([batch], num_warmup, num_measure, num_rounds, pipelined, tasks, verbose),
             seconds=seconds,
             target_spread_ms=target_spread_ms,
-            labels=[label],
-            copy=copy,
-            loader=loader,
         )[0]
 
     def profile_many(
@@ -110,9 +117,6 @@ class TaskProfiler:
         *,
         seconds: float | None = None,
         target_spread_ms: float | None = None,
-        labels: Sequence[str] | None = None,
-        copy: Callable[[Any], Any] | None = None,
-        loader: Iterable[Any] | Pulls | None = None,
     ) -> ProfileResults:
         """Profile on several batches, each from the same state.
 
@@ -132,16 +136,9 @@ class TaskProfiler:
                 sixth round on, only the tasks with the widest intervals are measured further.
             target_spread_ms: Measure until every interval is within +/- so much, and at most
                 ``seconds``, instead of ``num_rounds``.
-            labels: A name for each batch; by default "batch 0", "batch 1" and so on.
-            copy: Makes a batch that may be modified, for tasks that modify it in place. It is
-                called for all iterations of a visit before the visit starts.
-            loader: What training takes its batches from, such as a ``DataLoader``: measure what
-                its calls cost as well, in a row ``"<pull>"``. It is called once per iteration, in
-                which its batch is dropped, and begun again at its end; what it keeps in objects of
-                its own is not restored. Ranks take the same number of batches.
 
         Returns:
-            One result per batch.
+            One result per batch, named "batch 0", "batch 1" and so on.
 
         Raises:
             ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
@@ -155,14 +152,14 @@ class TaskProfiler:
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
         if spread_s is not None and not spread_s > 0:
             raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
-        counts = Counts(num_warmup, num_measure, num_rounds, seconds, spread_s)
-        batches = list(batches)
-        labels = _labels(len(batches), labels)
-        many = len(batches) > 1
+        batches = [*batches]
+        sample = Sample.of(batches, len(batches))
+        many = len(sample) > 1
+        within_s = None if seconds is None else seconds * len(sample)
+        counts = Counts(num_warmup, num_measure, num_rounds, within_s, spread_s)
+        names = [f"batch {index}" for index in range(len(sample))]
         measured = self._measured(
-            Sample(batches, len(batches)),
-            *(counts, pipelined, tasks, verbose, copy, Pulls.of(loader)),
-            labels=[LOOP, *labels] if many else labels,
+            sample, counts, pipelined, tasks, verbose, labels=[LOOP, *names] if many else names
         )
         return ProfileResults.of(measured[1:], measured[0]) if many else ProfileResults(measured)
 
@@ -177,8 +174,6 @@ class TaskProfiler:
         verbose: bool = False,
         *,
         seconds: float | None = None,
-        copy: Callable[[Any], Any] | None = None,
-        loader: Iterable[Any] | Pulls | None = None,
     ) -> ProfileResult:
         """Profile a loop: first its iterations in their order, then with shortcuts.
 
@@ -192,16 +187,17 @@ class TaskProfiler:
             verbose: As for ``profile_many``.
             seconds: About how long it may take: it has fewer rounds where a step is long, and two
                 at least. None for ``num_rounds`` in any case.
-            copy: As for ``profile_many``.
-            loader: As for ``profile_many``.
 
         Raises:
             BaseException: The errors of ``profile_many``.
         """
         counts = Counts(num_warmup, num_measure, num_rounds)
-        more = (counts, pipelined, tasks, verbose, copy, Pulls.of(loader))
         return self._measured(
-            Sample.of(batches), *more, labels=[LOOP], of_loop=True, within_s=seconds
+            Sample.of(batches),
+            *(counts, pipelined, tasks, verbose),
+            labels=[LOOP],
+            of_loop=True,
+            within_s=seconds,
         )[0]
 
     def _measured(
@@ -211,8 +207,6 @@ class TaskProfiler:
         pipelined: bool,
         tasks: Iterable[TaskRef] | TaskRef | None,
         verbose: bool,
-        copy: Callable[[Any], Any] | None,
-        pulls: Pulls | None,
         *,
         labels: Sequence[str],
         of_loop: bool = False,
@@ -226,12 +220,20 @@ class TaskProfiler:
         names, left_out = self._names(tasks)
         if not is_alone():  # ranks go through as many
             sample = Sample.of(sample, min(gather(len(sample))))
-        saved = trial_state(self.pipe, sample[0], self._state, copy)
+        saved = trial_state(self.pipe, sample[0], self._state, self._copy)
+        pulls = Pulls.of(self._loader)
         kinds = [*([] if pulls is None else [PULL]), *names]
         total = counts.num_rounds * len(kinds) if counts.fixed else None
         timer = WindowTimer(
-            *(self.pipe, sample, copy, counts.num_warmup, counts.num_measure, pipelined),
-            pulls=pulls,
+            *(
+                self.pipe,
+                sample,
+                self._copy,
+                counts.num_warmup,
+                counts.num_measure,
+                pipelined,
+                pulls,
+            )
         )
         passage, section = None, len(sample)
         bar = progress_bar("profiling", " visits", total, shown=verbose)
@@ -345,16 +347,6 @@ class TaskProfiler:
 def _fitting(within_s: float, each_s: float) -> int:
     """How many of these fit, ``MOST`` at most."""
     return int(within_s / each_s) if within_s < MOST * each_s else MOST
-
-
-def _labels(count: int, labels: Sequence[str] | None) -> list[str]:
-    if count == 0:
-        raise ValueError("batches is empty: give at least one batch to profile on")
-    if labels is None:
-        return [f"batch {index}" for index in range(count)]
-    if len(labels) != count:
-        raise ValueError(f"{len(labels)} labels for {count} batches: give one per batch, or none")
-    return list(labels)
 
 
 def _result_of(

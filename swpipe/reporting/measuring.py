@@ -5,7 +5,7 @@
     profile    the loop's iterations in their order, exposed times and advice, in the plain loop or
                under the plan
     try        the plans that are advised, in turns with the present one, over the loop's batches
-    doctor     what keeps work from overlapping, by the same profile
+    examine    what keeps work from overlapping, by the same profile
 
 Where others use too much of the machine, the last two are left out: nothing would follow.
 On several ranks each does the same; a step takes as long as on the slowest rank. The report is of
@@ -31,7 +31,6 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
-from swpipe.doctor import diagnose
 from swpipe.errors import PlanError
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import simulate
@@ -44,6 +43,7 @@ from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial import trial_state
 from swpipe.reporting.account import Ceiling, account_of
+from swpipe.reporting.examination import examine
 from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
@@ -176,22 +176,14 @@ def report_on(
         best = trials.best(fitting, tried)
         changes, not_kept = (*best, *changes)[:MOST], {**not_kept, **tried}
     loop.progress("looking for what keeps work from overlapping")
-    findings = diagnose(
-        loop.tasks,
-        loop.batches if loop.loader is None else loop.loader,
-        plan=plan,
-        device=loop.device,
-        context=loop.context,
-        profile=found.profile,
-    ).findings
+    findings = examine(loop, plan, found.profile)
     return replace(
         told,
         changes=changes,
         predicted=None if predicted is None else predicted.trace(),
         predicted_s=None if predicted is None else predicted.ii_us / 1e6,
         memory=memory if memory is not None and memory.bytes else None,
-        # Whether the machine is busy is said first, of the time in which the profile was taken.
-        findings=tuple(o for o in loop.gather(findings)[rank] if o.rule != "busy-machine"),
+        findings=loop.gather(findings)[rank],
         not_kept=not_kept,
         in_vain=in_vain,
     )
@@ -230,11 +222,10 @@ def _measure(
                 pipe.run(islice(batches, steps))
             cpu_s = (time.process_time() - begin_s) / steps
         loop.progress("measuring what each task costs the step")
-        profile = TaskProfiler(pipe).profile_loop(
+        profile = TaskProfiler(pipe, loader=pulls).profile_loop(
             loop.batches,
             num_rounds=ROUNDS if rounds is None else rounds,
             pipelined=pipelined,
-            loader=pulls,
             seconds=_PROFILE_S if rounds is None else None,
         )
     # Threads of OpenMP may use a core while they wait.

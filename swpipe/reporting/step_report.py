@@ -17,13 +17,13 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.records import first_lines
 from swpipe.core.tables import wrapped
-from swpipe.doctor import Finding
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import host_ends, step_ends
 from swpipe.profiler.sampling import pattern_of
 from swpipe.profiler.spread import Estimate, short_ms, within
 from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
 from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
+from swpipe.reporting.finding import Finding
 from swpipe.trace import PeakMemory, Trace
 
 _APART = 0.05  # of a step: smaller differences are not told
@@ -168,8 +168,9 @@ class StepReport(StepAccount):
         return f"Plans that were tried saved: {tried}."
 
     def format(self) -> str:
-        """The verdict, the ceiling and the next step, a line each."""
-        return "\n".join(map(wrapped, self._lines()))
+        """Return the verdict, the ceiling, the next step, and what keeps work from overlapping."""
+        findings = (f"finding {n}: {finding}" for n, finding in enumerate(self.findings, 1))
+        return "\n".join(map(wrapped, (*self._lines(), *findings)))
 
     def __str__(self) -> str:
         return self.format()

@@ -29,7 +29,7 @@ from swpipe.core.effects import EffectTable, with_the_others
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
-from swpipe.core.plan import BODY, PipelinePlan, StreamRef
+from swpipe.core.plan import BODY, PipelinePlan, TaskSchedule
 from swpipe.core.records import first_lines
 from swpipe.core.tables import table
 from swpipe.core.task import PipelineTask
@@ -38,7 +38,7 @@ from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.auto import auto_plan, beside_the_others, check_limit
+from swpipe.planning.modulo.auto import auto_plan, beside_the_others
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
 from swpipe.profiler.measure import length_of
@@ -113,28 +113,35 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Tasks with batches to run them on; the fields are those arguments of ``autotune``.
+    """Tasks with batches to run them on, and what is known of them.
 
-    ``batches`` is the ``Sample`` that is measured, of those that were given.
-
-    ``memory`` is what the tasks hold; costs that are measured have it, too. ``apart`` says that
-    what training takes its batches from is known to be apart from the loop; ``state`` is put back.
+    Attributes:
+        tasks: In serial order.
+        batches: Those of the loop; a ``Sample`` of them is measured.
+        device: As for ``SWPipeline``.
+        like: A plan whose tasks have their streams and their global order here, too.
+        over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
+            torch.distributed's default group, where there is one.
+        progress: Called with one line before each step.
+        context: As for ``SWPipeline``.
+        loader: What training takes its batches from; None if a batch costs nothing.
+        budget: What measuring may take.
+        memory: What the tasks hold; costs that are measured have it, too.
+        apart: What training takes its batches from is known to be apart from the loop.
+        state: What trials restore; None for what is declared and shown.
     """
 
     tasks: Sequence[PipelineTask]
     batches: Any
     device: Device | torch.device | str | None = None
-    streams: Mapping[str, StreamRef] = field(default_factory=dict)
-    ordered: frozenset[str] = frozenset()
+    like: PipelinePlan | None = None
     over_ranks: Callable[[Any], list[Any]] | None = None
     progress: Callable[[str], object] = lambda line: None
     context: type[TypedContext] | None = None
     loader: Iterable[Any] | None = None
     budget: Budget = field(default_factory=Budget)
     memory: TaskMemory | None = None
-    max_bytes: int | None = None
     apart: bool = True
-    body: bool = True
     state: Any = None
 
     def __post_init__(self) -> None:
@@ -159,10 +166,10 @@ class Loop:
         """The interval of a plan, by the simulator."""
         return simulate(plan, costs, streams=self.has_streams).ii_us
 
-    def admits(self, plan: PipelinePlan, costs: CostModel) -> bool:
+    def admits(self, plan: PipelinePlan, costs: CostModel, max_bytes: int | None) -> bool:
         """Whether a plan holds ``max_bytes`` at most."""
         held = peak_of(plan, costs, streams=self.has_streams)
-        return self.max_bytes is None or held is None or held.bytes <= self.max_bytes
+        return max_bytes is None or held is None or held.bytes <= max_bytes
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
@@ -170,8 +177,8 @@ class Loop:
         batch, device, context = self.batches[0], self.device, self.context
         with self.budget.spending(_RECORDED):
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
-        unknown, said = own.effects[BODY], {"apart": self.apart, "body": self.body}
-        own = replace(own, effects=with_the_others(own.effects, unknown, **said))
+        effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
+        own = replace(own, effects=effects)
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
@@ -241,19 +248,16 @@ class Loop:
         return window.num_measure
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
-        """The recorded dependences, with the loop's streams and globally ordered tasks.
+        """Return the recorded dependences, with streams and global order as in ``like``.
 
-        It has names instead of tasks, so that it can be sent to other ranks.
+        The plan has names instead of tasks, so that it can be sent to other ranks.
         """
         plan = recording.plan()
-        schedule = {
-            task: replace(
-                entry,
-                stream=self.streams.get(task),
-                globally_ordered=entry.globally_ordered or task in self.ordered,
-            )
-            for task, entry in plan.schedule.items()
-        }
+        schedule = dict(plan.schedule)
+        for task, known in ({} if self.like is None else self.like.schedule).items():
+            if task in schedule:
+                ordered = schedule[task].globally_ordered or known.globally_ordered
+                schedule[task] = TaskSchedule(stream=known.stream, globally_ordered=ordered)
         return replace(plan, schedule=schedule, tasks=())
 
 
@@ -264,17 +268,11 @@ def autotune(
     *,
     device: Device | torch.device | str | None = None,
     context: type[TypedContext] | None = None,
+    loader: Iterable[Any] | None = None,
     limits: Limits | None = None,
     ready_made: Mapping[str, PipelinePlan] | None = None,
-    streams: Mapping[str, StreamRef] | None = None,
-    ordered: Iterable[str] = (),
-    over_ranks: Callable[[Any], list[Any]] | None = None,
-    progress: Callable[[str], object] = lambda line: None,
-    loader: Iterable[Any] | None = None,
     seconds: float | None = 60.0,
     verbose: bool = True,
-    max_bytes: int | None = None,
-    body: bool = True,
 ) -> Tuned:
     """Choose a plan for a loop, by trial, and say why.
 
@@ -289,50 +287,49 @@ def autotune(
             as a list.
         device: As for ``SWPipeline``.
         context: As for ``SWPipeline``.
-        limits: None for ``Limits()``.
-        ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
-            than the serial loop, is left out.
-        streams: Task name to the stream of its device work; others use the caller's stream.
-        ordered: Names of tasks that communicate, in addition to those that are recognised.
-        over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
-            torch.distributed's default group, where there is one.
-        progress: Called with one line before each step, as ``verbose`` shows them.
         loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
             measured and planned too, and each trial makes them. They come after the iteration
             before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
             with workers) a thread of their own may make them, if that is faster.
+        limits: None for ``Limits()``.
+        ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
+            than the serial loop, is left out. Tasks keep the streams that they have in the first
+            one, and communicate if they are globally ordered there.
         seconds: What it may take, about; None for as long as it takes. A short time means fewer
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
         verbose: Show each step and a bar, with an estimate of the time that is left.
-        max_bytes: The most that the plan may hold, as for ``auto_plan``; None for no limit.
-        body: The loop has a body, as for ``auto_plan``.
 
     Raises:
         ValueError: There are no batches, or ``seconds`` is not above 0.
         PlanError: The limits admit no plan, a task is unknown, or no plan was found within
-            ``max_bytes``.
+            ``limits.max_bytes``.
         BaseException: Whatever a task raised.
     """
-    if max_bytes is not None:
-        check_limit(max_bytes)
-    limits, ready_made = limits or Limits(), ready_made or {}
-    budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
+    ready_made = ready_made or {}
     loop = Loop(
         tuple(tasks),
         batches,
         device,
-        streams or {},
-        frozenset(ordered),
-        over_ranks,
-        progress,
-        context,
-        loader,
-        budget,
-        max_bytes=max_bytes,
+        next(iter(ready_made.values()), None),
+        context=context,
+        loader=loader,
         apart=is_apart(batches if loader is None else loader),
-        body=body,
     )
+    return tune(loop, limits or Limits(), ready_made, seconds, verbose=verbose)
+
+
+def tune(
+    loop: Loop,
+    limits: Limits,
+    ready_made: Mapping[str, PipelinePlan],
+    seconds: float | None = None,
+    *,
+    verbose: bool = False,
+) -> Tuned:
+    """Choose a plan for a loop of which more is said than ``autotune`` asks for; see there."""
+    budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
+    loop = replace(loop, budget=budget)
     load = load_so_far()
     with budget.bar:
         # About how many iterations come after the recording.
@@ -341,7 +338,7 @@ def autotune(
         loop = loop.agreed()
         recording = loop.record()
         if load is not None and (now := load.others()) is not None and now.is_busy:
-            budget.show(progress, now.text)
+            budget.show(loop.progress, now.text)
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
@@ -381,13 +378,15 @@ def _planned(
         streams=loop.has_streams,
         effects=recording.effects,
         effort=EFFORT,
-        max_bytes=loop.max_bytes,
-        body=loop.body,
         slack=_SAME,
     )
     plan, why = choice.plan, choice.why
     deeper = replace(plan, pipeline_depth=plan.depth + 1)
-    if choice.threads > 1 and plan.depth < limits.in_flight and loop.admits(deeper, costs):
+    if (
+        choice.threads > 1
+        and plan.depth < limits.in_flight
+        and loop.admits(deeper, costs, limits.max_bytes)
+    ):
         plan = deeper
         why = (*why, "One more iteration in flight evens out batches that take longer.")
     own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
@@ -431,7 +430,7 @@ def _simple(
             reason = "the limits freeze tasks"
         elif not keeps_order(loop, recording, plan):
             reason = "it could give other numbers than the serial loop"
-        elif not loop.admits(plan, costs):
+        elif not loop.admits(plan, costs, limits.max_bytes):
             reason = "it holds more than max_bytes"
         else:
             plans[name] = plan

@@ -264,7 +264,7 @@ def test_the_shell_completes_commands_and_options(
 
 
 COMMANDS = {
-    "": {"train", "profile", "trace", "doctor", "report", "diff", "demo", "plan"},
+    "": {"train", "profile", "trace", "report", "diff", "demo", "plan"},
     "plan": {"show", "infer", "check", "simulate", "auto"},
 }
 
@@ -298,11 +298,11 @@ def test_help_shows_the_options_of_the_named_workload(capsys: pytest.CaptureFixt
         return "--batch-size" in said, "--seed" in said
 
     assert shown("train") == shown("plan", "auto") == (True, True)
-    assert shown("report") == shown("doctor") == shown("trace") == (False, False)
+    assert shown("report") == shown("trace") == (False, False)
     for name, options in {"clicks": (True, True), "images": (False, True)}.items():
         assert shown("train", "--workload", name) == options
         assert shown("trace", f"--workload={name}") == options
-        assert shown("report", name) == shown("doctor", name) == options
+        assert shown("report", name) == options
 
 
 def test_options_that_take_a_list_are_spread() -> None:

@@ -46,7 +46,7 @@ LINES = [
     (("trace",), "name a saved timeline, or a --workload"),
     (("trace", "timeline.json", *OWN), "name a saved timeline, or a --workload"),
     (("trace", "timeline.json", "--timeline", "n.json"), "--timeline: it is for what is recorded"),
-    (("doctor", "--plan", "pipelined"), "--plan: name the workload, too"),
+    (("report", "--plan", "pipelined"), "--plan and --json: name the workload, too"),
     (("plan", "auto", "--costs", "costs.json"), "--costs: name the plan too"),
     (("plan", "auto", "plan.toml"), "--costs: say what the plan's tasks cost"),
     # workloads

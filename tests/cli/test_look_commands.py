@@ -1,9 +1,8 @@
-"""`swpipe diff`, `report` and `doctor`."""
+"""`swpipe diff` and `report`."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from swpipe.profiler import ProfileResults
 from swpipe.profiler.other_load import OtherLoad
 from tests.cli.test_cli import out, refused, run
 from tests.cli.test_plan_commands import here
-from tests.doctor.conftest import NAMES
 from tests.profiler.test_result import OTHER, RESULT
+from tests.support.bare import bare_environment
 
 __all__ = ["here"]  # the fixture
 
@@ -59,10 +58,8 @@ def test_what_cannot_be_compared_is_refused(
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the machine's own is found."""
-    for module in ("doctor.examination", "profiler.rounds"):
-        monkeypatch.setattr(f"swpipe.{module}.load_so_far", lambda **given: None)
-    for name in [name for name in os.environ if name.startswith(NAMES)]:
-        monkeypatch.delenv(name)
+    monkeypatch.setattr("swpipe.profiler.rounds.load_so_far", lambda **given: None)
+    bare_environment(monkeypatch)
 
 
 @pytest.mark.usefixtures("idle")
@@ -76,9 +73,11 @@ def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-@pytest.mark.usefixtures("idle", "here")
-def test_a_loop_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON, where the headroom is measured; or the machine alone."""
-    args = ("my_loop:loop", "--plan", "serial", "--rounds", 2, "--json")
-    assert json.loads(out(capsys, "doctor", *args))["headroom"]["step_ms"] > 0
-    assert out(capsys, "doctor") == "no findings: machine and settings, for device cpu\n"
+@pytest.mark.usefixtures("idle")
+def test_without_a_loop_the_settings_of_the_machine_are_examined(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs; each finding has its mend."""
+    assert out(capsys, "report") == "no findings: the machine and its settings\n"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "[blocking-setting]\n  mend: unset it" in out(capsys, "report")

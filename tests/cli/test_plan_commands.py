@@ -240,11 +240,11 @@ def test_plan_auto_keeps_to_a_time_and_shows_a_bar(
     """A minute, unless it is told otherwise; it once took minutes without a sign of life."""
     given: dict[str, Any] = {}
 
-    def autotune(tasks: Any, batches: Any, **options: Any) -> None:
-        given.update(options)
+    def tune(loop: Any, limits: Any, ready_made: Any, seconds: float, *, verbose: bool) -> None:
+        given.update(seconds=seconds, verbose=verbose)
         raise UserError("that is enough")
 
-    monkeypatch.setattr(user_inputs, "autotune", autotune)
+    monkeypatch.setattr(user_inputs, "tune", tune)
     assert "enough" in refused(capsys, "plan", "auto", "--workload", "my_loop:loop", *args)
     assert (given["seconds"], given["verbose"]) == (seconds, True)
 

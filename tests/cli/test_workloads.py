@@ -14,6 +14,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask
 from swpipe.cli.app import format_outcome
+from swpipe.cli.user_inputs import Opened
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.tasks import workload as registry
 from swpipe.tasks.workload import InputError, Job, Option, Workload, register
@@ -107,6 +108,14 @@ def test_a_registered_workload_is_checked_and_profiled(capsys: pytest.CaptureFix
     capsys.readouterr()
     assert run("profile", "--workload", "toy", "--rounds", 2) == 0
     assert "\nload " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("toy")
+def test_all_batches_of_a_short_pass_are_measured() -> None:
+    """A sample of three batches would not show what comes every tenth time."""
+    context: Any = SimpleNamespace(obj=None)
+    with Opened(context, "toy", {"device": None}) as opened:
+        assert [*opened.measured()] == [*range(20)]
 
 
 @pytest.mark.usefixtures("toy")

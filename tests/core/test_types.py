@@ -101,7 +101,6 @@ from swpipe import (
     DeclaredIO, IterContext, PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskProfiler,
     TaskSchedule, task,
 )
-from swpipe.doctor import diagnose
 from swpipe.inference import record
 from swpipe.loops import ResumableLoop
 from swpipe.planning import Limits, auto_plan
@@ -164,7 +163,6 @@ Limits(in_flght=3)  # here
 plan_v_schedule(2, 4, PipelineCosts(forwrd=3))  # here
 SchedulablePipeline.basic(model, optimizer, prefech=True)  # here
 assert_same_numbers(1)  # here
-diagnose(tasks, loader, rond=3)  # here
 """
 
 PROGRAMS = {"typed": TYPED, "free": FREE, "misspelt": MISSPELT, "wrong": WRONG}

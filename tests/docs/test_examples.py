@@ -67,7 +67,6 @@ MEASURED = {
         "step: # ± # ms",
         "written to report.html",
     ),
-    "swpipe doctor my_loop:loop --rounds 2": ("headroom: a step takes # ms ± # ms",),
 }
 """Outputs with times: these lines of them are compared, without their figures.
 

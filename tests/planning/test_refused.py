@@ -60,8 +60,12 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda one=one: auto_plan(LOOP, COSTS, effort=one), ValueError, "it must be above 0")  # type: ignore[misc]
         for one in (0, -1, float("nan"))
     ),
-    (lambda: auto_plan(LOOP, COSTS, max_bytes=1), PlanError, "max_bytes needs what the tasks hold"),
-    (lambda: auto_plan(LOOP, COSTS, max_bytes=0), PlanError, "max_bytes is 0: give a number of"),
+    (
+        lambda: auto_plan(LOOP, COSTS, limits=Limits(max_bytes=1)),
+        PlanError,
+        "max_bytes needs what the tasks hold",
+    ),
+    (lambda: Limits(max_bytes=0), PlanError, "max_bytes is 0: give a number of bytes, 1 or more"),
     (
         lambda: assign_lookaheads(with_stream(torch.Stream(device="cpu")), COSTS),
         PlanError,

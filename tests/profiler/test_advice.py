@@ -221,7 +221,7 @@ def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     tasks = sleepers(host, train=7, step=2)
     plan = PipelinePlan.serial(tasks)
     with SWPipeline(plan, tasks, device="cpu") as pipe:
-        result = TaskProfiler(pipe).profile(None, loader=InTurn(host, 6, length=5))
+        result = TaskProfiler(pipe, loader=InTurn(host, 6, length=5)).profile(None)
     assert result.tasks == ("<pull>", "train", "step")
     assert result.baseline_s == pytest.approx(15e-3)
     assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
@@ -230,7 +230,7 @@ def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     assert first.change == ITS_THREAD
     assert first.saved_s == pytest.approx(6e-3)
     with SWPipeline(first.plan, tasks, device="cpu") as pipe:
-        tried = TaskProfiler(pipe).profile(None, pipelined=True, loader=InTurn(host, 6, length=5))
+        tried = TaskProfiler(pipe, loader=InTurn(host, 6, length=5)).profile(None, pipelined=True)
     assert tried.baseline_s == pytest.approx(9e-3)
     assert tried.exposed_s["<pull>"] == pytest.approx(0, abs=1e-6)
     assert tried.busy_s == pytest.approx({"default": 9e-3, "loader": 6e-3})

@@ -11,7 +11,14 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.planning import simulate
-from swpipe.profiler import CostModel, TaskCost, measure_costs, with_resources
+from swpipe.profiler import (
+    Block,
+    CostModel,
+    TaskCost,
+    TaskMemory,
+    measure_costs,
+    with_resources,
+)
 from swpipe.profiler.thread_costs import SWITCH_S, GilContender
 from tests.profiler.sleepers import contend, overlapped, sleepers
 from tests.support.notes import Notes
@@ -218,12 +225,13 @@ def test_a_handover_costs_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resources_are_added() -> None:
-    """To those that a task has; the given model is not modified."""
-    costs = CostModel({"dist": TaskCost(1, resources=("nccl",)), "copy": TaskCost(2)}, 3.0)
+    """To those that a task has; the given model is not modified, and all else of it stays."""
+    memory = TaskMemory((Block("dist", "copy", 8, "x"),))
+    costs = CostModel({"dist": TaskCost(1, resources=("nccl",)), "copy": TaskCost(2)}, 3.0, memory)
     more = with_resources(costs, {"dist": ("pcie", "nccl"), "copy": "pcie"})
     assert more.tasks["dist"].resources == ("nccl", "pcie")
     assert more.tasks["copy"] == TaskCost(2, resources=("pcie",))
-    assert more.handover_us == 3.0
+    assert (more.handover_us, more.memory) == (3.0, memory)
     assert costs.tasks["copy"].resources == ()
 
 

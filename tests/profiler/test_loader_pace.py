@@ -8,12 +8,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 from swpipe import PipelinePlan, SWPipeline, TaskProfiler
-from swpipe.doctor import Diagnosis, diagnose
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls
+from swpipe.reporting import Finding
 from tests.profiler.sleepers import Ahead, InTurn, sleepers
 from tests.profiler.test_result import RESULT
+from tests.reporting.examined import examined
 from tests.reporting.loops import Calls
 from tests.support.virtual_clock import TimedHost
 
@@ -21,12 +22,7 @@ from tests.support.virtual_clock import TimedHost
 def profiled(host: TimedHost, loader: Ahead, **tasks_ms: float) -> ProfileResult:
     tasks = sleepers(host, **tasks_ms)
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
-        return TaskProfiler(pipe).profile(None, loader=loader)
-
-
-def rules(diagnosis: Diagnosis) -> list[str]:
-    """Of the loop, and not of the machine."""
-    return [one.rule for one in diagnosis.findings if one.place == "loader"]
+        return TaskProfiler(pipe, loader=loader).profile(None)
 
 
 @pytest.mark.parametrize(
@@ -62,17 +58,19 @@ def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bo
     assert result.limited_by_loader is limits
 
 
+def of_loader(findings: tuple[Finding, ...]) -> list[Finding]:
+    """Those of the loop, and not of the machine."""
+    return [finding for finding in findings if finding.place == "loader"]
+
+
 def test_a_slow_loader_and_a_slow_start_of_passes_are_found(host: TimedHost) -> None:
-    """By the doctor; overlap can gain nothing. A second for 20 steps is 50 ms of each."""
-    diagnosis = diagnose(sleepers(host, read=10, train=20), Ahead(host, 60), rounds=2)
-    assert rules(diagnosis) == ["slow-loader"]
-    assert diagnosis.headroom is not None
-    assert diagnosis.headroom.step.value_s == pytest.approx(60e-3, rel=1e-3)
-    assert diagnosis.headroom.ceiling == pytest.approx(0.0, abs=1e-2)
+    """A second for 20 steps is 50 ms of each."""
+    (slow,) = of_loader(examined(sleepers(host, read=10, train=20), Ahead(host, 60), rounds=2))
+    assert slow.rule == "slow-loader"
     starts = Ahead(host, 1, starts_ms=1000, length=20)
-    diagnosis = diagnose(sleepers(host, train=20), starts, rounds=2)
-    assert rules(diagnosis) == ["slow-pass-start"]
-    assert "50.000 ms of each step" in diagnosis.findings[-1].text
+    (slow,) = of_loader(examined(sleepers(host, train=20), starts, rounds=2))
+    assert slow.rule == "slow-pass-start"
+    assert "50.000 ms of each step" in slow.text
 
 
 def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost) -> None:

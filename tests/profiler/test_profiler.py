@@ -185,7 +185,7 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
 def test_several_batches_come_out_in_order(
     pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One result each, with its label; of some tasks, or their names, in serial order."""
+    """One result each, with its name; of some tasks, or their names, in serial order."""
     profiler = TaskProfiler(pipe)
     results = profiler.profile_many(
         iter([BATCH, 2 * BATCH]), tasks=["step", pipe.tasks[1]], verbose=True, **QUICK
@@ -194,8 +194,8 @@ def test_several_batches_come_out_in_order(
     assert [result.batch for result in results] == ["batch 0", "batch 1"]
     assert {result.tasks for result in results} == {("forward", "step")}
     assert "4/4" in capsys.readouterr().err  # one tick per visit to a task
-    (only,) = profiler.profile_many([BATCH], labels=["one"], tasks="step", **QUICK)
-    assert (only.batch, only.tasks) == ("one", ("step",))
+    (only,) = profiler.profile_many([BATCH], tasks="step", **QUICK)
+    assert (only.batch, only.tasks) == ("batch 0", ("step",))
     assert capsys.readouterr().err == ""
 
 
@@ -225,5 +225,5 @@ def test_copies_for_tasks_that_modify_the_batch() -> None:
 
     tasks = [PipelineTask("modify", modify)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
-        TaskProfiler(pipe).profile(batch, copy=torch.clone, **QUICK)
+        TaskProfiler(pipe, copy=torch.clone).profile(batch, **QUICK)
     assert batch.item() == 0.0

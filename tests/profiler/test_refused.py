@@ -68,7 +68,6 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (profile(batches=[]), ValueError, "batches is empty"),
     (profile(tasks=["reads"]), ValueError, "no task 'reads'; it has read"),
     (profile(tasks=[]), ValueError, "there is no task to measure"),
-    (profile(labels=["a", "b"]), ValueError, "2 labels for 1 batches"),
     (with_shortcut, ValueError, SHORTCUT),
     (lambda pipe: TaskProfiler(pipe, state=[pipe, {}]), TypeError, "cannot be restored"),
     (partial(in_flight, profile()), RuntimeError, RUN),

@@ -21,7 +21,7 @@ from swpipe.planning import Limits
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.tuning import autotuning
-from swpipe.tuning.autotuning import PLANNED, PLANNED_AGAIN, Loop, autotune
+from swpipe.tuning.autotuning import PLANNED, PLANNED_AGAIN, Loop, autotune, tune
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.tried_plans import Candidate, choose, explain
 
@@ -165,9 +165,8 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     took = ("serial", "prefetch", PLANNED, PLANNED_AGAIN)
     rounds = fake_trial(monkeypatch, prefetch=8.0)
     steps: list[str] = []
-    tuned = swpipe.autotune(
-        TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, progress=steps.append
-    )
+    loop = Loop(TASKS, BATCHES, "cpu", progress=steps.append)
+    tuned = tune(loop, Limits(), {"prefetch": PREFETCH})
     assert [candidate.name for candidate in tuned.candidates] == list(took)
     assert rounds[0] == tuple(reversed(took))
     assert rounds[1] == took
@@ -218,8 +217,9 @@ def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free.plan == PREFETCH  # it is as fast as the planned ones
     held = {one.name: peak(one.plan, free.costs) for one in free.candidates}
     assert held["serial"] < held["prefetch"]
+    limits = Limits(max_bytes=held["serial"])
     limited = autotune(
-        TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, max_bytes=held["serial"]
+        TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, limits=limits
     )
     reason = "it holds more than max_bytes"
     assert f"The ready-made plan prefetch was not tried: {reason}." in limited.why
@@ -229,7 +229,7 @@ def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned.depth == 3
     two = peak(replace(planned, pipeline_depth=2), free.costs)
     assert held["serial"] < two < held[PLANNED]
-    assert autotune(TASKS, BATCHES, device="cpu", max_bytes=two).plan.depth == 2
+    assert autotune(TASKS, BATCHES, device="cpu", limits=Limits(max_bytes=two)).plan.depth == 2
 
 
 def peak(plan: PipelinePlan, costs: CostModel) -> int:
@@ -251,10 +251,8 @@ def test_a_loop_is_tuned_without_a_fake() -> None:
 
 def test_what_cannot_be_tuned_is_refused() -> None:
     """No batches, no time, a frozen task that is unknown; before anything is recorded."""
-    with pytest.raises(PlanError, match="max_bytes is 0: give a number of bytes, 1 or more"):
-        autotune(TASKS, BATCHES, device="cpu", max_bytes=0, progress=pytest.fail)
     with pytest.raises(ValueError, match="seconds is 0: give a number greater than 0"):
-        autotune(TASKS, BATCHES, device="cpu", seconds=0, progress=pytest.fail)
+        tune(Loop(TASKS, BATCHES, "cpu", progress=pytest.fail), Limits(), {}, 0)
     with pytest.raises(ValueError, match="give at least one batch"):
         autotune(TASKS, [], device="cpu")
     with pytest.raises(PlanError, match="'gone'"):
@@ -405,7 +403,7 @@ def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(
         load = SimpleNamespace(others=partial(OtherLoad, used, 2))
         monkeypatch.setattr(autotuning, "load_so_far", lambda load=load, **given: load)
         steps: list[str] = []
-        tuned = autotune(TASKS, BATCHES, device="cpu", progress=steps.append)
+        tuned = tune(Loop(TASKS, BATCHES, "cpu", progress=steps.append), Limits(), {})
         assert any("the machine is busy" in step for step in steps[:2]) is told
         assert tuned.format().startswith("the machine is busy: other processes use 1.5") is told
 
@@ -448,7 +446,8 @@ def test_what_tasks_touch_on_any_rank_counts() -> None:
 
 def test_tasks_that_are_known_to_communicate_are_globally_ordered() -> None:
     """Though nothing of the kind was recorded; and the plan has no tasks, so it can be sent."""
-    loop = Loop(TASKS, BATCHES, "cpu", ordered=frozenset({"train"}))
+    schedule = {**SERIAL.schedule, "train": TaskSchedule(globally_ordered=True)}
+    loop = Loop(TASKS, BATCHES, "cpu", replace(SERIAL, schedule=schedule))
     plan = loop.inferred_plan(loop.record())
     assert [entry.globally_ordered for entry in plan.schedule.values()] == [False, True]
     assert plan.tasks == ()
@@ -468,7 +467,7 @@ def test_all_ranks_use_the_plan_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> No
     def ranks(own: Any) -> list[Any]:
         return [replace(own, plan=PREFETCH), own] if isinstance(own, Candidate) else [own]
 
-    assert autotune(TASKS, BATCHES, device="cpu", over_ranks=ranks).plan == PREFETCH
+    assert tune(Loop(TASKS, BATCHES, "cpu", over_ranks=ranks), Limits(), {}).plan == PREFETCH
 
 
 def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(

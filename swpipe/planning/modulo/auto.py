@@ -20,7 +20,7 @@ from swpipe.core.effects import (
     conflicts,
     with_the_others,
 )
-from swpipe.core.messages import counted, in_bytes, in_ms, listed, shown
+from swpipe.core.messages import counted, in_bytes, in_ms, listed
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
@@ -86,7 +86,6 @@ def auto_plan(
     streams: bool = True,
     effects: EffectTable | None = None,
     effort: float = 1.0,
-    max_bytes: int | None = None,
     body: bool = True,
     slack: float = 0.0,
 ) -> Choice:
@@ -104,7 +103,9 @@ def auto_plan(
         plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
             groups, order and depth count for nothing else.
         costs: A cost for each task.
-        limits: What to keep to; None for ``Limits()``.
+        limits: What to keep to; None for ``Limits()``. Under ``max_bytes`` the search is repeated
+            for fewer iterations in flight, until a plan fits; less ``run_ahead`` is tried before
+            less depth.
         streams: Whether the device has streams; False for a CPU.
         effects: What the tasks touch, where it is known: the plan found must keep its order. Tasks
             that touch what the loop's body may touch stay with it, as if ``limits`` froze them;
@@ -112,9 +113,6 @@ def auto_plan(
             may if the table has no entry ``"<pull>"``.
         effort: How long to search where the lower bound is not reached: 1 takes about a second for
             14 tasks, ten for 200 and a minute for 1,000.
-        max_bytes: The most that the plan may hold, by the simulator; None for no limit. The costs
-            must have the tasks' memory. The search is repeated for fewer iterations in flight,
-            until a plan fits; less ``run_ahead`` is tried before less depth.
         body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
         slack: The interval may be longer by this fraction where tasks of one stage then share a
             thread; 0.01 is 1%.
@@ -123,7 +121,7 @@ def auto_plan(
         ValueError: ``effort`` is not above 0.
         PlanError: ``plan`` cannot run or has more than ``MOST_TASKS`` tasks, a task has no cost, a
             frozen task is unknown, the limits admit no plan, no plan was found within
-            ``max_bytes``, or dependences are missing for the effects given.
+            ``limits.max_bytes``, or dependences are missing for the effects given.
     """
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
@@ -136,13 +134,14 @@ def auto_plan(
     if effects is not None:
         effects = with_the_others(effects, anything(effects.values()), apart=False, body=body)
         limits, why = beside_the_others(limits, effects)
-    if max_bytes is not None:
-        check_limit(max_bytes, costs)
+    if limits.max_bytes is not None and costs.memory is None:
+        mend = "give CostModel(memory=measure_memory(tasks, batches))"
+        raise PlanError([Problem(f"max_bytes needs what the tasks hold: {mend}")])
 
     planner = _Planner(plan, costs, limits, streams, effects, effort, slack)
     best = planner.best()
-    if max_bytes is not None:
-        best = planner.fitting(best, max_bytes)
+    if limits.max_bytes is not None:
+        best = planner.fitting(best, limits.max_bytes)
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams, body=body)
@@ -370,17 +369,41 @@ def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> Found
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:
-    """Refuse limits under which no plan exists: pairs that reach into later iterations."""
-    least = max(graph.least_stages) + 1
-    if least <= limits.in_flight:
-        return
+    """Refuse limits under which no plan exists: pairs that reach into later iterations.
+
+    Such a consumer is in a later stage than its producer; so no frozen task, which is in the last
+    stage, may come before it. Otherwise a cycle of the graph has no distance, and no interval is
+    long enough for it.
+    """
     reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
     pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
-    text = (
-        f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan: "
-        f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or more"
-    )
+    least = max(graph.least_stages) + 1
+    if least > limits.in_flight:
+        text = (
+            f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan: "
+            f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or "
+            "more"
+        )
+    elif late := _behind_the_last(graph):
+        text = (
+            f"the limits freeze {listed(sorted(graph.names[v] for v in graph.frozen))} in the last "
+            f"stage, but {listed(late)} must be in a later one: same_period_deps reach into later "
+            f"iterations ({pairs}); leave a task of these pairs out of frozen"
+        )
+    else:
+        return
     raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
+
+
+def _behind_the_last(graph: ScheduleGraph) -> list[str]:
+    """Return the tasks that would have to be in a later stage than the frozen ones."""
+    stages = dict.fromkeys(graph.frozen, 0)
+    for _ in range(graph.size if any(d < 0 for _, _, d in graph.deps) else 0):
+        for consumer, producer, distance in graph.deps:
+            if producer in stages:
+                least = stages[producer] - distance
+                stages[consumer] = max(stages.get(consumer, least), least)
+    return [graph.names[v] for v, stage in stages.items() if stage > 0]
 
 
 def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
@@ -391,24 +414,6 @@ def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
         if streams and plan.names_streams:
             for ahead in range((plan.launch_limit or 0) - 1, -1, -1):
                 yield replace(shallow, run_ahead=ahead)
-
-
-def check_limit(max_bytes: int, costs: CostModel | None = None) -> None:
-    """Refuse a limit that is none, or to what is not known.
-
-    Raises:
-        PlanError: ``max_bytes`` is not an integer of 1 or more, or costs are given that lack the
-            memory.
-    """
-    problems = []
-    if type(max_bytes) is not int or max_bytes < 1:
-        rule = "give a number of bytes, 1 or more"
-        problems.append(Problem(f"max_bytes is {shown(max_bytes)}: {rule}"))
-    if costs is not None and costs.memory is None:
-        mend = "give CostModel(memory=measure_memory(tasks, batches))"
-        problems.append(Problem(f"max_bytes needs what the tasks hold: {mend}"))
-    if problems:
-        raise PlanError(problems)
 
 
 # ------------------------------------------------------------------------------------------ words

@@ -141,6 +141,19 @@ def test_limits_that_admit_no_plan_say_which_binds() -> None:
     assert all(dep.lag >= 0 for dep in resolve_plan(choice.plan).dependences)
 
 
+def test_frozen_tasks_that_cannot_be_in_one_stage_are_refused() -> None:
+    """A pair that reaches into a later iteration: their bound would be infinite."""
+    schedule = {"read": TaskSchedule(), "work": TaskSchedule(stage=1)}
+    reaching = loop(schedule=schedule, deps=(), same_period_deps=[("work", "read")])
+    for frozen in (["read", "work"], ["read"]):
+        with pytest.raises(
+            PlanError, match=r"freeze .*but work must be in a later one.*\(work aft"
+        ):
+            auto_plan(reaching, COSTS, limits=Limits(frozen=frozen), streams=False)
+    choice = auto_plan(reaching, COSTS, limits=Limits(frozen=["work"]), streams=False)
+    assert choice.bounds.ii_us <= choice.ii_us
+
+
 def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
     """A state that the next iteration reads, with no dependence that says so."""
     state = Location("model", True)

@@ -10,7 +10,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
-from swpipe.planning import auto_plan
+from swpipe.planning import Limits, auto_plan
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler import measure_memory
 from tests.support.memory_work import MemoryWork
@@ -30,10 +30,11 @@ def test_random_plans_keep_the_limit(seed: int) -> None:
     work = MemoryWork(seed)
     free = auto_plan(work.plan, work.costs, streams=False, effort=0.02)
     with pytest.raises(PlanError, match="the smallest peak found is") as refused:
-        auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=1)
+        auto_plan(work.plan, work.costs, streams=False, effort=0.02, limits=Limits(max_bytes=1))
     least = int(str(refused.value).rpartition(" bytes: ")[0].rpartition(" ")[2])
     limit = (least + held_by(free.plan, work.costs)) // 2
-    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
+    limits = Limits(max_bytes=limit)
+    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, limits=limits)
     assert held_by(found.plan, work.costs) <= limit
 
 
@@ -47,7 +48,8 @@ def test_random_plans_keep_the_limit(seed: int) -> None:
 def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -> None:
     """Without the first, no plan fits; without the second, one of 105.2 us."""
     work = MemoryWork(seed)
-    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, max_bytes=limit)
+    limits = Limits(max_bytes=limit)
+    found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, limits=limits)
     assert held_by(found.plan, work.costs) <= limit
     assert found.ii_us <= ii_us + 0.1
 
@@ -65,11 +67,11 @@ def test_what_a_limit_costs_is_told() -> None:
     plan, costs = two_tasks()
     free = auto_plan(plan, costs, streams=False)
     assert held_by(free.plan, costs) == 2 * MIB
-    found = auto_plan(plan, costs, streams=False, max_bytes=MIB)
+    found = auto_plan(plan, costs, streams=False, limits=Limits(max_bytes=MIB))
     assert held_by(found.plan, costs) == MIB
     assert found.ii_us == pytest.approx(200)
     assert "The limit of 1 MiB costs 0.100 ms per iteration: without it 0.100 ms." in found.why
-    same = auto_plan(plan, costs, streams=False, max_bytes=2 * MIB)
+    same = auto_plan(plan, costs, streams=False, limits=Limits(max_bytes=2 * MIB))
     assert same.plan == free.plan
     assert same.why[:-1] == free.why
 
@@ -84,7 +86,7 @@ def test_less_run_ahead_is_tried_before_less_depth() -> None:
     plan = PipelinePlan(schedule, deps=[("work", "copy")])
     free = auto_plan(plan, costs)
     assert (free.ii_us, free.in_flight, free.plan.run_ahead) == (100, 2, None)
-    found = auto_plan(plan, costs, max_bytes=2 * MIB)
+    found = auto_plan(plan, costs, limits=Limits(max_bytes=2 * MIB))
     assert (found.ii_us, found.in_flight, found.plan.run_ahead) == (115, 2, 0)
 
 
@@ -92,7 +94,7 @@ def test_a_limit_that_cannot_be_kept_is_refused() -> None:
     """With the smallest peak."""
     plan, costs = two_tasks()
     with pytest.raises(PlanError, match="smallest peak found is 1 MiB, 1048576 bytes"):
-        auto_plan(plan, costs, streams=False, max_bytes=MIB - 1)
+        auto_plan(plan, costs, streams=False, limits=Limits(max_bytes=MIB - 1))
 
 
 def test_what_an_optimizer_keeps_is_no_part_of_it() -> None:

@@ -6,22 +6,31 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import swpipe.doctor.environment
-import swpipe.doctor.examination
+import swpipe.reporting.environment
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.device import resolve
-from swpipe.doctor import diagnose
-from swpipe.doctor.environment import environment_findings
-from swpipe.profiler.other_load import OtherLoad
+from swpipe.reporting import Finding
+from swpipe.reporting.environment import environment_findings
+from tests.reporting.examined import rules
+from tests.support.bare import bare_environment
 
 CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of this machine is not examined."""
+    bare_environment(monkeypatch)
+
+
+def findings() -> list[Finding]:
+    """Return what is found on this machine without a plan."""
+    return list(environment_findings(resolve("cpu"), None, 0))
 
 
 def groups(count: int) -> PipelinePlan:
@@ -57,16 +66,16 @@ def test_too_many_threads(
     places: list[str],
 ) -> None:
     """Of torch, of the loader, of the plan, and of all of them together."""
-    monkeypatch.setattr(swpipe.doctor.environment, "cores", lambda: cores)
+    monkeypatch.setattr(swpipe.reporting.environment, "cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = list(environment_findings(resolve("cpu"), plan, workers))
-    assert [(one.rule, one.place) for one in found] == [("threads", place) for place in places]
+    assert rules(found) == [("threads", place) for place in places]
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one rank starts, all ranks of the machine start."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(CORES + 1))
-    assert [one.place for one in diagnose().findings] == ["torch's intra-op threads"]
+    assert [one.place for one in findings()] == ["torch's intra-op threads"]
 
 
 def test_settings_that_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,26 +86,10 @@ def test_settings_that_block(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.autograd.set_detect_anomaly(True, check_nan=False),
         set_to(sys.getswitchinterval, sys.setswitchinterval, 0.1),
     ):
-        found = diagnose().findings
+        found = findings()
     assert {one.rule for one in found} == {"blocking-setting"}
     assert [one.place for one in found] == [
         "OMP_WAIT_POLICY=ACTIVE",
         "anomaly detection",
         "switch interval of 0.1 s",
     ]
-
-
-def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the profiler goes by, too: other processes take most of the cores."""
-    load = SimpleNamespace(others=partial(OtherLoad, 1.5, 2))
-    monkeypatch.setattr(swpipe.doctor.examination, "load_so_far", lambda **given: load)
-    (found,) = diagnose().findings
-    assert (found.rule, found.place) == ("busy-machine", "machine")
-    assert "other processes use 1.5 of 2 cores" in str(found)
-
-
-def test_nothing_is_found_of_nothing() -> None:
-    """Without tasks nothing runs, and there is no headroom."""
-    found = diagnose()
-    assert (found.findings, found.headroom) == ((), None)
-    assert str(found) == "no findings: machine and settings, for device cpu"

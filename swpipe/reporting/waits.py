@@ -22,8 +22,8 @@ import torch
 from swpipe._engine.observers import Observer
 from swpipe._engine.program import Instruction
 from swpipe.device import Device, on_cpu
-from swpipe.doctor.diagnosis import Finding
 from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
+from swpipe.reporting.finding import Finding
 
 SYNC, SHAPE, UNPINNED = "host-sync", "shape-from-data", "unpinned-copy"
 

@@ -11,7 +11,7 @@ import torch
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
-from swpipe.doctor.diagnosis import Finding
+from swpipe.reporting.finding import Finding
 
 _MOST_SWITCH_S = 0.02  # four times Python's own
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -31,7 +31,7 @@ _BLOCKING = (
 def environment_findings(
     device: Device, plan: PipelinePlan | None, workers: int
 ) -> Iterator[Finding]:
-    """The findings that need no loop.
+    """Yield the findings that need no loop.
 
     Args:
         device: Where the tasks work.

@@ -1,4 +1,4 @@
-"""Doctor on device work: each planted fault is found at its line, and clean loops have none."""
+"""Findings of device work: each planted fault is found at its line, and clean loops have none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import swpipe.doctor.examination
 from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
 from swpipe.device import resolve
-from swpipe.doctor import Diagnosis, diagnose
-from swpipe.doctor.waits import sync_debug
+from swpipe.reporting.waits import sync_debug
 from tests.device.accelerator.work import DEVICE
+from tests.reporting.examined import examined, rules
 
 NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL", "TORCH_NCCL")
 
@@ -25,7 +24,6 @@ NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the machine's own is found."""
-    monkeypatch.setattr(swpipe.doctor.examination, "load_so_far", lambda **given: None)
     for name in [name for name in os.environ if name.startswith(NAMES)]:
         monkeypatch.delenv(name)
 
@@ -58,15 +56,12 @@ def batches() -> list[Tensor]:
     return [torch.ones(4, 8).pin_memory() for _ in range(3)]
 
 
-def rules(found: Diagnosis) -> list[tuple[str, str]]:
-    """Rule and place of each finding."""
-    return [(one.rule, one.place) for one in found.findings]
-
-
 def last_line(fn: Any) -> str:
     """The place of a function's last line, as findings name it."""
     lines, first = inspect.getsourcelines(fn)
-    return f"tests/device/accelerator/test_doctor.py:{first + len(lines) - 1}, task {fn.__name__!r}"
+    return (
+        f"tests/device/accelerator/test_findings.py:{first + len(lines) - 1}, task {fn.__name__!r}"
+    )
 
 
 def plan_of(tasks: list[PipelineTask], priority: int) -> PipelinePlan:
@@ -90,7 +85,7 @@ def test_a_clean_loop_has_no_findings() -> None:
         ctx.x = torch.empty(4, 8, device=DEVICE).copy_(ctx.batch, non_blocking=True)
 
     tasks = training(add, first=copy)
-    found = diagnose(tasks, batches(), plan=plan_of(tasks, 0))
+    found = examined(tasks, batches(), plan=plan_of(tasks, 0))
     assert rules(found) == []  # the stream has nothing but copies, which need no priority
 
 
@@ -111,7 +106,7 @@ def test_a_clean_loop_with_masks_and_priorities_has_no_findings() -> None:
         ctx.order = torch.arange(4, device=DEVICE)
 
     tasks = training(order, mask, first=exchange)
-    assert rules(diagnose(tasks, batches(), plan=plan_of(tasks, -1))) == []
+    assert rules(examined(tasks, batches(), plan=plan_of(tasks, -1))) == []
 
 
 # ---------------------------------------------------------------------------------------- planted
@@ -164,9 +159,9 @@ WAITS = {
 
 def test_each_wait_for_the_device_is_found() -> None:
     """At its line, once per iteration; nothing else is. A tensor of values is an unpinned copy."""
-    found = diagnose(training(*WAITS), batches())
+    found = examined(training(*WAITS), batches())
     assert sorted(rules(found)) == sorted((rule, last_line(fn)) for fn, rule in WAITS.items())
-    assert all(one.text.endswith("; 1 per iteration") for one in found.findings)
+    assert all(one.text.endswith("; 1 per iteration") for one in found)
 
 
 def unpinned(ctx: IterContext) -> None:
@@ -180,7 +175,7 @@ def blocking(ctx: IterContext) -> None:
 @pytest.mark.parametrize(("fault", "rule"), [(unpinned, "unpinned-copy"), (blocking, "host-sync")])
 def test_a_copy_that_does_not_overlap_is_found(fault: Any, rule: str) -> None:
     """From memory that is not pinned; or from pinned memory, but blocking."""
-    assert rules(diagnose(training(first=fault), batches())) == [(rule, last_line(fault))]
+    assert rules(examined(training(first=fault), batches())) == [(rule, last_line(fault))]
 
 
 def test_a_wait_in_an_autograd_function_is_found() -> None:
@@ -199,7 +194,7 @@ def test_a_wait_in_an_autograd_function_is_found() -> None:
         w = torch.ones(8, device=DEVICE, requires_grad=True)
         Reading.apply(w).sum().backward()
 
-    ((rule, place),) = rules(diagnose(training(seen), batches()))
+    ((rule, place),) = rules(examined(training(seen), batches()))
     assert rule == "host-sync"
     assert place.endswith("task 'seen'")
 
@@ -211,7 +206,7 @@ def test_a_variable_that_keeps_streams_in_turn_is_found(
     """One connection for several streams; or kernels that block."""
     monkeypatch.setenv(name, "1")
     rule = "connections" if "CONNECTIONS" in name else "blocking-setting"
-    assert rules(diagnose(training(), batches())) == [(rule, f"{name}=1")]
+    assert rules(examined(training(), batches())) == [(rule, f"{name}=1")]
 
 
 def test_more_streams_than_connections_are_found() -> None:
@@ -222,9 +217,9 @@ def test_more_streams_than_connections_are_found() -> None:
         **{task: TaskSchedule() for task in tasks},
         **{task: TaskSchedule(stream=task.name) for task in more},
     }
-    found = diagnose([*tasks, *more], batches(), plan=PipelinePlan(schedule))
+    found = examined([*tasks, *more], batches(), plan=PipelinePlan(schedule))
     assert rules(found) == [("connections", "CUDA_DEVICE_MAX_CONNECTIONS=8")]
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=9" in found.findings[0].mend
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=9" in found[0].mend
 
 
 def test_streams_of_one_priority_are_found() -> None:
@@ -234,9 +229,9 @@ def test_streams_of_one_priority_are_found() -> None:
         ctx.x = ctx.batch.to(DEVICE, non_blocking=True) * 2.0
 
     tasks = training(first=exchange)
-    found = diagnose(tasks, batches(), plan=plan_of(tasks, 0))
+    found = examined(tasks, batches(), plan=plan_of(tasks, 0))
     assert rules(found) == [("stream-priority", "plan")]
-    assert "StreamSpec(priority=-1)" in found.findings[0].mend
+    assert "StreamSpec(priority=-1)" in found[0].mend
 
 
 def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +249,7 @@ def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         if on:
             warnings.warn(text, stacklevel=1)
 
-    found = diagnose(training(told), batches())
+    found = examined(training(told), batches())
     lines = [int(place.partition(",")[0].rpartition(":")[2]) for _, place in rules(found)]
     assert [rule for rule, _ in rules(found)] == ["host-sync", "host-sync"]
     assert lines[1] == lines[0] + 2

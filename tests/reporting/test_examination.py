@@ -1,6 +1,6 @@
 """Each planted fault is found, and nothing else; clean loops have no findings.
 
-Faults of device work are planted in ``tests/device/accelerator/test_doctor.py``.
+Faults of device work are planted in ``tests/device/accelerator/test_findings.py``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from torch.utils.data import (
 )
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe.doctor import Diagnosis, diagnose
 from tests.profiler.sleepers import contend, sleeper
+from tests.reporting.examined import examined, rules
+from tests.support.bare import bare_environment
 from tests.support.virtual_clock import TimedHost
 
 CORES = len(os.sched_getaffinity(0))
 
 
-def rules(found: Diagnosis) -> list[tuple[str, str]]:
-    """Rule and place of each finding."""
-    return [(one.rule, one.place) for one in found.findings]
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of this machine is not examined."""
+    bare_environment(monkeypatch)
 
 
 def training(*, compiled: bool = False) -> list[PipelineTask]:
@@ -92,7 +94,7 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
     before = set(multiprocessing.active_children())
     gc.disable()
     try:
-        assert rules(diagnose(tasks, of_data(num_workers=1), plan=plan, rounds=2)) == []
+        assert rules(examined(tasks, of_data(num_workers=1), plan=plan, rounds=2)) == []
         assert set(multiprocessing.active_children()) <= before  # its workers have ended
     finally:
         gc.enable()
@@ -101,15 +103,11 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
 def test_a_clean_loop_over_a_list_has_no_findings() -> None:
     """Batches in memory, and reading a loss that is on the host anyway."""
     log = PipelineTask("log", lambda ctx: ctx.loss.item())
-    found = diagnose([*training(), log], batches())
-    assert found.findings == ()
-    assert str(found).startswith("no findings: decode, forward, backward, step, log, on device cpu")
-    with pytest.raises(ValueError, match="batches is empty"):
-        diagnose(training(), ())
+    assert examined([*training(), log], batches()) == ()
 
 
 def test_all_state_is_put_back() -> None:
-    """A diagnosis trains nothing."""
+    """An examination trains nothing."""
     weight = nn.Parameter(torch.ones(8))
 
     def train(ctx: IterContext) -> None:
@@ -117,7 +115,7 @@ def test_all_state_is_put_back() -> None:
         with torch.no_grad():
             weight.sub_(weight.grad)
 
-    diagnose([PipelineTask("train", train)], batches(), rounds=2)
+    examined([PipelineTask("train", train)], batches(), rounds=2)
     assert torch.equal(weight, torch.ones(8))
 
 
@@ -140,10 +138,10 @@ class Made(Dataset[Tensor]):
 
 def test_a_loader_in_this_process_is_found(host: TimedHost) -> None:
     """Its batches take 4 ms between two steps, on the CPU."""
-    found = diagnose(training(), DataLoader(Made(host, 1), batch_size=4), rounds=2)
+    found = examined(training(), DataLoader(Made(host, 1), batch_size=4), rounds=2)
     assert rules(found) == [("loader-in-process", "loader")]
-    assert "4.000 ms of a step" in found.findings[0].text
-    assert "on the CPU" in found.findings[0].text
+    assert "4.000 ms of a step" in found[0].text
+    assert "on the CPU" in found[0].text
 
 
 class Slow(SequentialSampler):
@@ -177,7 +175,7 @@ def test_workers_that_all_read_the_whole_are_found() -> None:
 
     def found(workers: int = 2, **given: Any) -> bool:
         loader = DataLoader(Streamed(**given), 4, num_workers=workers)
-        return ("repeated-rows", "loader") in rules(diagnose(training(), loader, rounds=2))
+        return ("repeated-rows", "loader") in rules(examined(training(), loader, rounds=2))
 
     assert found(parts=False)
     assert not found(parts=True)
@@ -189,7 +187,7 @@ def test_workers_that_are_too_slow_are_found(host: TimedHost) -> None:
     """The loop waits for a loader that has workers."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
-    assert rules(diagnose(training(), loader, rounds=2)) == [("slow-loader", "loader")]
+    assert rules(examined(training(), loader, rounds=2)) == [("slow-loader", "loader")]
 
 
 PURE: dict[str, Any] = {"pure": True}
@@ -214,7 +212,7 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
         host.compute(1e-3)
         contender.held_s += 0.0 if holds else 1e-3
 
-    found = diagnose([PipelineTask("parse", parse, **declared), waiting(host)], batches())
+    found = examined([PipelineTask("parse", parse, **declared), waiting(host)], batches())
     told = [("interpreter-lock", "task 'parse'")]
     assert rules(found) == (told if is_found else [])
 
@@ -237,7 +235,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
     """A break that torch makes itself is none: its optimizers run hooks between two graphs."""
-    assert rules(diagnose(training(compiled=True), batches(), rounds=2)) == []
+    assert rules(examined(training(compiled=True), batches(), rounds=2)) == []
 
 
 def test_a_graph_break_is_found(fresh_compiler: None) -> None:
@@ -250,7 +248,7 @@ def test_a_graph_break_is_found(fresh_compiler: None) -> None:
         return y + 1
 
     tasks = [PipelineTask("scale", lambda ctx: scale(ctx.batch))]
-    found = diagnose(tasks, batches(), rounds=2)
+    found = examined(tasks, batches(), rounds=2)
     line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
     assert rules(found) == [("graph-break", f"{__file__}:{line}")]
-    assert "graph_break()" in found.findings[0].mend
+    assert "graph_break()" in found[0].mend

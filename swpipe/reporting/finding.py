@@ -1,0 +1,25 @@
+"""What a report finds that keeps work from overlapping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that keeps work from overlapping.
+
+    Attributes:
+        rule: Which kind it is, such as "host-sync"; the guide lists them.
+        place: ``file:line`` and the task; or a variable, a setting, "plan", "loader" or "machine".
+        text: What is the case, and what it prevents.
+        mend: What to do about it.
+    """
+
+    rule: str
+    place: str
+    text: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text} [{self.rule}]\n  mend: {self.mend}"
