@@ -67,7 +67,7 @@ def hstu(device: str, folder: Path) -> Workload:
     """Under presets of threads."""
     model = hstu_model.HSTURanking(SMALL).to(device)
     step = TrainStep([torch.optim.Adagrad(model.parameters(), lr=0.05)], per_token=PerToken())
-    options = TaskOptions(forward="own", grouped=hstu_groups(True))
+    options = TaskOptions(forward="own", grouped=hstu_groups(True, split=False))
     made = SparseDistTasks(model, step, options, device=device).tasks()
     schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
     histories = hstu_model.generate_ratings(4 * HSTU_STEPS, SMALL.items, SMALL.longest, seed=0)

@@ -22,6 +22,24 @@ from tests.tasks.torchrec.trial import Late, Outcome, late_tasks, to_the_end
 
 BATCH = 4
 
+CASCADE = {
+    "h2d": 5, "start_shuffle": 4, "finish_shuffle": 3, "start_input_dist": 3, "wait_input_dist": 2,
+    "prefetch_embeddings": 1,
+}  # fmt: skip
+"""A lookahead for each task, as in recsys-examples: six batches are in flight."""
+
+GATED = {
+    "version": 1,
+    "thread_map": "all_noncritical_on_io",
+    "lookahead": CASCADE,
+    "same_progress_sync": {
+        "h2d": [{"task": "global_tokens_allreduce", "sides": "gpu"}],
+        "start_shuffle": [{"task": "ranking_embedding_forward", "sides": "none"}],
+        "wait_input_dist": {"task": "compute_output_dist", "sides": "cpu"},
+    },
+}
+"""The cascade on one thread, with waits within a period that order the host, a stream, nothing."""
+
 
 class Case(NamedTuple):
     """One way to train.
@@ -32,13 +50,15 @@ class Case(NamedTuple):
         depth: The prefetch depth.
         balanced: The shuffler balances; otherwise there is none.
         wrapper: "ddp" or "megatron"; "plain" is not sharded, within DDP where there are ranks.
+        config: A schedule configuration.
     """
 
-    preset: str = "default"
+    preset: str | None = "default"
     prefetch: bool = True
     depth: int = 1
     balanced: bool = False
     wrapper: str = "ddp"
+    config: str | None = None
 
 
 def batches(count: int, seed: int = 0) -> Iterator[Any]:
@@ -118,7 +138,7 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
         HSTUPipeline(
             model, optimizer, CPU,
             prefetch=case.prefetch, prefetch_depth=case.depth, batch_shuffler=shuffler,
-            thread_map=case.preset,
+            thread_map=case.preset, schedule_config=case.config,
         ) as pipe,
     ):  # fmt: skip
         outputs = flat(to_the_end(pipe, batches(steps)))
