@@ -232,7 +232,8 @@ def _references(tasks: Collection[Task]) -> Iterator[Problem]:
 
 
 def _future_read(edge: TaskEdge) -> Problem:
-    consumer, producer = edge.consumer, edge.producer
+    consumer = edge.consumer
+    producer = edge.producer
     entry = (edge.value, -edge.distance) if edge.distance else edge.value
     which = f"which {producer.name!r} writes" if edge.field == "reads" else "which"
     before = f" {edge.distance} batch(es) before" if edge.distance else ""
