@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
 from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.torchrec.hstu import HSTUPipeline
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
@@ -96,6 +101,46 @@ def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
     if wrapper == "ddp":
         return model, torch.optim.SGD(dense, lr=0.1)
     return within_megatrons(model, model._dmp_wrapped_module.module, dense)
+
+
+def shard_tables(
+    whole: nn.Module, path: str, sharder: Any, device: torch.device, learning_rate: float
+) -> nn.Module:
+    """Return a model over all ranks, within DDP; table t is on rank t % R.
+
+    Args:
+        whole: The model, whose parameters are the same on all ranks.
+        path: Where its collection of tables is, which a fused Adagrad updates in backward.
+        sharder: For that collection.
+        device: Of the ranks.
+        learning_rate: Of the tables.
+    """
+    tables = whole.get_submodule(path)
+    initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
+    options = {"lr": learning_rate}
+    apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
+    size = dist.get_world_size()
+    # Parameters are named "embeddings.NAME.weight", or "embedding_bags.NAME.weight".
+    plan = construct_module_sharding_plan(
+        tables,
+        {name.split(".")[1]: table_wise(rank=t % size) for t, name in enumerate(initial)},
+        sharder=sharder,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        world_size=size,
+        device_type=device.type,
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with warnings.catch_warnings():  # TorchRec gives DDP an argument that has been renamed
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        sharded: nn.Module = DistributedModelParallel(
+            whole, env, device, ShardingPlan({path: plan}), sharders=[sharder]
+        )
+    # TorchRec draws a sharded table's rows anew; as they were, they depend on the seed alone.
+    with torch.no_grad():
+        for name, value in sharded.named_parameters():
+            if name.startswith(path) and value.numel():
+                value.copy_(initial[name.removeprefix(f"{path}.")])
+    return sharded
 
 
 def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
