@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("torchrec")
-pytest.importorskip("polars")
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
