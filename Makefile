@@ -52,7 +52,7 @@ help: ## list the targets
 # A target installs what it needs and no more. Each level is an extra of pyproject.toml with a stamp
 # in VENV, written last: an interrupted installation is taken up again. swpipe is built by the
 # setuptools of VENV: to install one for each build takes longer than the builds.
-LEVELS := demo clicks test lint docs bench
+LEVELS := demo clicks torchrec test lint docs bench
 STAMPS := $(LEVELS:%=$(VENV)/.%)
 SWPIPE := --no-build-isolation --editable
 TORCHREC_CPU := --no-build-isolation --no-deps -r requirements-torchrec-cpu.txt
@@ -81,13 +81,18 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python
 	@$(BIN)/python -c 'import swpipe.cli.app, torch._dynamo'
 	@touch $@
 
-$(VENV)/.clicks: requirements-torchrec-cpu.txt $(VENV)/.demo
-	@echo "Installing polars, TorchRec and what else the click model needs into $(VENV)."
-	@$(call install,$(SWPIPE) '.[clicks]')
+$(VENV)/.clicks: $(VENV)/.demo
+	@echo "Installing polars, which the click model reads with, into $(VENV)."
+	@$(call install,$(SWPIPE) '.[examples]')
+	@touch $@
+
+$(VENV)/.torchrec: requirements-torchrec-cpu.txt $(VENV)/.clicks
+	@echo "Installing TorchRec and what it needs into $(VENV)."
+	@$(call install,$(SWPIPE) '.[torchrec]')
 	@$(call install,$(TORCHREC_CPU))
 	@touch $@
 
-$(filter-out %/.demo %/.clicks,$(STAMPS)): $(VENV)/.%: $(VENV)/.clicks
+$(filter-out %/.demo %/.clicks %/.torchrec,$(STAMPS)): $(VENV)/.%: $(VENV)/.torchrec
 	@echo "Installing what $* needs into $(VENV)."
 	@$(call install,$(SWPIPE) '.[$*]')
 	@touch $@
@@ -95,8 +100,8 @@ $(filter-out %/.demo %/.clicks,$(STAMPS)): $(VENV)/.%: $(VENV)/.clicks
 demo: $(VENV)/.demo ## train an image model serially and pipelined, compare, break down, draw
 	@$(BIN)/swpipe demo $(ARGS)
 
-demo-clicks: $(VENV)/.clicks ## the same with a click model of TorchRec's
-	@$(BIN)/swpipe demo --workload clicks $(ARGS)
+demo-clicks: $(VENV)/.clicks ## train a click model serially and pipelined, and compare
+	@$(BIN)/python docs/examples/clicks/train_clicks.py $(ARGS)
 
 # With the test backend a process sees an accelerator for ever: its tests have processes of their own.
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops

@@ -18,27 +18,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from bench import gains
 from bench.data_bound import files, loop_tasks
 from bench.measure import Row, Spread, sharpen_timers, tolerated
 from bench.measure import report as print_rows
 from bench.verdicts import CLOCK, TOO_BUSY, loader_of
 from swpipe import PipelinePlan, SWPipeline, report
-from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.reporting.measuring import report_on
-from swpipe.tasks.workload import workloads
 from swpipe.tuning.autotuning import Loop
 from tests.reporting.known_loops import CASES, Case, tasks_of
+from tests.support.click_example import HAS_POLARS
 
-MODELS, ON_RANKS = ("images", "clicks"), "clicks, two ranks"
-NEEDS = dict.fromkeys(("clicks", ON_RANKS), ("polars", "torchmetrics", "torchrec", "fbgemm_gpu"))
 OWN, FILES = "my_loop:loop", "a data-bound loop"
 KNOWN = (
     *("a decode", "two that feed", "a task that waits", "a loader in turn"),
@@ -89,23 +86,12 @@ def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, Pipeline
         tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
         yield Loop(tasks, files(cache), "cpu"), {}
     else:
-        work = workloads()[name.partition(",")[0]]
-        if name == ON_RANKS:
-            assert work.on_ranks is not None
-            work = work.on_ranks
-        options = {option.name: option.default for option in work.options}
-        job = work.open_job(work.configure({**options, "device": "cpu", "cache_dir": cache}))
-        plans = {plan: make() for plan, make in work.plans.items() if plan != "serial"}
-        with closing(job):
-            loop = Loop(
-                [*job.tasks()],
-                [*job.batches(_BATCHES)],
-                "cpu",
-                plans[work.usual_plan],
-                context=job.context,
-                over_ranks=job.over_ranks,
-            )
-            yield loop, plans
+        make, plans = gains.opened(name, cache)
+        with closing(make()) as job:
+            ready_made = {plan: make() for plan, make in plans.items() if plan != "serial"}
+            like = next(iter(ready_made.values()))
+            loop = Loop([*job.tasks()], [*job.batches(_BATCHES)], "cpu", like, context=job.context)
+            yield loop, ready_made
 
 
 def kept(name: str, cache: Path) -> Kept:
@@ -145,21 +131,13 @@ def _turn_s(pipe: SWPipeline[Any], batches: Iterator[Any], steps: int) -> float:
     contexts = pipe.iterate(islice(batches, steps + 3 * depth + 2))
     ends_s = [time.perf_counter() for _ in contexts]
     first, last = 2 * depth + 1, len(ends_s) - depth - 1
-    took_s = (ends_s[last] - ends_s[first]) / (last - first)
-    return took_s if is_alone() else max(gather(took_s))  # ranks do the same number of steps
+    return (ends_s[last] - ends_s[first]) / (last - first)
 
 
 def measured(name: str, cache: Path) -> Row:
     """A row, and a line of progress."""
     begin_s = time.monotonic()
-    if name == ON_RANKS:
-        from tests.support.ranks import Ranks
-
-        with Ranks(2, deadline_s=400.0) as ranks:
-            found: Kept = ranks.run(kept, name, cache)[0]
-    else:
-        found = kept(name, cache)
-    row = found.row(name)
+    row = kept(name, cache).row(name)
     took = f"{time.monotonic() - begin_s:.0f} s"
     print(f"{took}, {name}: {row.ours}, {row.beside} {row.verdict}", file=sys.stderr, flush=True)
     return row
@@ -167,7 +145,7 @@ def measured(name: str, cache: Path) -> Row:
 
 def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
     """A row per loop and report."""
-    there = [n for n in (*MODELS, ON_RANKS) if all(map(find_spec, NEEDS.get(n, ())))]
+    there = ["images", *(["clicks"] if HAS_POLARS else [])]
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as cache:
         wanted = [*names] or [*there, OWN, FILES, *KNOWN]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swpipe.core.dependence import ProposedEdge, ProposedStage
 from swpipe.core.messages import shorten
 
 __all__ = [
@@ -32,10 +33,18 @@ _MOST_IN_PROBLEM = 3000
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a plan; the cells of ``tasks`` are marked in the grid."""
+    """One thing that is wrong with a plan.
+
+    Attributes:
+        text: What is wrong, and what to change.
+        tasks: The tasks at fault, whose cells are marked in the grid.
+        terms: The edges and stages that the text proposes; the text has the ``str`` of each. A
+            front end replaces them by its own words.
+    """
 
     text: str
     tasks: tuple[str, ...] = ()
+    terms: tuple[ProposedEdge | ProposedStage, ...] = ()
 
 
 class PlanError(ValueError):

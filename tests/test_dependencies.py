@@ -21,8 +21,8 @@ needs_repository = pytest.mark.skipif(not PROJECT.exists(), reason="needs the re
 WORKLOADS = "tasks"
 """The package of the workloads, whose modules may need libraries of their own."""
 
-EXTRA_OF_WORKLOADS = "clicks"
-EXTRAS = ("clicks", "plot")
+EXTRA_OF_WORKLOADS = "torchrec"
+EXTRAS = ("torchrec", "plot")
 """What the user may install besides; functions that need one of these say so."""
 
 NOT_DECLARED = {"torchrec", "typing_extensions"}

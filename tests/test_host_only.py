@@ -91,7 +91,7 @@ def test_a_lookahead_tasks_side_becomes_it() -> None:
         )
         schedule = Schedule((Stage(tasks),), ("default",))
         names = {task.name: "default" for task in tasks}
-        return translate(schedule, StreamPool({"default": None}), names, lambda: 0)
+        return translate(schedule, StreamPool({"default": None}), names)
 
     assert translated().host_only == ()
     assert translated(same_progress_sync_sides=SameProgressSyncSide.CPU).host_only == (PAIR,)

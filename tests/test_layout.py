@@ -47,7 +47,7 @@ MAY_USE = {
 EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
-SHARED_NAMES = {"_torchrec", "clicks", "pipeline_parallel", "torchrec", "transformer"}
+SHARED_NAMES = {"pipeline_parallel", "torchrec", "transformer"}
 """A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")

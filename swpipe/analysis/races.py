@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from swpipe.analysis.happens_before import HappensBefore
-from swpipe.core.dependence import CycleError
+from swpipe.core.dependence import CycleError, ProposedEdge, ProposedStage
 from swpipe.core.effects import (
     DRAWS,
     UNDECLARED,
@@ -177,8 +177,9 @@ def race_problems(
         table = {name: touched for name, touched in effects.items() if name in pair}
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(plan, violation) if len(failing) < len(guaranteed) else ""
-        text = where + _text(plan, violation) + _meant(plan, table, violation, failing)
-        problems.append(Problem(text, pair))
+        mends = None if PULL in pair else Mends.of(plan, violation)
+        text = where + _text(plan, violation, mends) + _meant(plan, table, violation, failing)
+        problems.append(Problem(text, pair, mends or ()))
     return problems
 
 
@@ -301,8 +302,40 @@ def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
 # --------------------------------------------------------------------------------------- in words
 
 
-def _text(plan: PipelinePlan, violation: Violation) -> str:
-    """What is wrong, over what, and what would mend it."""
+class Mends(NamedTuple):
+    """The changes of a plan that the message of a violation may propose.
+
+    Attributes:
+        edge: Makes the consumer wait.
+        reverse: Makes the producer wait, in the same period.
+        consumer_later: With the edge, where the consumer's stage comes too early for it.
+        producer_earlier: The same for the producer.
+        consumer_after: With the edge, where it would close a cycle.
+    """
+
+    edge: ProposedEdge
+    reverse: ProposedEdge
+    consumer_later: ProposedStage
+    producer_earlier: ProposedStage
+    consumer_after: ProposedStage
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, violation: Violation) -> Self:
+        """Return the changes for a violation between two tasks."""
+        consumer, producer, distance = violation.consumer, violation.producer, violation.distance
+        s_c = plan.schedule[consumer].stage
+        s_p = plan.schedule[producer].stage
+        return cls(
+            ProposedEdge(consumer, producer, distance),
+            ProposedEdge(producer, consumer, None),
+            ProposedStage(s_p - distance, "later", s_c),
+            ProposedStage(s_c + distance, "earlier", s_p),
+            ProposedStage(s_c + 1, "later"),
+        )
+
+
+def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
+    """Say what is wrong, over what, and what would mend it."""
     distance = violation.distance
     consumer = f"{violation.consumer!r} on iteration i"
     producer = f"{violation.producer!r} on iteration i" + (f" - {distance}" if distance else "")
@@ -312,13 +345,12 @@ def _text(plan: PipelinePlan, violation: Violation) -> str:
     if violation.either:
         return (
             f"{consumer} may come before or after {producer}, and {what}: stale reads are allowed, "
-            f"but must be the same in every run: {_mend(plan, violation)}"
-            f"{_mend_reversed(plan, violation)}"
+            f"but must be the same in every run: {_mend(plan, violation, mends)}"
+            f"{_mend_reversed(plan, violation, mends)}"
         )
     fault = "always comes before it" if violation.reversed else "may come before it"
-    return f"{consumer} must come after {producer}, but {fault}, and {what}: " + _mend(
-        plan, violation
-    )
+    mend = _mend(plan, violation, mends)
+    return f"{consumer} must come after {producer}, but {fault}, and {what}: {mend}"
 
 
 def _where(plan: PipelinePlan, violation: Violation) -> str:
@@ -333,10 +365,10 @@ def _name(stream: StreamRef) -> str:
     return "the caller's" if stream is None else repr(stream)
 
 
-def _mend(plan: PipelinePlan, violation: Violation) -> str:
-    """The edge to add or, where it could not be kept, what stands in its way."""
+def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
+    """Return the edge to add or, where it could not be kept, what stands in its way."""
     consumer, producer, distance = violation.consumer, violation.producer, violation.distance
-    if PULL in (consumer, producer):
+    if mends is None:
         return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
     if (consumer, producer) in plan.host_only:
         return (
@@ -344,7 +376,6 @@ def _mend(plan: PipelinePlan, violation: Violation) -> str:
             f'on streams: take ("{consumer}", "{producer}") out of host_only, or say on_host=True '
             "of a state that no device work uses"
         )
-    stage = {name: plan.schedule[name].stage for name in (consumer, producer)}
     if consumer == producer:
         silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
         word = "declare it (pure=True, or states in io), if that is not so; else " if silent else ""
@@ -353,37 +384,35 @@ def _mend(plan: PipelinePlan, violation: Violation) -> str:
             f'{word}leave workers out, or add cross_iter_deps=[("{consumer}", "{consumer}")], '
             "with which they take turns"
         )
-    edge = f'deps=[("{consumer}", "{producer}")]'
-    changed = replace(plan, deps=[*plan.deps, (consumer, producer)])
+    edge = mends.edge
+    pair = (consumer, producer)
+    changed = replace(plan, deps=[*plan.deps, pair])
     if distance:
-        edge = f'cross_iter_deps=[("{consumer}", "{producer}", {distance})]'
-        far = (consumer, producer, distance)
-        changed = replace(plan, cross_iter_deps=[*plan.cross_iter_deps, far])
-    if stage[consumer] - stage[producer] + distance < 0:
+        changed = replace(plan, cross_iter_deps=[*plan.cross_iter_deps, (*pair, distance)])
+    apart = plan.schedule[consumer].stage - plan.schedule[producer].stage
+    if apart + distance < 0:
         return (
-            f"move {consumer!r} from stage {stage[consumer]} to {stage[producer] - distance} or "
-            f"later, or {producer!r} from stage {stage[producer]} to {stage[consumer] + distance} "
-            f"or earlier, and add {edge}"
+            f"move {consumer!r} from {mends.consumer_later}, or {producer!r} from "
+            f"{mends.producer_earlier}, and add {edge}"
         )
     try:
         resolve_plan(changed)
     except CycleError as error:
         return (
             f"to add {edge} would make a cycle ({error}): take out what puts {consumer!r} first, "
-            f"or move {consumer!r} to stage {stage[consumer] + 1} or later, and add it"
+            f"or move {consumer!r} to {mends.consumer_after}, and add it"
         )
     return f"add {edge}"
 
 
-def _mend_reversed(plan: PipelinePlan, violation: Violation) -> str:
-    """How to make sure of the opposite order, where the two meet in one period."""
-    reader, writer = violation.consumer, violation.producer
-    if PULL in (reader, writer):
+def _mend_reversed(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
+    """Return how to make sure of the opposite order, where the two meet in one period."""
+    if mends is None:
         return ""
-    apart = plan.schedule[writer].stage - plan.schedule[reader].stage
+    apart = plan.schedule[violation.producer].stage - plan.schedule[violation.consumer].stage
     if violation.distance == 0 or apart != violation.distance:
         return ""
-    return f'; or, to read the older one, add same_period_deps=[("{writer}", "{reader}")]'
+    return f"; or, to read the older one, add {mends.reverse}"
 
 
 def _meant(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from swpipe.core.dependence import Cycle, CycleError
+from swpipe.core.dependence import Cycle, CycleError, ProposedStage
 from swpipe.core.drawing import format_grid
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
@@ -243,13 +243,17 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
 def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
     for dep in dependences_of(plan):
         if dep.lag < 0:
-            s_c, s_p = plan.schedule[dep.consumer].stage, plan.schedule[dep.producer].stage
+            consumer, producer = dep.consumer, dep.producer
+            s_c = plan.schedule[consumer].stage
+            s_p = plan.schedule[producer].stage
+            later = ProposedStage(s_c - dep.lag, "later")
+            earlier = ProposedStage(max(0, s_p + dep.lag), "earlier")
             yield Problem(
-                f"future read: {dep}: {dep.consumer!r} (stage {s_c}) runs {-dep.lag} period(s) "
-                f"before {dep.producer!r} (stage {s_p}) has: move {dep.consumer!r} to stage "
-                f"{s_c - dep.lag} or later, or {dep.producer!r} to stage "
-                f"{max(0, s_p + dep.lag)} or earlier",
-                (dep.consumer, dep.producer),
+                f"future read: {dep}: {consumer!r} (stage {s_c}) runs {-dep.lag} period(s) before "
+                f"{producer!r} (stage {s_p}) has: move {consumer!r} to {later}, or {producer!r} "
+                f"to {earlier}",
+                (consumer, producer),
+                (later, earlier),
             )
 
 

@@ -125,7 +125,7 @@ def train(
     ] = None,
     **given: Any,
 ) -> None:
-    """Train the click model, another workload, or a loop of yours."""
+    """Train the image model, another workload, or a loop of yours."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
@@ -308,8 +308,8 @@ def demo(
     workload: Annotated[
         str,
         typer.Option(
-            metavar="images|clicks",
-            help="What to train: an image model, with torch alone, or the click model.",
+            metavar="NAME",
+            help="What to train: the image model, or another registered workload.",
         ),
     ] = "images",
     directory: Annotated[
@@ -318,7 +318,6 @@ def demo(
     steps: Annotated[
         int | None, options.count("Under each plan; none: as many as take a few seconds.")
     ] = None,
-    batch_size: Annotated[int, options.count("Rows per step of the click job.")] = 4096,
     seed: Annotated[
         int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
     ] = 0,
@@ -328,7 +327,7 @@ def demo(
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
     work = find_workload(workload)
-    given = {"batch_size": batch_size, "seed": seed, "cache_dir": directory, "device": "cpu"}
+    given = {"seed": seed, "device": "cpu"}
     opening = partial(Opened, context, workload, given, [""])
     opened = opening()
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}

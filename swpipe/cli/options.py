@@ -56,7 +56,7 @@ _DEVICE = inspect.Parameter(
             "--device",
             metavar="DEVICE",
             help="Where the tasks work, in torch's words.",
-            show_default="cpu for the click job, else the machine's accelerator",
+            show_default="cpu for the image model, else the machine's accelerator",
         ),
     ],
 )

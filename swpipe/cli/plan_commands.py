@@ -21,7 +21,6 @@ from swpipe.cli.user_inputs import (
     Opened,
     Output,
     check_outputs,
-    find_workload,
     load_file,
     load_plan,
     load_timeline,
@@ -66,9 +65,8 @@ def show(
 ) -> None:
     """Show a plan: what works when, and what waits for what."""
     check_outputs(context, output)
-    forms = [form for work in workloads().values() for form in (work, work.on_ranks) if form]
-    every = {name: make for form in forms for name, make in form.plans.items()}
-    loaded = load_plan(plan, {**every, **find_workload(DEFAULT, context.obj).plans})
+    ready_made = {n: make for work in workloads().values() for n, make in work.plans.items()}
+    loaded = load_plan(plan, {**ready_made, **workloads()[DEFAULT].plans})
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
         streams = any(entry.stream is not None for entry in loaded.schedule.values())
@@ -228,7 +226,7 @@ def auto(
 
 def _planned(context: typer.Context, name: str) -> PipelinePlan:
     """A plan that needs no tasks, the same on all ranks."""
-    loaded = load_plan(name, find_workload(DEFAULT, context.obj).plans)
+    loaded = load_plan(name, workloads()[DEFAULT].plans)
     agree(context, [loaded])
     return loaded
 

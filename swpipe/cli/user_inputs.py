@@ -187,11 +187,13 @@ class Opened:
 def find_workload(name: str, rank: Rank | None = None) -> Workload:
     """The registered workload of that name, or the user's own ``module:function``."""
     known = workloads()
+    if name in known and rank is None:
+        return known[name]
     if name in known:
-        found = known[name] if rank is None else known[name].on_ranks
-        if found is None:
-            raise UserError(f"workload {name}: it has no form for several ranks")
-        return found
+        raise UserError(
+            f"workload {name}: it runs in one process; under torchrun give --workload "
+            "module:function, which is called on each rank"
+        )
     if ":" not in name:
         raise UserError(
             f"workload {plain(name)}: name one of {', '.join(sorted(known))}, or module:function"
@@ -321,14 +323,6 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
             "plan auto: train and profile make one; elsewhere name a file that `swpipe plan auto` "
             f"has written; here there are {here}"
         )
-    for work in workloads().values():
-        forms = {"in one process": work, "under torchrun": work.on_ranks}
-        if any(form and {*form.plans} == {*plans} for form in forms.values()):
-            for place, form in forms.items():
-                if form and name in form.plans:
-                    raise UserError(
-                        f"plan {name}: it is for the job {place}; here there are {here}"
-                    )
     try:
         return PipelinePlan.load(name)
     except OSError as error:

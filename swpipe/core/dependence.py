@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from swpipe.core.messages import MOST_LISTED
 
@@ -44,6 +44,44 @@ class Dependence(NamedTuple):
         back = f" of {self.distance} iterations before" if distant else ""
         alone = ", host_only" if self.host_only else ""
         return f"{self.consumer} after {self.producer}{back} ({self.source}{alone})"
+
+
+class ProposedEdge(NamedTuple):
+    """An edge that a message proposes; its ``str`` is the plan's field that declares it.
+
+    Attributes:
+        distance: None for an edge within a period.
+    """
+
+    consumer: str
+    producer: str
+    distance: int | None
+
+    def __str__(self) -> str:
+        pair = f'("{self.consumer}", "{self.producer}"'
+        if self.distance is None:
+            return f"same_period_deps=[{pair})]"
+        if self.distance == 0:
+            return f"deps=[{pair})]"
+        return f"cross_iter_deps=[{pair}, {self.distance})]"
+
+
+class ProposedStage(NamedTuple):
+    """The stages to which a message proposes to move a task.
+
+    Attributes:
+        stage: The first of them.
+        bound: On which side of it the others lie.
+        now: The task's present stage, where the message names it.
+    """
+
+    stage: int
+    bound: Literal["later", "earlier"]
+    now: int | None = None
+
+    def __str__(self) -> str:
+        start = "" if self.now is None else f"{self.now} to "
+        return f"stage {start}{self.stage} or {self.bound}"
 
 
 class Cycle(Enum):

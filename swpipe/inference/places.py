@@ -228,7 +228,7 @@ class ComparedPlaces:
                 f"and the plan does not keep their order: {found[0].text}. The run may have "
                 "differed from a serial one already"
             )
-            raise refusal(self._plan, [Problem(text, found[0].tasks)])
+            raise refusal(self._plan, [Problem(text, found[0].tasks, found[0].terms)])
         place.allowed.add(pair)
 
     def _may_meet(self, place: Place, run: TaskRun, now: TaskRun) -> bool:

@@ -7,14 +7,14 @@ wait. The exchange of counts, which precedes them, begins in "attn.route".
     backward   [mtp_post_process]  combine.start .wait  mlp  mlp.dw  dispatch.start .wait
                attn  attn.dw
 
-One layer's forward and another's backward, in the order in which they are submitted: exchanges
-overlap with what stands below them. Steps ".dw" compute delayed weight gradients::
+One layer's forward and another's backward, in the order in which they are submitted. Each exchange
+overlaps with the computation below it. The steps ".dw" compute delayed weight gradients::
 
     comm   -- combine b --   -- dispatch f --   -- dispatch b --   -- combine f --
     comp   attn f            mlp b  mlp.dw b    mlp f              attn b  attn.dw b
 
-Layers meet by kind: the forward's first "moe" layer the backward's last one, and so on, so that
-exchanges overlap with exchanges; others fill the time of these. Source: seed
+Layers are paired by kind: the forward's first "moe" layer with the backward's last one, and so on,
+so that exchanges overlap with exchanges. The other layers run during these exchanges. Source: seed
 "model_chunk_schedule_plan", ``TransformerLayerSchedulePlan.run`` and
 ``TransformerModelChunkSchedulePlan.run``.
 """
@@ -45,14 +45,14 @@ EXCHANGES = ("moe_dispatch", "moe_combine")
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What of a layer decides its steps.
+    """The properties of a layer that determine its steps.
 
     Attributes:
-        moe: It exchanges tokens with the experts of other ranks.
-        mtp: It is one for multi-token prediction.
-        delayed: Its weight gradients have steps of their own.
-        early: Attention's backward comes before the forward's experts, which frees its memory early
-            and leaves less to overlap with their combine.
+        moe: The layer exchanges tokens with the experts of other ranks.
+        mtp: The layer is for multi-token prediction.
+        delayed: The weight gradients are computed in steps of their own.
+        early: Attention's backward runs before the forward's experts. This frees its memory early,
+            and leaves less computation to overlap with the experts' combine.
     """
 
     moe: bool = False
@@ -66,10 +66,10 @@ class LayerStep(NamedTuple):
 
     Attributes:
         side: "f" for forward, "b" for backward.
-        layer: Index in the chunk, from 0; None for what is before or after the layers.
+        layer: Index in the chunk, from 0; None for a step before or after the layers.
         node: The node's attribute in the plan of the layer, or of the chunk.
-        part: "start" or "wait" of an exchange, "route" of attention that also routes tokens, "dw"
-            of weight gradients, "" of all else.
+        part: "start" or "wait" for an exchange, "route" for attention that also routes tokens, "dw"
+            for weight gradients, "" otherwise.
     """
 
     side: Side
@@ -85,17 +85,17 @@ class LayerStep(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether it is part of an exchange of tokens."""
+        """Whether the step is part of an exchange of tokens."""
         return self.node in EXCHANGES
 
     @property
     def issues_collectives(self) -> bool:
-        """Exchanges, and the router, which starts that of counts."""
+        """Whether the step starts an exchange: of tokens, or, in the router, of counts."""
         return self.part in ("start", "route")
 
     @property
     def is_weight_gradient(self) -> bool:
-        """Whether nothing but the optimizer waits for it."""
+        """Whether only the optimizer waits for the step."""
         return self.part == "dw"
 
 
@@ -105,7 +105,7 @@ _Numbered: TypeAlias = tuple[int, LayerKind]
 
 
 def layer_steps(side: Side, layer: int, kind: LayerKind) -> Steps:
-    """A layer's forward ("f") or backward ("b") in serial order."""
+    """Return the steps of a layer's forward ("f") or backward ("b") in serial order."""
     return tuple(_steps(side, layer, kind))
 
 
@@ -154,13 +154,13 @@ their counts; the wait for dispatched tokens comes after the dispatch of gradien
 """
 
 _MOVED = (("b", "moe_dispatch", "wait"), ("b", "attn", ""))
-"""What comes before the forward's experts where attention's backward comes early."""
+"""The steps that precede the forward's experts if attention's backward runs early."""
 
 
 def pair_order(forward: Steps, backward: Steps, early: bool = False) -> Steps:
-    """The order of one layer's forward and another's backward; either may be ().
+    """Return the order of one layer's forward and another's backward; either may be ().
 
-    ``early`` is as of the backward's kind.
+    ``early`` is that attribute of the backward's kind.
     """
     places = [*_PAIR]
     if early:
@@ -177,22 +177,21 @@ def chunk_order(
     *,
     hooks: bool = True,
 ) -> Steps:
-    """The order of a chunk's forward and another's backward, with what is around the layers.
+    """Return the order of a chunk's forward and another's backward, all steps included.
 
-    Layers meet by kind; then come the rest of backward, and the rest of forward. The weight
-    gradients of the first layer's attention come after ``post_layers``, where gradients are sent
-    on.
+    Layers are paired by kind. The rest of the backward follows, then the rest of the forward. The
+    weight gradients of the first layer's attention come after ``post_layers``, in which gradients
+    are sent to the previous chunk.
 
     Args:
-        forward: The kinds of the one's layers; None for no forward.
-        backward: Those of the other; None for no backward.
-        hooks: With steps "post_layers", directly after the layers.
+        forward: The kinds of the layers that run forward; None for no forward.
+        backward: The kinds of the layers that run backward; None for no backward.
+        hooks: Include the steps "post_layers", directly after the layers.
     """
     steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
     steps += _around("b", backward, "begin", "post_process")
-    ahead, back = [*enumerate(forward or ())], [*enumerate(backward or ())][::-1]
     last = LayerStep("b", 0, "attn", "dw")
-    ordered = _met(ahead, back)
+    ordered = _paired([*enumerate(forward or ())], [*enumerate(backward or ())][::-1])
     steps += [step for step in ordered if step != last]
     if hooks:
         steps += [*_around("f", forward, "post_layers"), *_around("b", backward, "post_layers")]
@@ -202,31 +201,33 @@ def chunk_order(
     return tuple(steps)
 
 
-def _met(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
-    """The order of all layers: those with experts meet, others fill the time of their exchanges.
+def _paired(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
+    """Return the order of all layers: pairs with experts, and dense layers during their exchanges.
 
-    The forward's others run while gradients are combined, the backward's while rows are::
+    Dense layers run forward while gradients are combined, and backward while rows are combined::
 
         b.combine.start  (f dense)  f.attn  ...  b.attn  (next b dense)  f.combine.wait
     """
-    found: list[LayerStep] = []
+    order: list[LayerStep] = []
     pair: list[LayerStep] = []
     while True:
-        (dense_f, ahead), (dense_b, back) = _until_moe(ahead), _until_moe(back)
-        meets = bool(ahead and back)
-        if meets or (pair and not back):
+        dense_f, ahead = _until_moe(ahead)
+        dense_b, back = _until_moe(back)
+        both_left = bool(ahead and back)
+        if both_left or (pair and not back):
             waits = [k for k, step in enumerate(pair) if step.side == "f" and step.part == "wait"]
             at = waits[-1] if waits else 0
             pair[at:at] = [step for layer in dense_b for step in _pair(None, layer)]
             dense_b = []
-        found += pair
-        if not meets:
+        order += pair
+        if not both_left:
             rest = zip_longest([*dense_f, *ahead], [*dense_b, *back])
-            return found + [step for layers in rest for step in _pair(*layers)]
+            return order + [step for layers in rest for step in _pair(*layers)]
         pair = [*_pair(ahead[0], back[0])]
         at = next(k for k, step in enumerate(pair) if step.side == "f")
         pair[at:at] = [step for layer in dense_f for step in _pair(layer, None)]
-        ahead, back = ahead[1:], back[1:]
+        ahead = ahead[1:]
+        back = back[1:]
 
 
 def _until_moe(layers: list[_Numbered]) -> tuple[list[_Numbered], list[_Numbered]]:
@@ -234,10 +235,10 @@ def _until_moe(layers: list[_Numbered]) -> tuple[list[_Numbered], list[_Numbered
     return layers[:at], layers[at:]
 
 
-def _pair(one: _Numbered | None, other: _Numbered | None) -> Steps:
-    ahead = () if one is None else layer_steps("f", *one)
-    back = () if other is None else layer_steps("b", *other)
-    return pair_order(ahead, back, other is not None and other[1].early)
+def _pair(forward: _Numbered | None, backward: _Numbered | None) -> Steps:
+    ahead = () if forward is None else layer_steps("f", *forward)
+    back = () if backward is None else layer_steps("b", *backward)
+    return pair_order(ahead, back, backward is not None and backward[1].early)
 
 
 def _around(side: Side, kinds: Sequence[LayerKind] | None, *nodes: str) -> list[LayerStep]:
@@ -251,34 +252,34 @@ def layer_overlap_plan(
     comm_stream: StreamRef = "comm",
     shared: bool = False,
 ) -> PipelinePlan:
-    """The plan that trains on microbatches: an iteration is one.
+    """Return the plan that trains on microbatches, one in each iteration.
 
-    Its forward is in stage 0, its backward in stage 1, so that each period has the forward of one
-    microbatch and the backward of the one before. The first period has forward alone, and the last
-    backward alone.
+    The forward is in stage 0 and the backward in stage 1, so that each period runs the forward of
+    one microbatch and the backward of the previous one. The first period has a forward only, and
+    the last period a backward only.
 
     Args:
         layers: The kinds of the chunk's layers, in order.
-        comp_stream: Where all but exchanges runs; None for the caller's stream.
-        comm_stream: Where exchanges run.
-        shared: Some parameters are used by several steps, such as a tied embedding: a microbatch's
-            backward then begins after the backward of the one before has ended.
+        comp_stream: The stream of computation; None for the caller's stream.
+        comm_stream: The stream of exchanges.
+        shared: Several steps use one parameter, such as a tied embedding. A microbatch's backward
+            then begins after the backward of the previous microbatch has ended.
     """
     order = chunk_order(layers, layers, hooks=False)
     stages = {step: 0 if step.side == "f" else 1 for step in order}
-    # "f.end" makes the gradient that "b.begin" goes on with.
+    # "f.end" computes the gradient with which "b.begin" starts.
     return _plan(order, stages, (comp_stream, comm_stream), joined=True, shared=shared)
 
 
 def paired_plan(
     order: Steps, *, comp_stream: StreamRef = None, comm_stream: StreamRef = "comm"
 ) -> PipelinePlan:
-    """The plan of one call: a forward of one microbatch and a backward of another, in this order.
+    """Return the plan of one call: one microbatch's forward and another's backward in this order.
 
     Args:
-        order: What ``pair_order`` or ``chunk_order`` gives.
-        comp_stream: Where all but exchanges runs; None for the caller's stream.
-        comm_stream: Where exchanges run.
+        order: The result of ``pair_order`` or ``chunk_order``.
+        comp_stream: The stream of computation; None for the caller's stream.
+        comm_stream: The stream of exchanges.
     """
     return _plan(order, dict.fromkeys(order, 0), (comp_stream, comm_stream), depth=2)
 
@@ -292,14 +293,16 @@ def _plan(
     joined: bool = False,
     shared: bool = False,
 ) -> PipelinePlan:
-    ahead, back = _in_serial_order(order, "f"), _in_serial_order(order, "b")
+    ahead = _in_serial_order(order, "f")
+    back = _in_serial_order(order, "b")
     chains = [[s for s in side if not s.is_weight_gradient] for side in (ahead, back)]
     deps = [(after, before) for chain in chains for before, after in pairwise(chain)]
     late = [step for step in back if step.is_weight_gradient]
     deps += [(step, step._replace(part="")) for step in late]
     deps += [(end, step) for end in back if end.node == "end" for step in late]
     deps += [(back[0], ahead[-1])] if joined else []
-    # Gradients of one parameter are added in the order of the microbatches.
+    # The gradients of a parameter are added in the order of the microbatches: the rounding of a sum
+    # depends on the order of its terms.
     carried = [(step, step) for step in back]
     carried += [(chains[1][0], chains[1][-1])] if shared else []
     return PipelinePlan(
@@ -319,13 +322,13 @@ def _plan(
 
 
 def _in_serial_order(order: Steps, side: Side) -> list[LayerStep]:
-    """One side's steps, with the weight gradients of a node directly after it."""
-    mine = [step for step in order if step.side == side]
-    late = {step for step in mine if step.is_weight_gradient}
-    found = []
-    for step in mine:
+    """Return the steps of one side, with the weight gradients of a node directly after it."""
+    steps = [step for step in order if step.side == side]
+    late = {step for step in steps if step.is_weight_gradient}
+    serial = []
+    for step in steps:
         if step not in late:
-            found.append(step)
+            serial.append(step)
             gradient = step._replace(part="dw")
-            found += [gradient] if gradient in late else []
-    return found
+            serial += [gradient] if gradient in late else []
+    return serial

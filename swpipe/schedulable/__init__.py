@@ -1,6 +1,6 @@
 """Schedules of tasks with lookaheads and slots, which become plans and run on ``SWPipeline``."""
 
-from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
+from swpipe.schedulable.declared_task import SameProgressSync, SameProgressSyncSide, Task
 from swpipe.schedulable.executors import SequentialExecutor, ThreadedExecutor
 from swpipe.schedulable.schedulable_pipeline import Pipeline, SchedulablePipeline
 from swpipe.schedulable.schedule import Schedule, Stage
@@ -16,6 +16,7 @@ from swpipe.schedulable.stream_pool import StreamPool
 __all__ = [
     "DataSlot",
     "Pipeline",
+    "SameProgressSync",
     "SameProgressSyncSide",
     "SchedulablePipeline",
     "Schedule",

@@ -1,27 +1,65 @@
-"""A task of a schedule: what to compute, how far ahead, and what it waits for."""
+"""A task of a schedule: what to compute, how far ahead, and what it waits for.
+
+Task("copy", lookahead=1)  or  class Copy(Task): lookahead = 1
+          argument, or else attribute of the class
+    └── rule of the field (_RULES): checks it, returns its one form
+          └── attribute of the task, read-only
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntFlag
-from typing import Any, Self, TypeAlias
+from functools import partial
+from types import UnionType
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
-from swpipe.core.messages import shown
+from swpipe.core.messages import listed, shown
 from swpipe.core.plan import MOST_ITERATIONS
-from swpipe.core.task import LABEL_RULE, NAME_RULE, DeclaredIO, PipelineTask, is_label, is_name
+from swpipe.core.task import LABEL_RULE, DeclaredIO, PipelineTask, is_label
 from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import DEFAULT
 
-SlotRef: TypeAlias = str | DataSlot
-Earlier: TypeAlias = str | tuple[str, int]
-
 
 class SameProgressSyncSide(IntFlag):
-    """What waits for the tasks in ``same_progress_sync``."""
+    """What waits for a task in ``same_progress_sync``: the host, the stream, both, or nothing."""
 
+    NONE = 0
     CPU = 1
     GPU = 2
     BOTH = 3
+
+
+class SameProgressSync(NamedTuple):
+    """A task that is waited for in the same period, and what waits for it."""
+
+    task: str
+    sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
+
+
+Side: TypeAlias = SameProgressSyncSide | int | str
+SlotRef: TypeAlias = str | DataSlot
+Earlier: TypeAlias = str | tuple[str, int]
+Sync: TypeAlias = str | tuple[str, Side] | Mapping[str, Any]
+
+
+class TaskFields(TypedDict, total=False):
+    """The arguments of ``Task`` besides the name."""
+
+    stream: str
+    priority: int
+    lookahead: int
+    reads: SlotRef | Iterable[SlotRef]
+    writes: SlotRef | Iterable[SlotRef]
+    depends_on: str | Iterable[str]
+    cross_iter_depends_on: str | Iterable[Earlier]
+    same_progress_sync: Sync | Iterable[Sync]
+    same_progress_sync_sides: Side
+    nccl: bool
+    nvtx_tag: str | None
+    io: DeclaredIO | Iterable[DeclaredIO]
+    random: bool
+    pure: bool
 
 
 class Task:
@@ -29,7 +67,8 @@ class Task:
 
     All arguments may as well be attributes of a subclass, which defines ``run(ctx)``;
     ``Task.from_fn`` takes a function instead. Entries in ``reads`` and ``writes`` are slots or
-    their names; those of the three ways to wait are names of tasks, each in one of them.
+    their names; those of the three ways to wait are names of tasks, each in one of them. A single
+    entry may stand without a tuple.
 
     Args:
         name: Unique in a schedule.
@@ -41,19 +80,19 @@ class Task:
         depends_on: It waits for these tasks, on the same batch.
         cross_iter_depends_on: It waits for these on an earlier batch: ``("x", -2)`` two before;
             ``"x"`` is ``("x", -1)``.
-        same_progress_sync: It waits for these in the same period, whatever their batches are.
-        same_progress_sync_sides: What waits for them: the host, and with ``GPU`` the stream, too.
-            An event is waited for after it was recorded, so ``GPU`` alone means ``BOTH`` here.
+        same_progress_sync: It waits for these in the same period, whatever their batches are. An
+            entry is a name, ``("x", side)`` or ``{"task": "x", "sides": side}``.
+        same_progress_sync_sides: The side of entries that have none: a ``SameProgressSyncSide``,
+            or its name. ``CPU`` makes the host wait; ``GPU`` makes the stream wait, too, since an
+            event can be waited for only after it was recorded; ``NONE`` makes nothing wait.
         nccl: Submit such tasks one at a time, in the same order on every rank.
         nvtx_tag: Name of a further NVTX range, within that of the task.
-        io: As for ``PipelineTask``.
-        random: As for ``PipelineTask``.
-        pure: As for ``PipelineTask``.
+        io, random, pure: See ``PipelineTask``.
 
     Raises:
-        TypeError: An entry is of the wrong kind, or ``run`` is missing or asynchronous.
-        ValueError: The name is missing, a lookahead is negative, an offset is not, or a task is
-            named in two ways to wait.
+        TypeError: An argument is of the wrong kind, or ``run`` is missing or asynchronous.
+        ValueError: The name is missing, a lookahead is negative, an offset is not, a side has
+            unknown bits, or a task is named in two ways to wait.
     """
 
     name: str = ""
@@ -64,7 +103,7 @@ class Task:
     writes: Sequence[Any] = ()
     depends_on: Sequence[str] = ()
     cross_iter_depends_on: Sequence[Any] = ()
-    same_progress_sync: Sequence[str] = ()
+    same_progress_sync: Sequence[Any] = ()
     same_progress_sync_sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
     nccl: bool = False
     nvtx_tag: str | None = None
@@ -72,56 +111,51 @@ class Task:
     random: bool = False
     pure: bool = False
 
-    def __init__(
-        self,
-        name: str | None = None,
-        *,
-        stream: str | None = None,
-        priority: int | None = None,
-        lookahead: int | None = None,
-        reads: Iterable[SlotRef] | None = None,
-        writes: Iterable[SlotRef] | None = None,
-        depends_on: Iterable[str] | None = None,
-        cross_iter_depends_on: Iterable[Earlier] | None = None,
-        same_progress_sync: Iterable[str] | None = None,
-        same_progress_sync_sides: SameProgressSyncSide | int | None = None,
-        nccl: bool | None = None,
-        nvtx_tag: str | None = None,
-        io: Iterable[DeclaredIO] | None = None,
-        random: bool | None = None,
-        pure: bool | None = None,
-    ) -> None:
-        given = locals()
-        values = {f: getattr(self, f) if given[f] is None else given[f] for f in _FIELDS}
-        self.__dict__.update(_checked(values))
-        if type(self).run is Task.run:
-            raise TypeError(
-                f"task {self.name!r} does nothing: define run(ctx) in a subclass, or write "
-                f"Task.from_fn({self.name!r}, fn)"
+    def __init__(self, name: str | None = None, **fields: Unpack[TaskFields]) -> None:
+        name = self.name if name is None else name
+        if name == "":
+            raise ValueError("a task needs a name: Task('forward', ...), or name = in the subclass")
+        task = f"task {shown(name)}"
+        if unknown := fields.keys() - _FIELDS:
+            raise TypeError(f"{task}: unknown fields {listed(unknown)}: they are {listed(_FIELDS)}")
+        given = {field: getattr(self, field) for field in _FIELDS}
+        given.update((field, value) for field, value in fields.items() if value is not None)
+        values: dict[str, Any] = {}
+        for field, check in _VALUES.items():
+            values[field] = check(f"{task}: {field} is {shown(given[field])}", given[field])
+        for field, form in _ENTRIES.items():
+            values[field] = tuple(
+                form(f"{task}: {field} has {shown(entry)}", entry, values)
+                for entry in _each(f"{task}: {field}", given[field])
             )
-        PipelineTask(self.name, self.run, self.io, self.random, self.pure)  # what it refuses
+        _check_named_once(task, values)
+        self.__dict__.update(name=name, **values)
+        if getattr(self.run, "__func__", None) is Task.run:
+            raise TypeError(
+                f"{task} does nothing: define run(ctx) in a subclass, or write "
+                f"Task.from_fn({name!r}, fn)"
+            )
+        # Refuses other names that a plan's task cannot have, and functions that it cannot run.
+        PipelineTask(name, self.run, self.io, self.random, self.pure)
 
-    @classmethod
-    def from_fn(cls, name: str, fn: Callable[[TaskContext], Any], **fields: Any) -> Self:
-        """A task that calls ``fn(ctx)``; the other arguments are those of ``Task``.
+    @staticmethod
+    def from_fn(name: str, fn: Callable[[TaskContext], Any], **fields: Unpack[TaskFields]) -> Task:
+        """Return a task that calls ``fn(ctx)``; the other arguments are those of ``Task``.
 
         Raises:
             TypeError: ``fn`` cannot be called; otherwise as for ``Task``.
         """
-        if not callable(fn):
-            raise TypeError(f"task {shown(name)}: fn is {shown(fn)}: give a function of ctx")
-        made: Self = type(cls.__name__, (cls,), {"run": staticmethod(fn)})(name, **fields)
-        return made
+        return FunctionTask(name, fn, **fields)
 
     def init(self, ctx: TaskContext) -> None:
-        """Called once, when a pipeline is made of the schedule; the slots are empty."""
+        """Prepare the task; called once, when a pipeline is made, with empty slots."""
 
     def run(self, ctx: TaskContext) -> None:
-        """The work on one batch."""
+        """Work on one batch."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS and "same_progress_sync" in self.__dict__:
+        if name in vars(self) and (name in _FIELDS or name == "name"):
             raise AttributeError(
                 f"task {self.name!r}: {name} is read-only once the task is made: make another task"
             )
@@ -131,103 +165,129 @@ class Task:
         return f"<Task {self.name!r}, lookahead {self.lookahead}>"
 
 
-_FIELDS = tuple(Task.__annotations__)
-_WAITS = ("depends_on", "cross_iter_depends_on", "same_progress_sync")
+class FunctionTask(Task):
+    """A task that calls a function."""
 
-_KINDS: dict[str, tuple[type, str]] = {
-    "stream": (str, "a string"),
-    "priority": (int, "an integer"),
-    "lookahead": (int, "an integer"),
-    "nccl": (bool, "True or False"),
-    "nvtx_tag": (str, "a string"),
-    "random": (bool, "True or False"),
-    "pure": (bool, "True or False"),
-}
-_ENTRIES: dict[str, tuple[tuple[type, ...], str]] = {
-    "reads": ((DataSlot, str), "give slots or their names"),
-    "writes": ((DataSlot, str), "give slots or their names"),
-    "depends_on": ((str,), "give names of tasks"),
-    "cross_iter_depends_on": ((str, tuple, list), "give the name of a task, or (name, -batches)"),
-    "same_progress_sync": ((str,), "give names of tasks"),
-    "io": ((DeclaredIO,), "give DeclaredIOs"),
-}
+    def __init__(
+        self, name: str, fn: Callable[[TaskContext], Any], **fields: Unpack[TaskFields]
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"task {shown(name)}: fn is {shown(fn)}: give a function of ctx")
+        self.__dict__["run"] = fn  # itself, so that an asynchronous function is recognized
+        super().__init__(name, **fields)
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a task in their one form.
+# The functions below get the beginning of their message ("task 'copy': lookahead is -1"), the value
+# or one entry of it and, for an entry, the fields that are checked by then.
 
-    Raises:
-        TypeError, ValueError: As for ``Task``.
-    """
-    name = values["name"]
-    if name == "":
-        raise ValueError("a task needs a name: Task('forward', ...), or name = in the subclass")
-    if not isinstance(name, str):
-        raise TypeError(f"a task's name is a string, not {shown(name)}")
-    if not is_name(name):
-        raise ValueError(f"task name {shown(name)}: {NAME_RULE}")
-    where = f"task {name!r}"
-    for field, (kind, what) in _KINDS.items():
-        value = values[field]
-        if type(value) is not kind and not (field == "nvtx_tag" and value is None):
-            raise TypeError(f"{where}: {field} is {shown(value)}: give {what}")
-    if not is_label(values["stream"]):
-        raise ValueError(f"{where}: stream {shown(values['stream'])}: {LABEL_RULE}")
-    lookahead = values["lookahead"]
-    if not 0 <= lookahead < MOST_ITERATIONS:
+
+def _of(kinds: type | UnionType, what: str, place: str, value: Any, _: object = None) -> Any:
+    # True is an int, and no number of batches.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{place}: give {what}")
+    return value
+
+
+def _stream(place: str, value: Any) -> Any:
+    if not is_label(_of(str, "a string", place, value)):
+        raise ValueError(f"{place}: {LABEL_RULE}")
+    return value
+
+
+def _lookahead(place: str, value: Any) -> Any:
+    if not 0 <= _of(int, "an integer", place, value) < MOST_ITERATIONS:
         raise ValueError(
-            f"{where}: lookahead is {lookahead}: give 0 for the batch that progress() returns, or "
-            f"how many batches ahead of it, up to {MOST_ITERATIONS - 1}"
+            f"{place}: give 0 for the batch that progress() returns, or how many batches ahead of "
+            f"it, up to {MOST_ITERATIONS - 1}"
         )
-    sides = values["same_progress_sync_sides"]
-    if not isinstance(sides, int) or not 0 < sides <= SameProgressSyncSide.BOTH:
-        raise ValueError(
-            f"{where}: same_progress_sync_sides is {shown(sides)}, which has unknown bits, or "
-            "none: give SameProgressSyncSide.CPU, GPU or BOTH"
-        )
-    lists = {field: _entries(where, field, values[field]) for field in _ENTRIES}
-    for field in ("reads", "writes"):
-        lists[field] = [DataSlot(s, lookahead) if isinstance(s, str) else s for s in lists[field]]
-    lists["cross_iter_depends_on"] = [_earlier(where, e) for e in lists["cross_iter_depends_on"]]
-    _refuse_twice(where, lists)
-    tuples = {
-        field: tuple(dict.fromkeys(entries) if field in _WAITS else entries)
-        for field, entries in lists.items()
-    }
-    return {**values, **tuples, "same_progress_sync_sides": SameProgressSyncSide(sides)}
+    return value
 
 
-def _entries(where: str, field: str, given: Any) -> list[Any]:
-    if isinstance(given, str | DataSlot | DeclaredIO) or not isinstance(given, Iterable):
-        raise TypeError(f"{where}: {field} is {shown(given)}: give a tuple, ({shown(given)},)")
-    kinds, rule = _ENTRIES[field]
-    for entry in (entries := [*given]):
-        if not isinstance(entry, kinds):
-            raise TypeError(f"{where}: {field} has {shown(entry)}: {rule}")
-    return entries
+def _side(place: str, value: Any) -> SameProgressSyncSide:
+    if isinstance(value, str) and value.upper() in SameProgressSyncSide.__members__:
+        return SameProgressSyncSide[value.upper()]
+    if isinstance(value, int) and 0 <= value <= SameProgressSyncSide.BOTH:
+        return SameProgressSyncSide(value)
+    raise ValueError(
+        f"{place}, which has unknown bits or is no side: give SameProgressSyncSide.CPU, GPU, BOTH "
+        "or NONE, or one of these names"
+    )
 
 
-def _refuse_twice(where: str, lists: dict[str, list[Any]]) -> None:
-    found: dict[str, str] = {}
-    for field in _WAITS:
-        for entry in lists[field]:
+def _each(place: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, str | DataSlot | DeclaredIO | Mapping):
+        return (value,)
+    return _of(Iterable, "a tuple", f"{place} is {shown(value)}", value)  # type: ignore[no-any-return]
+
+
+def _slot(place: str, entry: Any, fields: dict[str, Any]) -> DataSlot:
+    if isinstance(entry, str):
+        return DataSlot(entry, fields["lookahead"])
+    return _of(DataSlot, "slots or their names", place, entry)  # type: ignore[no-any-return]
+
+
+def _earlier(place: str, entry: Any, fields: dict[str, Any]) -> tuple[str, int]:
+    match (entry, -1) if isinstance(entry, str) else entry:
+        case (str(task), int(offset)) if -MOST_ITERATIONS <= offset < 0:
+            return task, offset
+        case (str(), int()):
+            raise ValueError(
+                f"{place}: offsets are -1, the batch before, down to {-MOST_ITERATIONS}; the same "
+                "batch is depends_on"
+            )
+    raise TypeError(f"{place}: give the name of a task, or (name, -batches)")
+
+
+def _sync(place: str, entry: Any, fields: dict[str, Any]) -> SameProgressSync:
+    match entry:
+        case str():
+            return SameProgressSync(entry, fields["same_progress_sync_sides"])
+        case (str(task), side):
+            return SameProgressSync(task, _side(f"{place}: the side is {shown(side)}", side))
+        case {"task": str(task), **rest} if rest.keys() <= {"sides"}:
+            return _sync(place, (task, *rest.values()) if rest else task, fields)
+    raise TypeError(
+        f"{place}: give names of tasks, (name, side) or {{'task': name, 'sides': side}}"
+    )
+
+
+def _check_named_once(task: str, values: dict[str, Any]) -> None:
+    """Refuse a task that is named in two ways to wait; drop entries that repeat another."""
+    field_of: dict[str, str] = {}
+    for field in ("depends_on", "cross_iter_depends_on", "same_progress_sync"):
+        values[field] = tuple(dict.fromkeys(values[field]))
+        for entry in values[field]:
             producer = entry if isinstance(entry, str) else entry[0]
-            if (other := found.setdefault(producer, field)) != field:
+            other = field_of.setdefault(producer, field)
+            if other != field:
                 raise ValueError(
-                    f"{where}: {producer!r} is in {other} and in {field}, which say different "
+                    f"{task}: {producer!r} is in {other} and in {field}, which say different "
                     "things: keep one of them"
                 )
 
 
-def _earlier(where: str, entry: Any) -> tuple[str, int]:
-    if isinstance(entry, str):
-        return entry, -1
-    field, (_, rule) = "cross_iter_depends_on", _ENTRIES["cross_iter_depends_on"]
-    if len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
-        raise TypeError(f"{where}: {field} has {shown(entry)}: {rule}")
-    if not -MOST_ITERATIONS <= entry[1] < 0:
-        raise ValueError(
-            f"{where}: {field} has {shown(entry)}: offsets are -1, the batch before, down to "
-            f"{-MOST_ITERATIONS}; the same batch is depends_on"
-        )
-    return entry[0], entry[1]
+_flag = partial(_of, bool, "True or False")
+
+_VALUES: dict[str, Callable[[str, Any], Any]] = {
+    "stream": _stream,
+    "priority": partial(_of, int, "an integer"),
+    "lookahead": _lookahead,
+    "same_progress_sync_sides": _side,
+    "nccl": _flag,
+    "nvtx_tag": partial(_of, str | None, "a string"),
+    "random": _flag,
+    "pure": _flag,
+}
+"""Field to the function that checks its value and returns it in one form."""
+
+_ENTRIES: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
+    "reads": _slot,
+    "writes": _slot,
+    "depends_on": partial(_of, str, "names of tasks"),
+    "cross_iter_depends_on": _earlier,
+    "same_progress_sync": _sync,
+    "io": partial(_of, DeclaredIO, "DeclaredIOs"),
+}
+"""Field to the function that checks an entry and returns it in one form."""
+
+_FIELDS = _VALUES | _ENTRIES

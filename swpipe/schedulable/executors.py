@@ -1,17 +1,17 @@
-"""Which thread submits which task, and an executor of the user's own.
+"""Executors: which thread submits which task, or an object of the user's that runs the tasks.
 
-The executors that are here say only which thread: the engine of swpipe runs the tasks. Their
-``execute_stage`` is for executors that wrap them, and runs the tasks on the calling thread.
+``SequentialExecutor`` and ``ThreadedExecutor`` only assign threads; swpipe's engine runs the tasks.
+Their ``execute_stage`` is for executors that wrap them, and runs the tasks on the calling thread.
 
-An executor of the user's own runs the tasks of a period itself. The plan is then that of the
-schedule on the caller's thread, but for its functions: a task's own only notes its context, and
-after all tasks of a stage another calls the executor, on the caller's thread, with those noted.
+An executor of the user's own runs the tasks of a period itself. The plan then has the schedule's
+tasks on the caller's thread, with other functions: each task records its context, and after all
+tasks of a stage a further task calls the executor with the recorded contexts.
 
-    period   note h2d, note forward, ..., <call>, <call>    the first call in a period has the tasks
+    period   record h2d, record forward, ..., <call>, <call>    the first call runs the tasks
 
-There is such a call for each lookahead, since an executor has to be called in periods in which only
-some of them have a batch. Since the engine does not see the tasks themselves, they cannot be
-replayed, timed or watched one by one, nor be seeded.
+There is one call for each lookahead, because in some periods only tasks of some lookaheads have a
+batch. The engine does not see the tasks themselves, so they cannot be replayed, timed, checked or
+seeded one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swpipe.errors import Problem
 from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.schedule import Schedule, Stage, Waits, period_order, stream_waits
-from swpipe.schedulable.slot_context import PeriodContext, TaskContext, TaskPlace
+from swpipe.schedulable.slot_context import Home, PeriodContext, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 ThreadMap: TypeAlias = (
@@ -42,7 +42,7 @@ ThreadMap: TypeAlias = (
 
 @runtime_checkable
 class Executor(Protocol):
-    """What runs the tasks of a period (seed section 9.3)."""
+    """An object that runs the tasks of a period (seed section 9.3)."""
 
     def execute_stage(
         self,
@@ -56,11 +56,11 @@ class Executor(Protocol):
         """Run the tasks of ``stage`` that should run, in order, each with ``ctx.of(task)``."""
 
     def shutdown(self) -> None:
-        """The pipeline is shut down."""
+        """Release the executor's resources; called when the pipeline is shut down."""
 
 
 class SequentialExecutor:
-    """All tasks on the thread that calls ``progress``."""
+    """An executor that runs all tasks on the thread that calls ``progress``."""
 
     def execute_stage(
         self,
@@ -71,7 +71,7 @@ class SequentialExecutor:
         waits: Waits,
         pool: StreamPool,
     ) -> None:
-        """Run the tasks on the calling thread, each on its stream after what it waits for."""
+        """Run the tasks on the calling thread, each on its stream after those it waits for."""
         for task in filter(should_run, stage.tasks):
             for name in waits.get(task.name, ()):
                 pool.order(task.stream, name)
@@ -79,11 +79,11 @@ class SequentialExecutor:
                 task.run(ctx.of(task))
 
     def shutdown(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the executor has no resources."""
 
 
 class ThreadedExecutor(SequentialExecutor):
-    """Each task on the thread that ``thread_map`` names (seed section 4.1).
+    """An executor that runs each task on the thread that ``thread_map`` names (seed section 4.1).
 
     Thread ``"default"`` is the caller's. There is one thread for each other name.
 
@@ -100,8 +100,8 @@ class ThreadedExecutor(SequentialExecutor):
     """
 
     def __init__(self, thread_map: ThreadMap = None, max_workers: int | None = None) -> None:
-        given = thread_map is None or thread_map in ("by_stream", "per_task")
-        if not (given or isinstance(thread_map, Mapping) or callable(thread_map)):
+        is_known = thread_map is None or thread_map in ("by_stream", "per_task")
+        if not (is_known or isinstance(thread_map, Mapping) or callable(thread_map)):
             kind = ValueError if isinstance(thread_map, str) else TypeError
             raise kind(
                 f"thread_map is {shown(thread_map)}: give 'by_stream', 'per_task', a dict of task "
@@ -114,7 +114,7 @@ class ThreadedExecutor(SequentialExecutor):
         self.max_workers = max_workers
 
     def thread_of(self, task: Task) -> str:
-        """The name of the task's thread, as the map has it."""
+        """Return the name of the task's thread."""
         if self.thread_map in (None, "by_stream"):
             return task.stream
         if self.thread_map == "per_task":
@@ -125,10 +125,10 @@ class ThreadedExecutor(SequentialExecutor):
 
 
 def checked_executor(executor: Any) -> Executor:
-    """The executor that is meant.
+    """Return the executor that an argument stands for.
 
     Raises:
-        TypeError: It has not the two methods.
+        TypeError: The argument lacks one of the two methods.
     """
     if executor is None:
         return SequentialExecutor()
@@ -143,13 +143,14 @@ def checked_executor(executor: Any) -> Executor:
 
 
 def is_ours(executor: Executor) -> bool:
-    """Whether the engine runs the tasks: it does not where ``execute_stage`` is the user's own."""
+    """Return whether the engine runs the tasks, since ``execute_stage`` is not the user's own."""
     return getattr(type(executor), "execute_stage", None) is SequentialExecutor.execute_stage
 
 
 def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str], list[Problem]]:
-    """Task to thread, and what is wrong with the executor for these tasks."""
-    if not is_ours(executor):
+    """Return each task's thread, and the problems of the executor with these tasks."""
+    ours = is_ours(executor)
+    if not (ours and isinstance(executor, ThreadedExecutor)):
         return dict.fromkeys((task.name for task in tasks), DEFAULT), [
             Problem(
                 f"task {task.name!r}: random is True, and an executor of your own runs it, which "
@@ -157,10 +158,8 @@ def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str
                 (task.name,),
             )
             for task in tasks
-            if task.random
+            if task.random and not ours
         ]
-    if not isinstance(executor, ThreadedExecutor):
-        return dict.fromkeys((task.name for task in tasks), DEFAULT), []
     threads = {task.name: executor.thread_of(task) for task in tasks}
     problems = [*_map_problems(executor.thread_map, threads)]
     workers = sorted({thread for thread in threads.values() if thread != DEFAULT}, key=str)
@@ -188,10 +187,10 @@ def _map_problems(thread_map: ThreadMap, threads: Mapping[str, Any]) -> Iterator
 
 
 class DelegatedPipeline(SWPipeline[IterContext]):
-    """A pipeline whose tasks run somewhere else: none can be replayed."""
+    """A pipeline whose tasks an executor runs, so that none can be replayed."""
 
     def enable_shortcut(self, *tasks: Any, with_: Any = None) -> None:
-        """Refuse.
+        """Refuse to replay a task.
 
         Raises:
             RuntimeError: Always.
@@ -207,30 +206,31 @@ def delegated(
     schedule: Schedule,
     pool: StreamPool,
     executor: Executor,
-    first: Callable[[], int],
+    home: Home,
 ) -> PipelinePlan:
-    """The plan of a schedule on the caller's thread, with tasks that the executor runs."""
+    """Return the plan of a schedule on the caller's thread, with tasks that the executor runs."""
     order = period_order(schedule)
-    most, waits = schedule.max_lookahead, stream_waits(schedule)
+    most = schedule.max_lookahead
+    waits = stream_waits(schedule)
     entries: dict[str, TaskSchedule] = {}
     tasks: list[PipelineTask] = []
     for number, stage in enumerate(schedule.stages, start=1):
         members = [task for task in order if task in stage.tasks]
-        noted: dict[str, IterContext] = {}
-        places = {task.name: TaskPlace(pool, first, most - task.lookahead) for task in members}
+        recorded: dict[str, IterContext] = {}
+        places = {task.name: TaskPlace(pool, home, most - task.lookahead) for task in members}
         for task in members:
             entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
-            # There is no replay that captures.
-            kept = [one for one in task.io if one.state is not None or one.reset is not None]
-            io = [replace(one, capture=None, restore=None) for one in kept]
-            tasks.append(PipelineTask(task.name, partial(_note, noted, task.name), io))
-        call = partial(_call, executor, Stage(tuple(members)), noted, places, waits, pool)
+            # Without replay, nothing is captured or restored.
+            kept = [io for io in task.io if io.state is not None or io.reset is not None]
+            effects = [replace(io, capture=None, restore=None) for io in kept]
+            tasks.append(PipelineTask(task.name, partial(_record, recorded, task.name), effects))
+        call = partial(_call, executor, Stage(tuple(members)), recorded, places, waits, pool)
         for lookahead in sorted({task.lookahead for task in members}, reverse=True):
             name = f"call of Stage {number} at lookahead {lookahead}"
             while name in plan.schedule:
                 name += "'"
             entries[name] = TaskSchedule(most - lookahead)
-            tasks.append(PipelineTask(name, call, [DeclaredIO(reset=noted.clear)]))
+            tasks.append(PipelineTask(name, call, [DeclaredIO(reset=recorded.clear)]))
     return replace(
         plan,
         schedule=entries,
@@ -239,32 +239,37 @@ def delegated(
     )
 
 
-def _note(noted: dict[str, IterContext], name: str, ctx: IterContext) -> None:
-    noted[name] = ctx
+def _record(recorded: dict[str, IterContext], name: str, ctx: IterContext) -> None:
+    recorded[name] = ctx
 
 
 def _call(
     executor: Executor,
     stage: Stage,
-    noted: dict[str, IterContext],
+    recorded: dict[str, IterContext],
     places: Mapping[str, TaskPlace],
     waits: Waits,
     pool: StreamPool,
     ctx: IterContext,
 ) -> None:
-    """Call the executor for the tasks of a stage that have been noted, and are there to run."""
-    if not noted:  # another call in this period had them
+    """Call the executor for the tasks of a stage whose contexts are recorded."""
+    if not recorded:  # an earlier call in this period ran them
         return
-    contexts = {name: TaskContext(of, places[name]) for name, of in noted.items()}
-    before = [(of, vars(of).copy()) for of in noted.values()]
-    noted.clear()
+    contexts = {name: TaskContext(iteration, places[name]) for name, iteration in recorded.items()}
+    before = [(iteration, vars(iteration).copy()) for iteration in recorded.values()]
+    recorded.clear()
     (period, *_) = {context.iter_count for context in contexts.values()}
     executor.execute_stage(
         stage, PeriodContext(contexts), period, lambda task: task.name in contexts, waits, pool
     )
-    # To the engine all work is on this stream, and what contexts have no more it cannot see.
+    # The engine takes all work to be on this stream, and sees no value that a task has removed.
     for name in pool.names:
         pool.order(DEFAULT, name)
-    removed = [v for of, held in before for n, v in held.items() if vars(of).get(n) is not v]
+    removed = [
+        value
+        for iteration, held in before
+        for name, value in held.items()
+        if vars(iteration).get(name) is not value
+    ]
     if any(map(pool.get, pool.names)):
         record_stream(removed, torch.accelerator.current_stream())

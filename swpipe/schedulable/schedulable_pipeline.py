@@ -1,7 +1,6 @@
-"""What the user of a schedule holds: ``SchedulablePipeline``, and ``Pipeline`` for a list of tasks.
+"""``SchedulablePipeline``, which runs a schedule, and ``Pipeline``, which runs a list of tasks.
 
-A schedule becomes a plan, and ``SWPipeline`` runs it: failures, endings and races are handled as
-there.
+A schedule becomes a plan that ``SWPipeline`` runs, with its handling of failures, ends and races.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from swpipe.schedulable.executors import (
 )
 from swpipe.schedulable.schedule import Schedule, Stage
 from swpipe.schedulable.schedule_rules import check_stages, in_words_of
-from swpipe.schedulable.slot_context import RESULT, TaskContext, TaskPlace
+from swpipe.schedulable.slot_context import RESULT, Home, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 from swpipe.schedulable.training_tasks import training_tasks
 from swpipe.schedulable.translation import translate
 
 
 class SchedulablePipeline:
-    """Runs a schedule (seed section 3.5).
+    """A pipeline that runs a schedule (seed section 3.5).
 
     Use it as a context manager, or call ``shutdown``.
 
@@ -47,8 +46,8 @@ class SchedulablePipeline:
         executor: None for the caller's thread alone; ``"threaded"`` for one thread per stream; a
             ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods of
             ``swpipe.schedulable.executors.Executor``.
-        device: As for ``SWPipeline``.
-        options: Of ``SWPipeline``, such as ``check_effects``.
+        device: See ``SWPipeline``.
+        options: Options of ``SWPipeline``, such as ``check_effects``.
 
     Attributes:
         schedule: The schedule.
@@ -79,20 +78,21 @@ class SchedulablePipeline:
         threads, problems = threads_of(self._executor, tasks)
         kind: type[SWPipeline[IterContext]] = SWPipeline
         check_stages(schedule, stream_pool, problems)
-        first = _FirstIteration()
+        home = Home()
         self.schedule = schedule
-        plan = translate(schedule, stream_pool, threads, first)
+        plan = translate(schedule, stream_pool, threads, home)
         if not is_ours(self._executor):
-            plan = delegated(plan, schedule, stream_pool, self._executor, first)
+            plan = delegated(plan, schedule, stream_pool, self._executor, home)
             kind = DelegatedPipeline
             options.setdefault("check_effects", False)
         self.plan: PipelinePlan = plan
         with in_words_of(schedule):
             self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
-        first.pipe = weakref.ref(self.pipe)
+        home.pipe = weakref.ref(self.pipe)
+        place = TaskPlace(stream_pool, home, 0)
         try:
             for task in tasks:
-                task.init(TaskContext(IterContext(None, first()), TaskPlace(stream_pool, first, 0)))
+                task.init(TaskContext(IterContext(None, home.first_iteration), place))
         except BaseException:
             self.shutdown()
             raise
@@ -114,14 +114,14 @@ class SchedulablePipeline:
         optimizer_step_fn: Callable[[], Any] | None = None,
         **options: Unpack[PipelineOptions],
     ) -> SchedulablePipeline:
-        """An ordinary training step (seed section 8.1).
+        """Return a pipeline that runs an ordinary training step (seed section 8.1).
 
         Its tasks are ``h2d``, ``zero_grad``, ``forward``, ``backward`` and ``optimizer_step``, and
         ``progress`` returns what the model returned.
 
         Args:
-            model: Called with the batch.
-            optimizer: Of its parameters.
+            model: The model, called with the batch.
+            optimizer: The optimizer of its parameters.
             loss_fn: The loss, from what the model returns. None if the model returns the loss, a
                 tuple that begins with it, or a dict with ``"loss"``.
             prefetch: Copy each batch while the one before is trained on: with an iterator and
@@ -130,16 +130,16 @@ class SchedulablePipeline:
             threaded: Give each stream a thread, or what ``thread_map`` says.
             thread_map: As for ``ThreadedExecutor``.
             executor: As for ``SchedulablePipeline``, instead of the two before.
-            device: Where the batches go; None for where the model is.
+            device: The device that batches are copied to; None for the model's.
             forward_fn: ``forward_fn(model, batch)`` instead of ``model(batch)``: for autocast, or a
                 model with several arguments.
             backward_fn: ``backward_fn(loss)`` instead of ``loss.backward()``.
             optimizer_step_fn: ``optimizer_step_fn()`` instead of ``optimizer.step()``: for clipping
                 and learning rate schedules.
-            options: Of ``SWPipeline``.
+            options: Options of ``SWPipeline``.
 
         Raises:
-            TypeError: As for ``SchedulablePipeline``.
+            TypeError: See ``SchedulablePipeline``.
             ValueError: ``executor`` together with ``threaded``, or ``thread_map`` without it; or as
                 for ``SchedulablePipeline``.
         """
@@ -174,7 +174,7 @@ class SchedulablePipeline:
         """Run one period, or as many as fill the pipeline, and return slot ``step_result``.
 
         Args:
-            iterator: Where the batches come from; the same one until it is drained.
+            iterator: Gives the batches; the same one until it is exhausted.
 
         Returns:
             What the oldest batch has in the slot ``step_result``; None if that is empty.
@@ -188,11 +188,11 @@ class SchedulablePipeline:
             return _result(self.pipe.progress(iterator))
 
     def step(self, batch: Any) -> Any:
-        """``progress(iter([batch]))``: the batch alone goes through all tasks."""
+        """Run all tasks on one batch alone, as ``progress(iter([batch]))`` does."""
         return self.progress(iter([batch]))
 
     def push(self, batch: Any) -> Any:
-        """Give one batch and run one period, for callers without an iterator.
+        """Add one batch and run one period, for callers without an iterator.
 
         Returns:
             The oldest batch's ``step_result``; None while the pipeline fills.
@@ -205,7 +205,7 @@ class SchedulablePipeline:
         return None if ctx is None else _result(ctx)
 
     def flush(self) -> Iterator[Any]:
-        """Finish the pushed batches: iterate over the results, oldest first.
+        """Finish the pushed batches, and iterate over the results, oldest first.
 
         See ``SWPipeline.flush``.
         """
@@ -223,7 +223,7 @@ class SchedulablePipeline:
             del ctx
 
     def drain(self) -> list[Any]:
-        """Pull no more; finish what is in flight, and return the results, oldest first.
+        """Finish the batches in flight without pulling more; return the results, oldest first.
 
         Raises:
             BaseException: As for ``progress``.
@@ -232,7 +232,7 @@ class SchedulablePipeline:
             return [_result(ctx) for ctx in self.pipe.drain()]
 
     def shutdown(self) -> None:
-        """Stop the threads and drop what is in flight; twice is as good as once."""
+        """Stop the threads and drop the batches in flight; further calls have no effect."""
         if not self.pipe.closed:
             self.pipe.close()
             self._executor.shutdown()
@@ -245,9 +245,9 @@ class SchedulablePipeline:
 
 
 class Pipeline(SchedulablePipeline):
-    """A ``SchedulablePipeline`` of a list of tasks, in one stage.
+    """A ``SchedulablePipeline`` that runs a list of tasks in one stage.
 
-    Without a pool, swpipe makes the streams that the tasks name.
+    If no pool is given, swpipe makes the streams that the tasks name.
     """
 
     def __init__(
@@ -261,21 +261,13 @@ class Pipeline(SchedulablePipeline):
     ) -> None:
         stage = Stage(tuple(tasks))
         if stream_pool is None:
-            stream_pool = StreamPool(dict.fromkeys([DEFAULT, *(one.stream for one in stage.tasks)]))
+            stream_pool = StreamPool(
+                dict.fromkeys([DEFAULT, *(task.stream for task in stage.tasks)])
+            )
         if not isinstance(stream_pool, StreamPool):
             raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
         schedule = Schedule((stage,), stream_pool.names)
         super().__init__(schedule, stream_pool, executor=executor, device=device, **options)
-
-
-class _FirstIteration:
-    """The number of the first iteration of a pipeline's run; no reference keeps the pipeline."""
-
-    pipe: weakref.ref[SWPipeline[IterContext]] | None = None
-
-    def __call__(self) -> int:
-        pipe = None if self.pipe is None else self.pipe()
-        return 0 if pipe is None else pipe.next_iteration
 
 
 def _result(ctx: IterContext) -> Any:

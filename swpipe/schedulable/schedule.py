@@ -1,4 +1,4 @@
-"""A schedule: the tasks of a loop, in stages; which waits for which, and the order of a period.
+"""A schedule: the tasks of a loop in stages, their dependences, and the order of a period.
 
 Each way to wait is a dependence with a distance (``swpipe.core.dependence``). A task with lookahead
 k has stage L - k, L the largest lookahead, so that the lag of a dependence is
@@ -24,12 +24,12 @@ from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.slot_context import BATCH, DataSlot
 
 Waits: TypeAlias = Mapping[str, Sequence[str]]
-"""Task to the other streams on which something lies that it waits for."""
+"""Each task's name, with the other streams that its stream waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tasks that run together; in each period, those of the next stage come after them.
+    """Tasks that run together; in each period, the tasks of the next stage come after them.
 
     Raises:
         TypeError: ``tasks`` is no list of tasks.
@@ -49,10 +49,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All stages, in the order in which they run (seed section 3.2).
+    """The stages of a loop, in the order in which they run (seed section 3.2).
 
     Raises:
-        TypeError: ``stages`` is no list of stages, or ``stream_slots`` none of names.
+        TypeError: ``stages`` is no list of stages, or ``stream_slots`` is no list of names.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -64,7 +64,7 @@ class Schedule:
         object.__setattr__(self, "stream_slots", names)
 
     def all_tasks(self) -> tuple[Task, ...]:
-        """The tasks of all stages, as they were declared."""
+        """Return the tasks of all stages, as they were declared."""
         return tuple(task for stage in self.stages for task in stage.tasks)
 
     @property
@@ -81,11 +81,11 @@ class Schedule:
 def _all(field: str, given: Any, kind: type, what: str) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{field} is {shown(given)}: give a tuple of {what}")
-    found = tuple(given)
-    for one in found:
-        if not isinstance(one, kind):
-            raise TypeError(f"{field} has {shown(one)}: give a tuple of {what}")
-    return found
+    entries = tuple(given)
+    for entry in entries:
+        if not isinstance(entry, kind):
+            raise TypeError(f"{field} has {shown(entry)}: give a tuple of {what}")
+    return entries
 
 
 class TaskEdge(NamedTuple):
@@ -94,6 +94,7 @@ class TaskEdge(NamedTuple):
     Attributes:
         field: The field that says so.
         value: The field's entry, for messages.
+        sides: What waits.
     """
 
     consumer: Task
@@ -101,10 +102,11 @@ class TaskEdge(NamedTuple):
     distance: int
     field: str
     value: str
+    sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of consumer and producer."""
+        """The names of consumer and producer."""
         return self.consumer.name, self.producer.name
 
     @property
@@ -115,12 +117,11 @@ class TaskEdge(NamedTuple):
     @property
     def host_only(self) -> bool:
         """Whether the host waits, and no stream."""
-        sides = self.consumer.same_progress_sync_sides
-        return self.field == "same_progress_sync" and sides is SameProgressSyncSide.CPU
+        return self.sides is SameProgressSyncSide.CPU
 
 
 def writers_of(schedule: Schedule) -> dict[str, list[Task]]:
-    """Slot name to the tasks that write it."""
+    """Return the tasks that write each slot, by its name."""
     writers: dict[str, list[Task]] = defaultdict(list)
     for task in schedule.all_tasks():
         for name in dict.fromkeys(slot.name for slot in task.writes):
@@ -128,40 +129,56 @@ def writers_of(schedule: Schedule) -> dict[str, list[Task]]:
     return writers
 
 
-def named_waits(task: Task) -> Iterator[tuple[str, str, int | None]]:
-    """(field, name, distance) of each task that it names; None: whatever batches the two are on."""
-    yield from (("depends_on", name, 0) for name in task.depends_on)
-    yield from (("cross_iter_depends_on", n, -back) for n, back in task.cross_iter_depends_on)
-    yield from (("same_progress_sync", name, None) for name in task.same_progress_sync)
+class Wait(NamedTuple):
+    """A task that another one names; a distance of None means whatever batches the two are on."""
+
+    field: str
+    task: str
+    distance: int | None
+    sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
+
+
+def waits_of(task: Task) -> Iterator[Wait]:
+    """Return the tasks that a task names."""
+    for name in task.depends_on:
+        yield Wait("depends_on", name, 0)
+    for name, offset in task.cross_iter_depends_on:
+        yield Wait("cross_iter_depends_on", name, -offset)
+    for name, sides in task.same_progress_sync:
+        yield Wait("same_progress_sync", name, None, sides)
 
 
 def edges_of(schedule: Schedule) -> list[TaskEdge]:
-    """Every dependence whose other side the schedule has; future reads too, except of slots."""
-    writers, tasks = writers_of(schedule), schedule.all_tasks()
+    """Return every dependence within the schedule; future reads too, except of slots."""
+    tasks = schedule.all_tasks()
+    writers = writers_of(schedule)
     by_name = {task.name: task for task in tasks}
-    found = []
+    edges = []
     for task in tasks:
         for name in dict.fromkeys(slot.name for slot in task.reads if slot.name != BATCH):
-            found += [
+            edges += [
                 TaskEdge(task, writer, 0, "reads", name)
                 for writer in writers.get(name, ())
                 if writer is not task and writer.lookahead >= task.lookahead
             ]
-        for field, name, distance in named_waits(task):
-            if (producer := by_name.get(name)) is not None:
-                apart = task.lookahead - producer.lookahead if distance is None else distance
-                found.append(TaskEdge(task, producer, apart, field, name))
-    return found
+        for wait in waits_of(task):
+            producer = by_name.get(wait.task)
+            if producer is not None and wait.sides:
+                distance = wait.distance
+                if distance is None:
+                    distance = task.lookahead - producer.lookahead
+                edges.append(TaskEdge(task, producer, distance, wait.field, wait.task, wait.sides))
+    return edges
 
 
 def between_stages(schedule: Schedule) -> list[tuple[str, str]]:
-    """(consumer, producer): each stage's tasks come after those of the stage before it."""
+    """Return (consumer, producer) for each pair of tasks of two consecutive stages."""
     stages = [stage.tasks for stage in schedule.stages if stage.tasks]
     return [(c.name, p.name) for before, after in pairwise(stages) for c in after for p in before]
 
 
 def period_order(schedule: Schedule) -> tuple[Task, ...]:
-    """The order of the tasks within a period: topological, ties by declaration.
+    """Return the order of the tasks within a period: topological, ties by declaration.
 
     Raises:
         CycleError: There is none.
@@ -173,7 +190,7 @@ def period_order(schedule: Schedule) -> tuple[Task, ...]:
 
 
 def stream_waits(schedule: Schedule) -> Waits:
-    """What each task's stream waits for."""
+    """Return the other streams that each task's stream waits for."""
     waits: dict[str, dict[str, None]] = {}
     for edge in edges_of(schedule):
         if edge.producer.stream != edge.consumer.stream and not edge.host_only:

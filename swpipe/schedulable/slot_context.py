@@ -1,7 +1,7 @@
-"""What a task of a schedule gets: the slots of its batch, the streams, the period.
+"""The context of a schedule's task: the slots of its batch, events, streams, the period.
 
-A slot is an attribute of the iteration's context, so that whatever looks at a context (replay,
-recordings, the holding of memory) sees it. Names that a context has for itself are put apart.
+A slot is an attribute of the iteration's context, so that replay, recordings and the holding of
+memory see it. A slot with the name of an attribute that every context has is renamed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
+from swpipe.device import CpuDevice, Device, Event
+from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.stream_pool import StreamPool
 
 BATCH = "batch_cpu"
@@ -23,7 +25,7 @@ RESULT = "step_result"
 
 @dataclass(frozen=True, slots=True)
 class DataSlot:
-    """The slot ``name`` of the batch that is ``batch_offset`` ahead; a value (seed section 3.1).
+    """The slot ``name`` of the batch that is ``batch_offset`` ahead (seed section 3.1).
 
     A task reads and writes the slots of its own batch, so its slots have its lookahead as their
     offset. A bare name among ``Task(reads=...)`` or ``writes`` stands for that slot.
@@ -55,6 +57,9 @@ _APART = {name: f"slot {name}" for name in ("batch", "iter_idx", *dir(IterContex
 _ATTRIBUTES = {**_APART, BATCH: "batch"}
 """Slot to attribute, where they differ."""
 
+_EVENT = "event "
+"""Begins the attributes that hold events."""
+
 _NAMES = {attribute: name for name, attribute in _ATTRIBUTES.items()}
 
 
@@ -67,24 +72,24 @@ class Slots:
         self._iteration = iteration
 
     def __getitem__(self, name: str) -> Any:
-        """The value; KeyError if the slot is empty."""
+        """Return the value of a slot; raise KeyError if it is empty."""
         try:
             return getattr(self._iteration, _ATTRIBUTES.get(name, name))
         except AttributeError:
-            # The names without their values, which is no read of them.
-            there = [_NAMES.get(n, n) for n in object.__getattribute__(self._iteration, "__dict__")]
-            held = listed(sorted(n for n in there if n != "iter_idx"))
+            # Recordings take an attribute that is got for a read: list the names alone.
+            filled = object.__getattribute__(self._iteration, "__dict__")
+            held = listed(sorted(_NAMES.get(n, n) for n in filled if n != "iter_idx"))
             raise KeyError(
                 f"slot {shown(name)} of this batch is empty (it has: {held}). Add it to the "
                 "task's reads, and to the writes of the task that sets it"
             ) from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, or ``default`` if the slot is empty."""
+        """Return the value of a slot, or ``default`` if it is empty."""
         return getattr(self._iteration, _ATTRIBUTES.get(name, name), default)
 
     def set(self, name: str, value: Any) -> None:
-        """Fill a slot; ``batch_cpu`` is a ValueError."""
+        """Fill a slot; raise ValueError for ``batch_cpu``."""
         if name == BATCH:
             raise ValueError(
                 f"slot {BATCH!r} is what the iterator gave, and no task writes it: use another "
@@ -102,16 +107,38 @@ class Slots:
 _EMPTY = object()
 
 
+class Home:
+    """The pipeline that runs a schedule, once it is made.
+
+    Attributes:
+        pipe: Returns it; a weak reference, so that tasks do not keep the pipeline alive.
+    """
+
+    pipe: Callable[[], SWPipeline[Any] | None] = staticmethod(lambda: None)
+
+    @property
+    def first_iteration(self) -> int:
+        """The number of the first iteration of the pipeline's run."""
+        pipe = self.pipe()
+        return 0 if pipe is None else pipe.next_iteration
+
+    @property
+    def device(self) -> Device:
+        """The pipeline's device."""
+        pipe = self.pipe()
+        return CpuDevice() if pipe is None else pipe.device
+
+
 class TaskPlace(NamedTuple):
-    """What a task's context is made with; ``first`` gives the run's first iteration's number."""
+    """Where a task runs: the streams, the pipeline, and the stage in its plan."""
 
     stream_pool: StreamPool
-    first: Callable[[], int]
+    home: Home
     stage: int
 
 
 class TaskContext:
-    """What ``Task.run`` gets.
+    """The argument of ``Task.run``.
 
     Attributes:
         slots: The slots of the task's batch: ``ctx.slots["x"]``, ``get``, ``set``, ``in``.
@@ -132,18 +159,41 @@ class TaskContext:
     @property
     def iter_count(self) -> int:
         """The number of this period, from 0 for each iterator; not the batch's number."""
-        return self._iteration.iter_idx - self._place.first() + self._place.stage
+        return self._iteration.iter_idx - self._place.home.first_iteration + self._place.stage
+
+    def record_event(self, name: str) -> Event:
+        """Mark the work that the task has submitted so far, and return the event.
+
+        Tasks of the same batch can wait for it. The event is a value of the batch, like a slot.
+        """
+        device = self._place.home.device
+        event = device.new_event()
+        event.record(device.current_stream())
+        setattr(self._iteration, _EVENT + name, event)
+        return event
+
+    def wait_event(self, name: str) -> bool:
+        """Make the current stream wait for an event; return whether it was recorded yet.
+
+        That it was must be known on the host: name the task that records it in ``depends_on``, or
+        in ``same_progress_sync`` with the side ``CPU``.
+        """
+        event = getattr(self._iteration, _EVENT + name, None)
+        if event is None:
+            return False
+        event.wait(self._place.home.device.current_stream())
+        return True
 
     def __repr__(self) -> str:
         return f"TaskContext({self._iteration!r})"
 
 
 class PeriodContext:
-    """What an executor's ``execute_stage`` gets: the contexts of the tasks that run."""
+    """The contexts of the tasks that run in a period, for an executor's ``execute_stage``."""
 
     def __init__(self, contexts: Mapping[str, TaskContext]) -> None:
         self._contexts = contexts
 
     def of(self, task: Any) -> TaskContext:
-        """The context that the task's ``run`` gets; for tasks that run in this period."""
+        """Return the context for a task's ``run``; the task must run in this period."""
         return self._contexts[task.name]

@@ -11,7 +11,7 @@ import torch
 from swpipe.core.messages import listed, shown
 
 DEFAULT = "default"
-"""The stream that a task has if it names none, and the thread of the caller."""
+"""The stream of a task that names none, and the caller's thread."""
 
 
 class StreamPool:
@@ -48,7 +48,7 @@ class StreamPool:
         return tuple(self._streams)
 
     def get(self, name: str) -> torch.Stream | None:
-        """The stream as it was given; KeyError if the pool has no such name."""
+        """Return the stream as it was given; raise KeyError if the pool has no such name."""
         if name not in self._streams:
             raise KeyError(f"the pool has no stream {name!r} (it has: {listed(self._streams)})")
         return self._streams[name]
@@ -59,9 +59,9 @@ class StreamPool:
         return nullcontext() if stream is None else stream
 
     def order(self, later: str, sooner: str) -> None:
-        """Make the stream ``later`` wait for what ``sooner`` was given."""
+        """Make the stream ``later`` wait for the work submitted to ``sooner``."""
         streams = [self.get(name) for name in (later, sooner)]
-        if any(stream is not None for stream in streams):
+        if any(streams):
             current = torch.accelerator.current_stream()
             after, before = (current if stream is None else stream for stream in streams)
             after.wait_stream(before)

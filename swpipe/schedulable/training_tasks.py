@@ -1,4 +1,4 @@
-"""The tasks of an ordinary training step: ``SchedulablePipeline.basic`` says more of them."""
+"""The tasks of an ordinary training step, which ``SchedulablePipeline.basic`` runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def training_tasks(
     prefetch: bool,
     stream: str,
 ) -> tuple[Task, ...]:
-    """Five tasks, in the order of the plain loop; ``stream`` is that of the copy."""
+    """Return five tasks in the order of the plain loop; the copy runs on ``stream``."""
 
     def h2d(ctx: TaskContext) -> None:
         ctx.slots.set("batch_gpu", moved(ctx.slots[BATCH], device))
@@ -41,20 +41,25 @@ def training_tasks(
         (backward_fn or Tensor.backward)(ctx.slots["loss"])
 
     step = optimizer_step_fn or optimizer.step
-    copied, ahead = ["batch_gpu"], int(prefetch)
     return (
         Task.from_fn(
-            "h2d", h2d, lookahead=ahead, stream=stream, reads=[BATCH], writes=copied, pure=True
+            "h2d",
+            h2d,
+            lookahead=int(prefetch),
+            stream=stream,
+            reads=BATCH,
+            writes="batch_gpu",
+            pure=True,
         ),
         Task.from_fn("zero_grad", lambda ctx: optimizer.zero_grad()),
-        Task.from_fn("forward", forward, reads=copied, writes=["loss", RESULT]),
-        Task.from_fn("backward", backward, reads=["loss"], depends_on=["zero_grad"], nccl=True),
-        Task.from_fn("optimizer_step", lambda ctx: step(), depends_on=["backward"]),
+        Task.from_fn("forward", forward, reads="batch_gpu", writes=["loss", RESULT]),
+        Task.from_fn("backward", backward, reads="loss", depends_on="zero_grad", nccl=True),
+        Task.from_fn("optimizer_step", lambda ctx: step(), depends_on="backward"),
     )
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on the device: by its ``to``, or that of the tensors and objects within it."""
+    """Return the batch on the device, by its ``to`` or that of the tensors and objects in it."""
 
     def to(value: Any) -> Any:
         return value.to(device, non_blocking=True)
@@ -63,19 +68,19 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss: what the model returned, its first entry, or its entry ``"loss"``.
+    """Return the model's output, its first entry or its entry ``"loss"``: whichever is the loss.
 
     Raises:
-        TypeError: There is none.
+        TypeError: None of these is a tensor.
     """
-    found = output
+    loss = output
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, tuple | list):
-        found = output[0] if output else None
-    if not isinstance(found, Tensor):
+        loss = output[0] if output else None
+    if not isinstance(loss, Tensor):
         raise TypeError(
             f"the model returned {shown(output)}, in which no loss is found: return the loss, a "
             'tuple that begins with it, or a dict with "loss"; or give basic() a loss_fn'
         )
-    return found
+    return loss

@@ -1,17 +1,17 @@
-"""From a schedule to the plan that runs it.
+"""The translation of a schedule into the plan that runs it.
 
     lookahead k              stage L - k, L the largest lookahead
     reads                    deps on all who write the slot with the same lookahead or a larger one
     depends_on               deps
     cross_iter_depends_on    cross_iter_deps
-    same_progress_sync       same_period_deps; host_only, where the side is the CPU
+    same_progress_sync       same_period_deps; host_only, where the side is the CPU; NONE: nothing
     ties                     order: topological, then as declared
     stages                   same_period_deps: each task after those of the stage before
     one stream, two threads  same_period_deps between neighbours in the order
     threads                  within_calls: nothing runs between two calls
 
-The last three are what the engine of the seed does (its sections 3.2, 4.2, 4.4), and what its users
-rely on for whatever is outside slots.
+The last three are rules of the seed's engine (its sections 3.2, 4.2, 4.4), on which its users rely
+for the state that lies outside slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedul
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.schedule import Schedule, between_stages, edges_of, period_order
-from swpipe.schedulable.slot_context import TaskContext, TaskPlace
+from swpipe.schedulable.slot_context import Home, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 
@@ -34,17 +34,19 @@ def translate(
     schedule: Schedule,
     pool: StreamPool,
     threads: Mapping[str, str],
-    first: Callable[[], int],
+    home: Home | None = None,
 ) -> PipelinePlan:
-    """The plan of a checked schedule, with its tasks.
+    """Return the plan of a checked schedule, with its tasks.
 
     Args:
         schedule: The schedule.
         pool: Its streams.
         threads: Task to thread.
-        first: Returns the number of the first iteration of the run.
+        home: Knows the pipeline that will run the plan; None if its tasks never run.
     """
-    order, edges = period_order(schedule), edges_of(schedule)
+    home = home or Home()
+    order = period_order(schedule)
+    edges = edges_of(schedule)
     between = between_stages(schedule)
     whole = {*between, *(edge.names for edge in edges if not edge.host_only)}
     most = schedule.max_lookahead
@@ -71,18 +73,16 @@ def translate(
         order=[task.name for task in order],
         within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
         tasks=[
-            PipelineTask(
-                task.name, run_of(task, pool, most, first), task.io, task.random, task.pure
-            )
-            # As one batch goes through them.
+            PipelineTask(task.name, run_of(task, pool, most, home), task.io, task.random, task.pure)
+            # In the order in which a batch meets them.
             for task in sorted(order, key=lambda task: -task.lookahead)
         ],
     )
 
 
-def run_of(task: Task, pool: StreamPool, most: int, first: Callable[[], int]) -> TaskFn:
-    """What the engine calls for a task; ``most`` is the largest lookahead."""
-    place = TaskPlace(pool, first, most - task.lookahead)
+def run_of(task: Task, pool: StreamPool, most: int, home: Home) -> TaskFn:
+    """Return the function that the engine calls for a task; ``most`` is the largest lookahead."""
+    place = TaskPlace(pool, home, most - task.lookahead)
     run: Callable[[TaskContext], None] = task.run
     if task.nvtx_tag is None:
 
@@ -108,7 +108,7 @@ def _stream(pool: StreamPool, name: str) -> StreamRef:
 def _in_submission_order(
     order: Sequence[Task], threads: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Neighbours of one stream on two threads: what one stream gets is submitted in order."""
+    """Return an edge for each two neighbours of a stream that are on two threads."""
     for stream in dict.fromkeys(task.stream for task in order):
         for sooner, later in pairwise(task.name for task in order if task.stream == stream):
             if threads[sooner] != threads[later]:

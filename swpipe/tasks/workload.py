@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 Plans: TypeAlias = Mapping[str, Callable[[], PipelinePlan]]
 
-DEFAULT = "clicks"
+DEFAULT = "images"
 """The workload of a command that names none."""
 
 MOST_COUNT = 2**31 - 1
@@ -146,8 +146,6 @@ class Workload:
             ``device`` too: torch's words, or None. Raises ``InputError``.
         open_job: A job of that configuration. Raises ``InputError``.
         options: The workload's own options.
-        on_ranks: The workload under torchrun, which has the same options; None where it has no
-            such form.
     """
 
     name: str
@@ -156,7 +154,6 @@ class Workload:
     configure: Callable[[Mapping[str, Any]], Any]
     open_job: Callable[[Any], Job]
     options: tuple[Option, ...] = ()
-    on_ranks: Workload | None = None
 
 
 _registered: dict[str, Workload] = {}

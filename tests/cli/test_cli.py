@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 from collections.abc import Iterator
@@ -18,21 +17,12 @@ import swpipe
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import main
 from swpipe.cli.options import spread_lists
-from swpipe.plans.clicks import PLANS
-from swpipe.tasks.clicks.clicks_workload import cache_home
-from tests.tasks.clicks.rows import lines, row, varied_row, write_log
+from swpipe.tasks.images.images_workload import ImageJob
+from swpipe.tasks.workload import workloads
 
-needs_clicks = pytest.mark.skipif(
-    find_spec("torchrec") is None or find_spec("polars") is None,
-    reason="needs swpipe[clicks] and TorchRec",
-)
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs swpipe[plot]")
 
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    """A log of 60 good rows."""
-    return write_log(tmp_path / "log.tsv", 60)
+PLANS = workloads()["images"].plans
 
 
 def run(*args: object) -> int:
@@ -64,129 +54,57 @@ def out(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 # ------------------------------------------------------------------- train
 
 
-@needs_clicks
-def test_both_plans_train_bit_equal(
-    capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
-) -> None:
-    """On several logs, one after the other, each on one thread; they are evaluated on others."""
-    more = write_log(tmp_path / "more.tsv", 25, seed=1)
+def test_both_plans_train_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the image model, each on one thread."""
     torch.set_num_threads(2)
-    args = ("--data", log, more, "--held-out", more, "--batch-size", 8)
     try:
-        said = out(capsys, "train", *args, "--compare", "serial,pipelined")
+        printed = out(capsys, "train", "--steps", 12, "--compare", "serial,pipelined")
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(1)
-    assert re.search(r"serial and pipelined: bit-equal: \d+ losses and 37 parameters", said)
-    assert "data: 85 rows, none malformed" in said
-    assert "held-out rows: AUC " in said
+    assert "serial and pipelined: bit-equal: 12 losses and 6 parameters" in printed
 
 
-@needs_clicks
-def test_a_plan_may_come_from_a_file(
-    capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
-) -> None:
+def test_a_plan_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What ``swpipe plan show`` wrote can be trained under; a plan is compared with itself, too."""
     file = tmp_path / "plan.toml"
     out(capsys, "plan", "show", "pipelined", "--output", file)
     assert PipelinePlan.load(file) == PLANS["pipelined"]()
-    args = ("train", "--data", log, "--batch-size", 20, "--compare", f"serial,{file},serial")
-    said = out(capsys, *args)
-    assert "plan.toml: bit-equal" in said
-    assert "serial and serial (2): bit-equal: 3 losses" in said
+    printed = out(capsys, "train", "--steps", 3, "--compare", f"serial,{file},serial")
+    assert "plan.toml: bit-equal" in printed
+    assert "serial and serial (2): bit-equal: 3 losses" in printed
 
 
-@needs_clicks
-def test_the_seed_decides_the_losses(capsys: pytest.CaptureFixture[str], log: Path) -> None:
-    """The same seed prints the same loss, another one another; steps go through a log again."""
-    told = []
+def test_the_seed_decides_the_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed prints the same loss, another one another."""
+    losses = []
     for seed in (3, 3, 4):
-        args = ("--data", log, "--batch-size", 20, "--steps", 7, "--seed", seed)
-        name, steps, *rest = out(capsys, "train", *args).splitlines()[2].split()
+        args = ("train", "--steps", 7, "--seed", seed)
+        name, steps, *rest = out(capsys, *args).splitlines()[2].split()
         assert (name, steps) == ("pipelined", "7")
-        told.append(rest[3:])
-    assert told[0] == told[1] != told[2]
+        losses.append(rest[3:])
+    assert losses[0] == losses[1] != losses[2]
 
 
-@needs_clicks
-def test_without_data_a_log_is_made_up_once(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is kept in the cache directory, and evaluated on its held-out part."""
-    from swpipe.tasks.clicks import generate
-
-    monkeypatch.setattr(generate, "TRAIN_ROWS", 400)
-    monkeypatch.setattr(generate, "HELD_OUT_ROWS", 100)
-    args = ("train", "--cache-dir", tmp_path / "cache", "--batch-size", 100)
-    assert run(*args) == 0
-    out = capsys.readouterr().out
-    assert "held-out rows: AUC" in out
-    assert "data: 400 rows, none malformed" in out
-    stamps = [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
-    assert run(*args) == 0
-    assert stamps == [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
-    assert len(stamps) == 2
-
-
-@needs_clicks
-def test_malformed_rows_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With file and line, and no escape codes; with ``--strict`` the first is an error."""
-    path = tmp_path / "odd.tsv"
-    draw = random.Random(0)
-    odd = row({0: "\x1b]0;title\x07"})
-    path.write_bytes(lines(varied_row(draw), row({0: "7"}), varied_row(draw), "x", odd))
-    said = out(capsys, "train", "--data", path, "--batch-size", 2)
-    assert "data: 5 rows, 3 of them malformed and dropped:" in said
-    assert f"{path}:2: label 7 is not 0 or 1" in said
-    assert f"{path}:4: 1 fields; a row has 40" in said
-    assert "\\x1b]0;title\\x07" in said
-    assert said.replace("\n", "").isprintable()
-    for plan in ("serial", "pipelined"):  # from whichever thread
-        told = refused(capsys, "train", "--data", path, "--strict", "--plan", plan)
-        assert "odd.tsv:2: label 7 is not 0 or 1" in told
-
-
-@needs_clicks
 def test_a_diverging_loss_ends_in_one_line(
-    capsys: pytest.CaptureFixture[str], log: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 1, and the step is named."""
-    from swpipe.tasks.clicks import ClickJob
 
-    def diverge(job: ClickJob, ctx: object) -> None:
+    def diverge(job: ImageJob, ctx: object) -> None:
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter.fill_(torch.nan)
 
-    monkeypatch.setattr(ClickJob, "step", diverge)
-    assert run("train", "--data", log, "--batch-size", 20) == 1
+    monkeypatch.setattr(ImageJob, "step", diverge)
+    assert run("train", "--steps", 4) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "the loss became NaN or infinite at step 1" in told
 
 
-@needs_clicks
-def test_a_log_that_goes_away_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was there when it was indexed, and is gone when it is read."""
-    from swpipe.tasks.clicks import ClickJob
-
-    path = write_log(tmp_path / "log.tsv", 40)
-    read = ClickJob.read
-
-    def remove_and_read(job: ClickJob, ctx: object) -> None:
-        path.unlink(missing_ok=True)
-        read(job, ctx)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ClickJob, "read", remove_and_read)
-    assert "No such file or directory" in refused(capsys, "train", "--data", path)
-
-
-@needs_clicks
-def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str], log: Path) -> None:
+def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str]) -> None:
     """What was printed stays, and the line says which file is missing."""
-    args = ("train", "--data", log, "--batch-size", 20, "--timeline", "/dev/full")
-    assert run(*args) == 2
+    assert run("train", "--steps", 3, "--timeline", "/dev/full") == 2
     told = capsys.readouterr()
     assert "steps/s" in told.out
     assert told.err.splitlines()[-1] == "swpipe: /dev/full: No space left on device"
@@ -195,14 +113,13 @@ def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str], log: Pa
 # ------------------------------------------------------- timeline
 
 
-@needs_clicks
 @needs_matplotlib
 def test_a_timeline_is_recorded_and_drawn(
-    capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """``train --timeline`` writes JSON, ``trace`` makes a picture of it."""
     timeline = tmp_path / "new" / "timeline.json"
-    assert run("train", "--data", log, "--batch-size", 10, "--timeline", timeline) == 0
+    assert run("train", "--steps", 6, "--timeline", timeline) == 0
     assert json.loads(timeline.read_text())
     assert run("trace", timeline) == 0
     assert timeline.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -215,26 +132,12 @@ def test_a_timeline_is_recorded_and_drawn(
 def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Who works on which iteration when, and who waits for whom; no data is needed."""
     said = out(capsys, "plan", "show", "pipelined", "--periods", 4)
-    assert "read [io]            0   1   2   3" in said
+    assert "decode [io]          0   1   2   3" in said
     assert "forward [default]    .   0   1   2" in said
-    assert "depth 3" in said
-    assert "\nio: wait(default.<admit>" in said
+    assert "\nio: wait(loader.<pull>" in said
 
 
 # ------------------------------------------------------------------ around the commands
-
-
-@needs_clicks
-def test_a_job_without_its_libraries_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says what is missing, and what to install."""
-    for name in [name for name in sys.modules if f"{name}.".startswith("swpipe.tasks.clicks.")]:
-        if not name.endswith("_workload"):  # which has registered it
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "polars", None)
-    told = refused(capsys, "train")
-    assert "the click job needs polars: pip install 'swpipe[clicks]' torchrec" in told
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +156,7 @@ def test_the_shell_completes_commands_and_options(
     monkeypatch.setenv("_SWPIPE_COMPLETE", "complete_bash")
     for words, number, completed in [
         ("swpipe plan si", 2, {"simulate"}),
-        ("swpipe profile --batch", 2, {"--batches", "--batch-size"}),
+        ("swpipe profile --see", 2, {"--seed"}),
     ]:
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(number))
@@ -293,16 +196,16 @@ def test_help_fits_a_terminal(
 def test_help_shows_the_options_of_the_named_workload(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the usual one where a command has one, and of no other."""
 
-    def shown(*args: str) -> tuple[bool, bool]:
-        said = out(capsys, *args, "--help")
-        return "--batch-size" in said, "--seed" in said
+    def shown(*args: str) -> bool:
+        return "--seed" in out(capsys, *args, "--help")
 
-    assert shown("train") == shown("plan", "auto") == (True, True)
-    assert shown("report") == shown("trace") == (False, False)
-    for name, options in {"clicks": (True, True), "images": (False, True)}.items():
-        assert shown("train", "--workload", name) == options
-        assert shown("trace", f"--workload={name}") == options
-        assert shown("report", name) == options
+    assert shown("train")
+    assert shown("plan", "auto")
+    assert not any(map(shown, ("report", "trace")))
+    assert not shown("train", "--workload", "my_loop:loop")
+    assert shown("train", "--workload", "images")
+    assert shown("trace", "--workload=images")
+    assert shown("report", "images")
 
 
 def test_options_that_take_a_list_are_spread() -> None:
@@ -315,20 +218,6 @@ def test_options_that_take_a_list_are_spread() -> None:
         "--data": "--data",
     }.items():
         assert spread_lists(args.split(), {"--data", "--held-out"}) == spread.split()
-
-
-def test_a_made_up_log_is_kept_where_the_user_keeps_such_things(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The variable was misspelt once, and never heard. A relative path counts for nothing."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    assert cache_home() == tmp_path / "caches"
-    for nowhere in ("", "caches"):
-        monkeypatch.setenv("XDG_CACHE_HOME", nowhere)
-        assert cache_home() == tmp_path / "home" / ".cache"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_home() == tmp_path / "home" / ".cache"
 
 
 def test_a_terminal_that_knows_few_characters_is_given_others(

@@ -9,13 +9,12 @@ import pytest
 
 from swpipe.cli import launched
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.plans.clicks import PLANS
-from tests.cli.test_cli import log, needs_clicks, needs_matplotlib, refused, run
+from tests.cli.test_cli import PLANS, needs_matplotlib, refused, run
 from tests.cli.test_plan_commands import here
 from tests.support.hostile import MOST_IN_ONE_LINE
 from tests.support.scripts import Script, Scripts
 
-__all__ = ["here", "log"]  # the fixtures
+__all__ = ["here"]  # the fixture
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -28,7 +27,6 @@ LINES = [
     (("train", "--seed", 2**70), "'--seed': "),
     (("demo", "--seed", "-1"), "'--seed': "),
     (("train", "--steps", 2**70), "'--steps': "),
-    (("train", "--batch-size", 10**12), "'--batch-size': "),
     (("train", "--steps", "0"), "Usage: swpipe"),
     (("train", "--frobnicate"), "Usage: swpipe"),
     (("train", "--workload", "images", "--layers", 3), "No such option: --layers"),
@@ -50,7 +48,7 @@ LINES = [
     (("plan", "auto", "--costs", "costs.json"), "--costs: name the plan too"),
     (("plan", "auto", "plan.toml"), "--costs: say what the plan's tasks cost"),
     # workloads
-    (("train", "--workload", "gone"), "name one of clicks, images, or module:"),
+    (("train", "--workload", "gone"), "name one of images, or module:"),
     (("plan", "infer", "--workload", "\x1b:f"), "workload '\\x1b:f': "),
     (("plan", "infer", "--workload", ":"), "name it as module:function"),
     (("profile", "--workload", "my_loop.py:loop"), "name it as module:function"),
@@ -127,22 +125,14 @@ def test_a_mistake_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture
         assert told.out == "", args
 
 
-@needs_clicks
-def test_a_mistake_about_the_click_job_is_told_in_one_line(
-    here: Path, log: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_of_other_tasks_is_refused_in_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its data, and plans for its tasks."""
-    (here / "void.tsv").touch()
-    text = PLANS["pipelined"]().to_toml().replace('"read"', '"reed"')
-    (here / "reed.toml").write_text(text.replace("[schedule.read]", "[schedule.reed]"))
-    for args, said in [
-        (("train", "--data", "gone.tsv"), "gone.tsv: no such file"),
-        (("train", "--data", "void.tsv"), "void.tsv: the file is empty"),
-        (("train", "--data", "\x1b[31m"), "\\x1b[31m"),
-        (("train", "--data", log, "--plan", "reed.toml"), "'reed'"),
-        (("profile", "--data", log, "--plan", "reed.toml"), "'read'"),
-    ]:
-        checked(refused(capsys, *args), said)
+    """By the tasks that it has not, or has besides."""
+    text = PLANS["pipelined"]().to_toml().replace('"decode"', '"decoed"')
+    (here / "decoed.toml").write_text(text.replace("[schedule.decode]", "[schedule.decoed]"))
+    checked(refused(capsys, "train", "--plan", "decoed.toml"), "'decoed'")
+    checked(refused(capsys, "profile", "--plan", "decoed.toml"), "'decode'")
 
 
 # --------------------------------------------------------------------------- hostile files

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from dataclasses import replace
 from functools import partialmethod
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,26 +17,13 @@ import torch.distributed as dist
 
 from swpipe import PipelinePlan, TaskProfiler
 from swpipe._distributed.agreement import Facts, differences
-from swpipe.analysis import verify
 from swpipe.cli import launched as ranks
 from swpipe.cli.user_errors import UserError
 from swpipe.cli.user_inputs import Output, load_plan, save
-from swpipe.inference import Recording
-from swpipe.plans.clicks import PLANS
-from swpipe.plans.torchrec import sharded_clicks
-from swpipe.tasks.clicks.clicks_workload import open_sharded_job
-from swpipe.tasks.workload import InputError
 from swpipe.trace import Trace
-from swpipe.tuning.autotuning import Loop
-from tests.cli.test_cli import out, run
+from tests.cli.test_cli import PLANS, out, run
 from tests.support.scripts import Script, Scripts, as_torchrun
 from tests.support.servers import ROOT
-from tests.tasks.clicks.rows import lines, row, write_log
-
-pytestmark = pytest.mark.skipif(
-    find_spec("torchrec") is None or find_spec("polars") is None,
-    reason="needs swpipe[clicks] and TorchRec",
-)
 
 
 class Done(NamedTuple):
@@ -61,20 +46,48 @@ class Done(NamedTuple):
 
 
 LOOP = """
+import time
+import torch
 import torch.distributed as dist
 from swpipe import PipelineTask
 
 
+def load(ctx):
+    ctx.x = ctx.batch + dist.get_rank()
+
+
 def reduce(ctx):
-    dist.all_reduce(ctx.batch)
-    ctx.loss = ctx.batch.sum()
+    dist.all_reduce(ctx.x)
+    ctx.loss = ctx.x.sum()
 
 
-def loop():
-    import torch
-    return [PipelineTask("reduce", reduce)], [torch.ones(4)] * 9
+def loop(reduce=reduce):
+    tasks = [PipelineTask("load", load, pure=True), PipelineTask("reduce", reduce)]
+    return tasks, [torch.full((4,), float(n)) for n in range(9)]
+
+
+def half():
+    return loop() if dist.get_rank() == 0 else 3
+
+
+def failing():
+    def fail(ctx):
+        if dist.get_rank() == 1 and ctx.iter_idx == 3:
+            print("BEGIN", time.time(), flush=True, file=__import__("sys").__stdout__)
+            raise ZeroDivisionError("planted on rank one")
+        reduce(ctx)
+    return loop(fail)
 """
-"""Of the user's own, whose tasks communicate."""
+"""Of the user's own, whose tasks communicate; one that is wrong on a rank, and one that fails."""
+
+OWN = ("--device", "cpu", "--workload")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with the module of the loops."""
+    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
+    return tmp_path
 
 
 MAIN = "from swpipe.cli import main; main()"
@@ -94,28 +107,21 @@ def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path
 
 
 @pytest.mark.slow
-def test_two_ranks_train_bit_equal(torchrec_scripts: Scripts, tmp_path: Path) -> None:
+def test_two_ranks_train_bit_equal(scripts: Scripts, here: Path) -> None:
     """One bar, one table, one timeline: those of rank 0."""
-    log, held_out = write_log(tmp_path / "log.tsv", 60), write_log(tmp_path / "held.tsv", 25)
-    timeline = tmp_path / "timeline.json"
-    done = on_two_ranks(
-        torchrec_scripts, "train", "--data", log, "--held-out", held_out, "--batch-size", 8,
-        "--steps", 6, "--compare", "serial,sparse_dist", "--timeline", timeline,
-    )  # fmt: skip
+    args = (*OWN, "my_ranked_loop:loop", "--compare", "serial,serial", "--timeline", "t.json")
+    done = on_two_ranks(scripts, "train", *args, folder=here)
     assert done.codes == {}, done.err
-    assert done.out.count("serial and sparse_dist: bit-equal: 6 losses and 37 parameters") == 1
-    assert done.out.count("held-out rows: AUC ") == 1
-    assert done.out.count("data: 60 rows, none malformed") == 1
+    assert done.out.count("serial and serial (2): bit-equal: 9 losses") == 1
+    assert done.out.count("steps/s") == 1
     assert done.err.count("training: 100%") == 1  # of one rank alone
-    assert {span.task for span in Trace.load(timeline).spans} >= set(sharded_clicks.TASKS)
-    assert "\nserial " in done.out
+    assert {span.task for span in Trace.load(here / "t.json").spans} >= {"load", "reduce"}
 
 
-def test_two_ranks_make_one_plan(torchrec_scripts: Scripts, tmp_path: Path) -> None:
+def test_two_ranks_make_one_plan(scripts: Scripts, here: Path) -> None:
     """Both measure, and train under the same plan; rank 0 tells how it was made."""
-    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
-    args = ("--workload", "my_ranked_loop:loop", "--device", "cpu", "--compare", "serial,auto")
-    done = on_two_ranks(torchrec_scripts, "train", *args, code=QUICKLY, folder=tmp_path)
+    args = (*OWN, "my_ranked_loop:loop", "--compare", "serial,auto")
+    done = on_two_ranks(scripts, "train", *args, code=QUICKLY, folder=here)
     assert done.codes == {}, done.err
     assert done.out.count("serial and auto: bit-equal: 9 losses") == 1
     assert re.findall(
@@ -126,14 +132,11 @@ def test_two_ranks_make_one_plan(torchrec_scripts: Scripts, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_wrong_is_told_once(torchrec_scripts: Scripts, tmp_path: Path) -> None:
-    """The malformed row is rank 1's; rank 0 tells, and both end with exit code 2."""
-    log = tmp_path / "log.tsv"
-    good = write_log(log, 60).read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join(good[:13]) + lines(row({0: "7"})) + b"".join(good[13:]))
-    done = on_two_ranks(torchrec_scripts, "train", "--data", log, "--batch-size", 8, "--strict")
+def test_what_one_rank_finds_wrong_is_told_once(scripts: Scripts, here: Path) -> None:
+    """The loop is wrong on rank 1; rank 0 tells, and both end with exit code 2."""
+    done = on_two_ranks(scripts, "train", *OWN, "my_ranked_loop:half", folder=here)
     (told,) = done.told
-    assert told.startswith(f"swpipe: {log}:14: label 7 is not 0 or 1.")
+    assert told.startswith("swpipe: workload my_ranked_loop:half: it gave 3; return (tasks, batch")
     assert done.codes == {0: 2, 1: 2}
 
 
@@ -146,14 +149,13 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 
 
 @pytest.mark.slow
-def test_ranks_with_different_plan_files_are_told_so_once(
-    torchrec_scripts: Scripts, tmp_path: Path
-) -> None:
-    """In one line, with what differs and where; no batch is read, nor the data looked at."""
-    plan = sharded_clicks.PLANS["sparse_dist"]()
-    plan.save(tmp_path / "plan0.toml")
-    replace(plan, pipeline_depth=plan.depth + 1).save(tmp_path / "plan1.toml")
-    done = on_two_ranks(torchrec_scripts, "train", "--data", "no.tsv", tmp_path, code=APART)
+def test_ranks_with_different_plan_files_are_told_so_once(scripts: Scripts, here: Path) -> None:
+    """In one line, with what differs and where; no batch is read."""
+    plan = PipelinePlan.serial(["load", "reduce"])
+    plan.save(here / "plan0.toml")
+    replace(plan, pipeline_depth=plan.depth + 1).save(here / "plan1.toml")
+    args = (*OWN, "my_ranked_loop:loop", here)
+    done = on_two_ranks(scripts, "train", *args, code=APART, folder=here)
     (told,) = done.told
     assert told.startswith("swpipe: the ranks were given different commands: plan 1, digest: ")
     assert (
@@ -167,7 +169,7 @@ def test_ranks_with_different_plan_files_are_told_so_once(
 
 def test_ranks_have_to_be_told_the_same_command() -> None:
     """Its options and plans count; where a node has its files does not."""
-    plan = sharded_clicks.PLANS["serial"]()
+    plan = PLANS["serial"]()
 
     def facts(**params: object) -> Facts:
         return ranks.command_facts("train", params, [plan])
@@ -193,38 +195,20 @@ def test_a_rank_with_another_command_is_refused() -> None:
         rank.agree({"--steps": "6"})
 
 
-FAILING = """
-import atexit
-import time
-import torch.distributed as dist
-from swpipe.cli import main
-from swpipe.tasks.clicks.sharded import ShardedClickJob
-
-hash = ShardedClickJob.hash
-def fail(self, ctx):
-    if dist.get_rank() == 1 and ctx.iter_idx == 3:
-        print("BEGIN", time.time(), flush=True, file=__import__("sys").__stdout__)
-        raise ZeroDivisionError("planted on rank one")
-    hash(self, ctx)
-ShardedClickJob.hash = fail
-atexit.register(print, "TORN DOWN")
-main()
-"""
+FAILING = f"import atexit; atexit.register(print, 'TORN DOWN'); {MAIN}"
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job_with_its_own_error(
-    torchrec_scripts: Scripts, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_ends_the_job_with_its_own_error(scripts: Scripts, here: Path) -> None:
     """Within seconds, with its task and iteration."""
-    log = write_log(tmp_path / "log.tsv", 60)
-    done = on_two_ranks(torchrec_scripts, "train", "--data", log, "--batch-size", 4, code=FAILING)
+    args = ("train", *OWN, "my_ranked_loop:failing")
+    done = on_two_ranks(scripts, *args, code=FAILING, folder=here)
     began_s = float(done.out.split("BEGIN")[1].split()[0])
     assert time.time() - began_s < 60.0  # gloo's own time-out is half an hour
     assert done.codes[1] == 1
     assert "TORN DOWN" not in done.out  # where gloo, with a collective pending, may abort: -6
     assert "ZeroDivisionError: planted on rank one" in done.err
-    assert "at task 'hash', iteration 3, thread group 'io'" in done.err
+    assert "at task 'reduce', iteration 3, thread group 'default'" in done.err
 
 
 LEFT = """
@@ -317,80 +301,41 @@ def _reraise(_: ranks.Rank, error: Exception) -> None:
     raise error
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_model")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_a_breakdown_is_of_every_task(
     one_rank: list[ranks.Verdict],
-    tmp_path: Path,
+    here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under the plan for ranks that is the usual one; the process group is gone afterwards."""
+    """Of the user's own tasks; the process group is gone afterwards."""
     quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=1)
     monkeypatch.setattr(TaskProfiler, "profile_many", quick)
-    log, figures = write_log(tmp_path / "log.tsv", 60), tmp_path / "out" / "figures.json"
-    args = ("--data", log, "--batch-size", 8, "--rounds", 2, "--output", figures)
-    said = out(capsys, "profile", *args)
-    for task in sharded_clicks.TASKS:
-        assert len(re.findall(rf"^{task} ", said, re.MULTILINE)) == 1
+    monkeypatch.syspath_prepend(str(here))
+    figures = here / "out" / "figures.json"
+    args = (*OWN, "my_ranked_loop:loop", "--rounds", 2, "--output", figures)
+    printed = out(capsys, "profile", *args)
+    for task in ("load", "reduce"):
+        assert len(re.findall(rf"^{task} ", printed, re.MULTILINE)) == 1
     assert figures.exists()
     assert not dist.is_initialized()
     assert one_rank == []
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
 def test_plans_are_inferred_and_checked_on_ranks(
     one_rank: list[ranks.Verdict],
-    tmp_path: Path,
+    here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of tasks of the user's own that communicate."""
-    (tmp_path / "my_ranked_loop.py").write_text(LOOP)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    plan = tmp_path / "plan.toml"
-    args = ("--workload", "my_ranked_loop:loop", "--device", "cpu")
+    monkeypatch.syspath_prepend(str(here))
+    plan = here / "plan.toml"
+    args = (*OWN, "my_ranked_loop:loop")
     out(capsys, "plan", "infer", *args, "--output", plan)
-    assert tuple(PipelinePlan.load(plan).schedule) == ("reduce",)
+    assert tuple(PipelinePlan.load(plan).schedule) == ("load", "reduce")
     assert PipelinePlan.load(plan).schedule["reduce"].globally_ordered
     assert "orders are kept in every interleaving" in out(capsys, "plan", "check", plan, *args)
     assert not dist.is_initialized()
-    assert one_rank == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_model")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # TorchRec
-def test_the_plans_of_ranks_pass_their_check(
-    one_rank: list[ranks.Verdict],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """That with stale tables too: it says so, and nothing else of it is stale.
-
-    All are checked against what the command for one of them recorded, which takes most of the time.
-    """
-    recorded: list[Recording] = []
-    record = Loop.record
-
-    def kept(loop: Loop) -> Recording:
-        recorded.append(record(loop))
-        return recorded[-1]
-
-    monkeypatch.setattr(Loop, "record", kept)
-    log = write_log(tmp_path / "log.tsv", 60)
-    args = ("--data", log, "--batch-size", 8, "--device", "cpu")
-    said = out(capsys, "plan", "check", "sparse_dist", *args)
-    (recording,) = recorded
-    orders = verify(
-        sharded_clicks.PLANS["sparse_dist"](), recording.tasks, recording.effects
-    ).orders
-    assert f"sparse_dist: all {orders} orders are kept in every interleaving" in said
-    for plan in sharded_clicks.PLANS.values():
-        assert verify(plan(), recording.tasks, recording.effects).orders > 0
     assert one_rank == []
 
 
@@ -431,8 +376,8 @@ def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path)
         (("demo",), "demo: under torchrun there are train, profile, plan"),
         (("plan", "show", "gone.toml"), "plan gone.toml: No such file"),
         (("train", "--no-such"), "No such option: --no-such"),
-        (("profile", "--plan", "gone.toml"), "plan gone.toml: No such file"),
-        (("train", "--data", "no.tsv", "--plan", "serial"), "no.tsv: no such file"),
+        (("train",), "workload images: it runs in one process; under torchrun give --workload"),
+        (("profile", *OWN, "gone:loop"), "workload gone:loop: No module named 'gone'"),
     ],
 )
 def test_what_the_user_got_wrong_is_a_verdict(
@@ -454,19 +399,8 @@ def test_a_device_is_each_ranks_own(one_rank: list[ranks.Verdict]) -> None:
         ranks.Rank().join("cuda:1")
 
 
-def test_a_torchrec_that_will_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of whoever refused it."""
-    monkeypatch.setitem(sys.modules, "swpipe.tasks.clicks.sharded", None)
-    with pytest.raises(InputError, match="sharded"):
-        open_sharded_job(None)
-
-
-def test_a_plan_of_the_other_job_is_refused_by_name() -> None:
-    """With the names that there are, in both directions."""
-    with pytest.raises(UserError, match="plan split: it is for the job under torchrun; here.* pip"):
-        load_plan("split", PLANS)
-    with pytest.raises(UserError, match="plan pipelined: it is for the job in one proc.* semi_syn"):
-        load_plan("pipelined", sharded_clicks.PLANS)
+def test_a_ready_made_plan_is_named_or_made() -> None:
+    """Only some commands make one."""
     with pytest.raises(
         UserError, match="plan auto: train and profile make one; elsewhere name a file"
     ):

@@ -62,7 +62,7 @@ def public_names() -> dict[str, list[str]]:
 PUBLIC = public_names()
 
 needs_every_package = pytest.mark.skipif(
-    not (find_spec("torchrec") and find_spec("polars")), reason="imports all of swpipe"
+    find_spec("torchrec") is None, reason="imports all of swpipe"
 )
 
 

@@ -44,6 +44,7 @@ def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
     count = CountTokens()
     assert (count.name, count.reads) == ("count_tokens", (DataSlot("batch_gpu", 0),))
     assert CountTokens("other", lookahead=2, reads=["x"]).reads == (DataSlot("x", 2),)
+    assert CountTokens("other", reads="x", writes=DataSlot("y")).reads == (DataSlot("x"),)
     late = Task.from_fn("a", print, cross_iter_depends_on=["b", ("c", -2)])
     assert late.cross_iter_depends_on == (("b", -1), ("c", -2))
     batch = Task.from_fn(

@@ -39,7 +39,6 @@ IMPORTED = {
         "pytest",
         "torchrec.distributed.train_pipeline",
         "swpipe.tasks.torchrec.drop_in",
-        "swpipe.tasks.clicks.sharded",
     ),
 }
 """What processes find imported, by kind of server; all find what the first has."""

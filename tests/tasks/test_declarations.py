@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,7 @@ from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis import verify
 from swpipe.analysis.verification import verify_for_run
 from swpipe.errors import PlanError
-from swpipe.plans import clicks
-from swpipe.plans.torchrec import sharded_clicks, sparse_dist
-from swpipe.tasks.clicks import ClickConfig, ClickJob
-from swpipe.tasks.clicks.sharded import ShardedClickJob
+from swpipe.plans.torchrec import sparse_dist
 from swpipe.tasks.torchrec import (
     IdentityShuffler,
     KarmarkarKarpShuffler,
@@ -27,7 +23,6 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from tests.support.ranks import Ranks
-from tests.tasks.clicks.rows import SMALL
 from tests.tasks.torchrec.models import CPU, Batch, Job, dense_optimizer, sharded
 
 
@@ -50,19 +45,6 @@ def _unproved(
             ).proved_by_declarations()
         ]
     return found
-
-
-def _sharded_clicks(config: ClickConfig) -> list[str]:
-    return _unproved(ShardedClickJob(config).tasks(), sharded_clicks.PLANS)
-
-
-def test_the_click_job_is_declared(two_ranks: Ranks, small_log: Path) -> None:
-    """In one process and sharded, under all of their plans."""
-    config = ClickConfig([small_log], batch_size=8, model=SMALL)
-    tasks = ClickJob(config).tasks()
-    assert _unproved(tasks, clicks.PLANS) == []
-    assert {task.name for task in tasks if task.pure} == set(clicks.FEED)
-    assert two_ranks.run(_sharded_clicks, config) == [[], []]
 
 
 def _sparse_dist(plan_names: tuple[str, ...], **options: object) -> list[str]:

@@ -1,1 +1,1 @@
-"""Ready-made plans of the training step on TorchRec: ours, HSTU's, the click job's."""
+"""Ready-made plans of the training step on TorchRec: ours, and HSTU's."""

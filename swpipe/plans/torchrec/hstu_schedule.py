@@ -8,12 +8,15 @@ With a depth of K, from left to right; the number is the lookahead::
                                                    its backward
     all others                             0       default
 
-A prefetch counts the keys of its batch as outstanding until the forward of that batch. It comes
+The forward is two tasks: ``compute_output_dist`` looks the embeddings up and starts their exchange,
+``dense_forward`` does the rest.
+
+A prefetch counts the keys of its batch as outstanding until the look-up of that batch. It comes
 after this period's forward, so that the keys of one batch are outstanding and not of two. That the
 backward waits for the prefetch, as in seed section 5.4, does not order these two:
-``prefetch_embeddings`` waits for ``forward`` besides.
+``prefetch_embeddings`` waits for ``dense_forward`` besides.
 
-The look-up in ``forward`` exchanges embeddings, and so has a turn among the collectives.
+The look-up exchanges embeddings, and so has a turn among the collectives.
 
 Sources: seed sections 5.1, 5.2, 5.4 and 5.5.
 """
@@ -22,10 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamSpec
+from swpipe.plans.torchrec.hstu_config import renamed
 from swpipe.schedulable import (
     Schedule,
     SequentialExecutor,
@@ -47,14 +52,15 @@ COMPUTE = (
     "global_tokens_allreduce",
     "zero_grad",
     "nccl_safety_barrier",
-    "forward",
+    "compute_output_dist",
+    "dense_forward",
     "backward",
     "finalize_model_grads",
     "optimizer_step",
     "watchdog_step",
 )
 TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
-"""The fourteen, in serial order."""
+"""The fifteen, in serial order."""
 
 IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
 """The order of a period: tokens are counted while the next batch's sizes are exchanged."""
@@ -78,8 +84,12 @@ HSTU_THREAD_MAPS: dict[str, dict[str, str]] = {
     "io_prefetch_compute": _threads("io", CALLER, "prefetch"),
     "io_data_dist_compute": _threads("io", "data_dist", CALLER),
     "io_data_dist_prefetch_compute": _threads("io", "data_dist", "prefetch"),
+    "all_noncritical_on_io": _threads("io", "io", "io"),
 }
 """Preset to the thread of each task; "compute" is the caller's (seed section 5.5)."""
+
+HSTU_THREAD_MAP_PRESETS = HSTU_THREAD_MAPS
+"""The name of the presets in recsys-examples."""
 
 HSTU_DEFAULT_THREAD_MAP = HSTU_THREAD_MAPS["default"]
 """Copies and shuffles on a thread of their own, all else on the caller's (seed section 5.2)."""
@@ -89,7 +99,7 @@ class StepTask(Task):
     """When a task runs; its functions are methods of ``SparseDistTasks``."""
 
     def run(self, ctx: TaskContext) -> None:
-        """Refused.
+        """Refuse to run.
 
         Raises:
             RuntimeError: Always.
@@ -99,13 +109,20 @@ class StepTask(Task):
         )
 
 
-def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Schedule:
-    """The schedule of the step.
+def hstu_schedule(
+    *,
+    prefetch: bool,
+    prefetch_depth: int,
+    shuffled: bool,
+    changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Schedule:
+    """Return the schedule of the step.
 
     Args:
         prefetch: With ``prefetch_embeddings``.
         prefetch_depth: Batches whose ids are exchanged ahead, K; 1 or more.
         shuffled: Both shuffles launch collectives.
+        changes: Task to the fields that its ``Task`` has instead of the usual ones.
 
     Raises:
         ValueError: ``prefetch_depth`` is below 1, or no integer.
@@ -126,7 +143,7 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
         PREFETCH: {
             **fetched,
             "depends_on": ("wait_input_dist",),
-            "same_progress_sync": ("forward",),
+            "same_progress_sync": ("dense_forward",),
         },
         "global_tokens_allreduce": {"nccl": True, "depends_on": (last,)},
         "zero_grad": {
@@ -134,31 +151,40 @@ def hstu_schedule(*, prefetch: bool, prefetch_depth: int, shuffled: bool) -> Sch
             "cross_iter_depends_on": ("optimizer_step",),
         },
         "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
-        "forward": {
+        "compute_output_dist": {
             "nccl": True,
             "depends_on": (last, "zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"),
             "cross_iter_depends_on": ("optimizer_step",),
         },
+        "dense_forward": {
+            "nccl": True,
+            "depends_on": ("compute_output_dist",),
+            "cross_iter_depends_on": ("optimizer_step",),
+        },
         "backward": {
             "nccl": True,
-            "depends_on": ("forward",),
+            "depends_on": ("dense_forward",),
             "same_progress_sync": (PREFETCH,) if prefetch else (),
         },
         "finalize_model_grads": {"nccl": True, "depends_on": ("backward",)},
         "optimizer_step": {"depends_on": ("finalize_model_grads",)},
         "watchdog_step": {"depends_on": ("optimizer_step",)},
     }
-    tasks = (StepTask(name, **waits[name]) for name in IN_PERIOD if prefetch or name != PREFETCH)
+    tasks = [
+        StepTask(name, **{**waits[name], **changes.get(name, {})})
+        for name in IN_PERIOD
+        if prefetch or name != PREFETCH
+    ]
     return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
 
 
 def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = True) -> PipelinePlan:
-    """The plan of a schedule of the step.
+    """Return the plan of a schedule of the step.
 
     Args:
         schedule: From ``hstu_schedule``, with or without tasks of the user's.
         thread_map: None for ``HSTU_DEFAULT_THREAD_MAP``; a name of ``HSTU_THREAD_MAPS``; or as for
-            ``ThreadedExecutor``. A dict may name all fourteen tasks, whether they are there or not.
+            ``ThreadedExecutor``. A dict may name all fifteen tasks, whether they are there or not.
         threaded: False for the caller's thread alone.
 
     Raises:
@@ -171,14 +197,14 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
     threads, problems = threads_of(executor, tasks)
     pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
     check_stages(schedule, pool, problems)
-    plan = translate(schedule, pool, threads, lambda: 0)
+    plan = translate(schedule, pool, threads)
     # The functions come from the task set, which the caller gives to the pipeline with the plan.
     named = [name for name in STREAMS if any(task.stream == name for task in tasks)]
     return replace(plan, tasks=(), streams=dict.fromkeys(named, StreamSpec(priority=-1)))
 
 
 def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
-    """The map for the tasks that are there."""
+    """Return the map for the tasks that are there."""
     if thread_map is None:
         thread_map = HSTU_DEFAULT_THREAD_MAP
     if isinstance(thread_map, str):
@@ -194,6 +220,6 @@ def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
         return thread_map
     return {
         name: DEFAULT_GROUP if thread == CALLER else thread
-        for name, thread in thread_map.items()
+        for name, thread in renamed(thread_map).items()
         if name in there or name not in TASKS
     }

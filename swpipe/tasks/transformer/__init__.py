@@ -1,7 +1,7 @@
-"""Schedules that overlap the layers of a transformer: of any model that is a ``ChunkModel``.
+"""Schedules that overlap the layers of a transformer, for any model that is a ``ChunkModel``.
 
-A ``TransformerModelChunkSchedulePlan`` has the nodes of one microbatch; its ``run`` runs one
-microbatch's forward over another's backward, and ``training_pipeline`` trains on many.
+A ``TransformerModelChunkSchedulePlan`` holds the nodes of one microbatch. Its ``run`` overlaps one
+microbatch's forward with another's backward, and ``training_pipeline`` trains on many microbatches.
 """
 
 from swpipe.tasks.transformer.chunk_schedule import (

@@ -1,4 +1,4 @@
-"""One microbatch's way through a chunk as nodes, and the run of a forward over a backward.
+"""The nodes of a chunk for one microbatch, and the run of a forward over a backward.
 
     TransformerModelChunkSchedulePlan
       pre_process    the embedding
@@ -41,12 +41,12 @@ Before: TypeAlias = Callable[[int | None], object]
 """Called with the chunk's ``vp_stage``."""
 
 After: TypeAlias = Callable[[Any, int | None], object]
-"""Called with the value that was reached, and the chunk's ``vp_stage``."""
+"""Called with the present value and the chunk's ``vp_stage``."""
 
 _EXTRA = ("delay_wgrad_compute",)
 
 _BEFORE = {"forward": "made", "backward": "forward"}
-"""What a plan has done before it is run in a direction."""
+"""The state in which a plan can be run in a direction."""
 
 _STATES = {
     "made": "was not run forward yet",
@@ -57,7 +57,7 @@ _STATES = {
 
 
 class AbstractSchedulePlan(ABC):
-    """What a pipeline schedule asks of a chunk's plan."""
+    """The interface of a chunk's plan for pipeline schedules."""
 
     @staticmethod
     @abstractmethod
@@ -66,34 +66,35 @@ class AbstractSchedulePlan(ABC):
 
 
 class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
-    """The nodes of a chunk, for one microbatch: it is run forward once, and backward once.
+    """The nodes of a chunk for one microbatch; it is run forward once, and backward once.
 
     Args:
         model: The chunk, a ``ChunkModel``.
-        input_ids: Tokens, (batch, sequence); None for a chunk that is given ``decoder_input``.
-        position_ids: As of the model's forward.
-        attention_mask: Boolean, True where a key is hidden from a query, as Megatron's; None for
+        input_ids: The tokens, (batch, sequence); None if ``decoder_input`` is given.
+        position_ids: See the model's forward.
+        attention_mask: Boolean, True where a key is hidden from a query, as in Megatron; None for
             the layers' own.
         decoder_input: The first layer's input instead of an embedding, in the layout that the
             model's layers take; required by a chunk without ``pre_process``.
-        labels: As of the model's forward.
-        packed_seq_params: Its attribute ``cu_seqlens_q``, (sequences + 1,), says where in a row the
-            sequences end, from 0: tokens attend within their own sequence only.
-        extra_block_kwargs: Copied for each layer, as ``extra_args``: ``"delay_wgrad_compute"``.
-        runtime_gather_output: Whether the logits are gathered. The output layer is not split over
-            ranks, so the logits are whole in either case.
-        loss_mask: As of the model's forward.
-        padding_mask: For the layers' ``route``, (batch, sequence), True where a token is none.
-        output_processor: Called in place of the model's ``output``, in the last node, with keyword
-            arguments: ``hidden_states`` of the last layer, ``model``, ``further`` losses, of
-            multi-token prediction, ``context``, and the arguments of this class that concern it.
+        labels: See the model's forward.
+        packed_seq_params: An object whose attribute ``cu_seqlens_q``, (sequences + 1,), has the
+            ends of the sequences in a row, beginning with 0. Tokens attend within their sequence.
+        extra_block_kwargs: The ``extra_args`` of each layer: ``"delay_wgrad_compute"``.
+        runtime_gather_output: No effect: the output layer is not split over ranks, so the logits
+            are always whole.
+        loss_mask: See the model's forward.
+        padding_mask: For the layers' ``route``, (batch, sequence), True where there is no token.
+        output_processor: Called instead of the model's ``output``, in the last node, with keyword
+            arguments: ``hidden_states`` of the last layer, ``model``, ``further`` losses of
+            multi-token prediction, ``context``, and arguments of this class.
         output_processor_context: The ``context``.
 
     Attributes:
-        state: What the nodes share; None when released.
-        event: What the nodes' streams wait for and record; None on a device without streams.
-        layers: The plans of the layers, in order; those for multi-token prediction are among them
-            where there are labels. None of them when released.
+        state: The values that the nodes share; None when released.
+        event: The event that the nodes' streams wait for and record; None on a device without
+            streams.
+        layers: The plans of the layers in order; with labels, those for multi-token prediction are
+            included. Empty when released.
 
     Raises:
         ValueError: There is no input, an unknown key in ``extra_block_kwargs``, or a mask that is
@@ -139,7 +140,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             output_processor, output_processor_context,
         )  # fmt: skip
         self.state: ModelChunkState | None = state
-        self.vp_stage, self.expert_group = model.vp_stage, model.expert_group
+        self.vp_stage = model.vp_stage
+        self.expert_group = model.expert_group
         self.device = device_of(model)
         streams = self.device.has_streams
         self.event: Any = self.device.new_event() if streams else None
@@ -155,17 +157,17 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self._done = "made"
 
     def record_current_stream(self) -> None:
-        """Let nodes wait for what is on the current stream by now."""
+        """Make the nodes wait for the work on the current stream."""
         if self.event is not None:
             self.event.record(self.device.current_stream())
 
     def wait_current_stream(self) -> None:
-        """Let the current stream wait for the node that ran last."""
+        """Make the current stream wait for the last node that ran."""
         if self.event is not None:
             self.event.wait(self.device.current_stream())
 
     def get_layer(self, i: int) -> TransformerLayerSchedulePlan:
-        """The layer at an index, from 0.
+        """Return the layer at an index, from 0.
 
         Raises:
             IndexError: There is no such layer.
@@ -178,36 +180,37 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         return self.layers[i]
 
     def pop_layer(self) -> TransformerLayerSchedulePlan:
-        """The last layer, taken out: its backward is the next one, run by the caller.
+        """Remove and return the last layer, whose backward the caller runs next.
 
         Raises:
-            IndexError: There is none left.
+            IndexError: No layer is left.
         """
         self.get_layer(self.num_layers() - 1)
         return self.layers.pop()
 
     def num_layers(self) -> int:
-        """How many layers there are; 0 when released."""
+        """Return the number of layers; 0 when released."""
         return len(self.layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What of each layer decides its steps."""
+        """The properties of each layer that determine its steps."""
         return tuple(layer.kind for layer in self.layers)
 
     def release_state(self) -> None:
-        """Let go of all nodes, their inputs, outputs and graphs."""
+        """Drop all nodes with their inputs, outputs and graphs."""
         for part in (self.pre_process, *self.layers, self.post_process):
             if part is not None:
                 part.release()
         self.state = self.pre_process = self.post_process = None
-        self.layers, self._done = [], "released"
+        self.layers = []
+        self._done = "released"
 
     def check_turn(self, direction: str) -> None:
-        """Each plan is run "forward" and then "backward", once.
+        """Check that the plan can be run in a direction: "forward" once, then "backward" once.
 
         Raises:
-            RuntimeError: It is not its turn.
+            RuntimeError: It cannot.
         """
         if self._done != _BEFORE[direction]:
             raise RuntimeError(
@@ -216,14 +219,14 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             )
 
     def begin(self, direction: str) -> None:
-        """Note that it is run in this direction."""
+        """Record that the plan is run in a direction."""
         self._done = direction
 
     def run_backward_input(self, grad: Tensor) -> Tensor | None:
-        """Run backward alone, and leave delayed weight gradients to ``run_backward_dw``.
+        """Run the backward without delayed weight gradients, which ``run_backward_dw`` computes.
 
         Args:
-            grad: The gradient of what forward returned.
+            grad: The gradient of the forward's output.
 
         Returns:
             The gradient of the first layer's input.
@@ -239,11 +242,11 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             value = node.backward(value)
         self.pre_process.backward(value)
         self.wait_current_stream()
-        found: Tensor | None = as_leaf(value)
-        return found
+        input_grad: Tensor | None = as_leaf(value)
+        return input_grad
 
     def run_backward_dw(self) -> None:
-        """Compute the weight gradients that ``run_backward_input`` has left, and release all."""
+        """Compute the weight gradients that ``run_backward_input`` has delayed; release all."""
         self.record_current_stream()
         for layer in reversed(self.layers):
             layer.mlp.backward_dw()
@@ -267,43 +270,43 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         backward is released.
 
         Args:
-            f_schedule_plan: To be run forward.
-            b_schedule_plan: To be run backward.
-            b_grad: The gradient of what its forward returned.
-            pre_forward: Called before forward, with the chunk's ``vp_stage``.
-            pre_backward: Called before backward.
-            post_forward: Called with the output of the last layer, where it can be sent on.
-            post_backward: Called with the gradient of the first layer's input, where it can be
-                sent on; the weight gradients of the first layer's attention come after it.
+            f_schedule_plan: The plan to run forward.
+            b_schedule_plan: The plan to run backward.
+            b_grad: The gradient of its forward's output.
+            pre_forward: Called before the forward, with the chunk's ``vp_stage``.
+            pre_backward: Called before the backward.
+            post_forward: Called with the output of the last layer, to send it to the next chunk.
+            post_backward: Called with the gradient of the first layer's input, to send it to the
+                previous chunk; the weight gradients of the first layer's attention come after it.
 
         Returns:
-            The forward's output, detached, requiring a gradient as before: ``b_grad`` of its
-            backward may be its ``.grad``. None without a forward.
+            The forward's output without its graph; it requires a gradient if the output did, and
+            its ``.grad`` can then be the ``b_grad`` of the backward. None without a forward.
 
         Raises:
-            ValueError: There is a plan to be run backward, and no ``b_grad``.
+            ValueError: ``b_schedule_plan`` is given without ``b_grad``.
             RuntimeError: A plan was run before, or released.
         """
         if b_schedule_plan is not None and b_grad is None:
             raise ValueError(
-                "b_schedule_plan is given and b_grad is not: give the gradient of what its forward "
-                "returned"
+                "b_schedule_plan is given and b_grad is not: give the gradient of its forward's "
+                "output"
             )
         turns = {"forward": f_schedule_plan, "backward": b_schedule_plan}
-        given = {direction: plan for direction, plan in turns.items() if plan is not None}
-        for direction, plan in given.items():
+        plans = {direction: plan for direction, plan in turns.items() if plan is not None}
+        for direction, plan in plans.items():  # all of them, before anything runs
             plan.check_turn(direction)
-        for direction, plan in given.items():
+        for direction, plan in plans.items():
             plan.begin(direction)
-        one = f_schedule_plan or b_schedule_plan
-        if one is None:
+        either = f_schedule_plan or b_schedule_plan
+        if either is None:
             return None
         output, _ = run_steps(
             chunk_order(*(None if plan is None else plan.kinds for plan in turns.values())),
             _side(f_schedule_plan, None, pre_forward, post_forward),
             _side(b_schedule_plan, b_grad, pre_backward, post_backward),
-            device=one.device,
-            group=one.expert_group,
+            device=either.device,
+            group=either.expert_group,
         )
         result: Tensor | None = output
         return result
@@ -322,12 +325,12 @@ def _side(
         value,
         plan,
         before and partial(before, plan.vp_stage),
-        after and (lambda reached: after(reached, plan.vp_stage)),
+        after and (lambda value: after(value, plan.vp_stage)),
     )
 
 
 def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:
-    """The attention mask, limited to each packed sequence."""
+    """Return the attention mask, limited to each packed sequence."""
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(
             f"the attention mask is of {mask.dtype}: give a boolean one, True where a key is "

@@ -1,17 +1,20 @@
-"""Runs the steps of layers on the engine: the task of each step, and one call's pipeline.
+"""The run of layers' steps on the engine: the task of each step, and the pipeline of one call.
 
     run_steps(order, f, b)
-      the pipeline of this order      cached, since to make one takes longer than to run it
-        context:  f_value ─ f0.attn ─ f0.mlp ─ ...      the value that each of the two
-                  b_value ─ b1.mlp ─ b1.attn ─ ...      microbatches has reached
+      the pipeline of this order      cached, since making it takes longer than running it
+        context:  f_value ─ f0.attn ─ f0.mlp ─ ...      the present value of each of the two
+                  b_value ─ b1.mlp ─ b1.attn ─ ...      microbatches
 
-A call is a run of its own: the engine's streams begin after the caller's, and the caller's goes on
-after them. So what the caller has made may be read on every stream, and freed after the call.
+Guarantees
+    - Each call is one run: the engine's streams wait for the caller's stream, which waits for them
+      afterwards. The caller's tensors may be read on every stream, and freed after the call.
+    - Ranks that share experts run the same steps in the same order, or raise before they exchange
+      tokens. Each call first starts an exchange of a few bytes. It is the call's first collective
+      on every rank, whatever steps the rank runs, so these exchanges match each other.
 
-Ranks that share experts run the same steps in the same order, or say so before they exchange. Ranks
-of other groups, such as those of another pipeline stage, may run other layers: plans are compared
-within the expert group. Each call first starts an exchange of a few bytes, which is the first of
-the call whatever the ranks run, so that two such exchanges always meet.
+Assumptions
+    - Ranks of other groups, such as another pipeline stage, may run other layers: only ranks of one
+      expert group are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from swpipe.plans.transformer import LayerStep, Steps, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 MOST_PIPELINES = 32
-"""How many pipelines a thread keeps: for each combination of kinds of layers, one."""
+"""The most pipelines that a thread keeps, one for each combination of kinds of layers."""
 
 _WAYS_OUT = (
     "and would wait for each other's exchanges for ever. Build and run the same layers on all of "
@@ -51,9 +54,9 @@ class Side:
 
     Attributes:
         layers: The plans of its layers.
-        value: What forward or backward begins with.
-        chunk: The plan of its chunk; None for layers alone.
-        before: Called before all else.
+        value: The input of the forward, or the gradient for the backward.
+        chunk: The plan of its chunk; None for layers without a chunk.
+        before: Called before all steps.
         after: Called with the value after the layers.
     """
 
@@ -65,7 +68,7 @@ class Side:
 
 
 class PairContext(IterContext):
-    """A call's two sides, and the values that they have reached."""
+    """The context of a call: its two sides and their present values."""
 
     def __init__(self, batch: dict[str, Any], iter_idx: int) -> None:
         super().__init__(None, iter_idx)
@@ -80,7 +83,7 @@ def run_steps(
     device: Device,
     group: dist.ProcessGroup | None,
 ) -> tuple[Any, Any]:
-    """Run both sides; the value that each has reached, None of one that is None.
+    """Run both sides, and return the last value of each; None for a side that is None.
 
     Raises:
         RuntimeError: Ranks of the expert group run different orders.
@@ -101,7 +104,7 @@ class _Pipelines(threading.local):
         self._made: OrderedDict[Any, SWPipeline[PairContext]] = OrderedDict()
 
     def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
-        """The pipeline of an order; made where there is none."""
+        """Return the pipeline of an order, which is made at the first call."""
         streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
         key = (order, device.name, streams)
         if key not in self._made:
@@ -110,9 +113,9 @@ class _Pipelines(threading.local):
                 [PipelineTask(step.name, step_function(step)) for step in order],
                 device=device,
                 context=PairContext,
-                check_ranks=False,  # it would compare all ranks: see same_order
+                check_ranks=False,  # would compare all ranks, not the expert group: SameOrder does
                 check_effects=False,
-                stall_timeout_s=None,  # one thread, which waits for collectives with a timeout
+                stall_timeout_s=None,  # the only thread waits for collectives, which time out
             )
             while len(self._made) > MOST_PIPELINES:
                 self._made.popitem(last=False)[1].close()
@@ -124,8 +127,10 @@ _pipelines = _Pipelines()
 
 
 def step_function(step: LayerStep) -> TaskFn:
-    """What a step does with its context."""
-    side, value, node = step.side, f"{step.side}_value", step.node
+    """Return the function of a step's task."""
+    side = step.side
+    value = f"{side}_value"
+    node = step.node
     direction = "forward" if side == "f" else "backward"
     if step.layer is None and not node.endswith("_process"):
         return _AROUND[node, side]
@@ -134,7 +139,8 @@ def step_function(step: LayerStep) -> TaskFn:
         "wait": f"finish_{direction}",
         "dw": "run_backward_dw",
     }.get(step.part, f"run_{direction}")
-    layer, checks = step.layer, step.issues_collectives
+    layer = step.layer
+    checks = step.issues_collectives
     takes_value = (node, side) != ("pre_process", "f")
 
     def run(ctx: Any) -> None:
@@ -152,7 +158,8 @@ def step_function(step: LayerStep) -> TaskFn:
 
 def _begin(side: str) -> TaskFn:
     def begin(ctx: Any) -> None:
-        if (before := getattr(ctx, side).before) is not None:
+        before = getattr(ctx, side).before
+        if before is not None:
             before()
 
     return begin
@@ -160,7 +167,8 @@ def _begin(side: str) -> TaskFn:
 
 def _after(side: str) -> TaskFn:
     def after_layers(ctx: Any) -> None:
-        if (after := getattr(ctx, side).after) is not None:
+        after = getattr(ctx, side).after
+        if after is not None:
             after(as_leaf(getattr(ctx, f"{side}_value")))
 
     return after_layers
@@ -181,21 +189,21 @@ _AROUND: dict[tuple[str, str], TaskFn] = {
     ("end", "f"): _end_forward,
     ("end", "b"): _end_backward,
 }
-"""What is around a chunk's layers, beside its nodes."""
+"""The functions of the steps around a chunk's layers that are no nodes."""
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """How many ranks share the experts: 1 without a group."""
+    """Return the number of ranks that share the experts: 1 without a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 class SameOrder:
-    """A comparison that has begun.
+    """A comparison of the steps between ranks, which has started.
 
     Args:
-        order: What this rank is about to run.
+        order: The steps that this rank is about to run.
         group: The ranks to compare with; None for none.
-        device: Where the group's collectives find their tensors.
+        device: The device of the group's collectives.
     """
 
     def __init__(
@@ -209,17 +217,18 @@ class SameOrder:
             self._handle = dist.all_gather_into_tensor(self._all, own, group=group, async_op=True)
 
     def check(self) -> None:
-        """Wait for the others, once.
+        """Wait for the comparison; later calls do nothing.
 
         Raises:
-            RuntimeError: One of them runs another order; raised on all ranks of the group.
+            RuntimeError: The ranks run different orders; raised on all ranks of the group.
         """
         if self._handle is None:
             return
         self._handle.wait()
         self._handle = None
         digests: list[int] = self._all.tolist()
-        if others := [rank for rank, one in enumerate(digests) if one != digests[0]]:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
             raise RuntimeError(
                 "ranks of one expert group run layers of different kinds, or in another order: "
                 f"{name_ranks(others)} of the group others than rank 0, {_WAYS_OUT}"
@@ -227,10 +236,10 @@ class SameOrder:
 
 
 def check_same_plan_in_group(plan: PipelinePlan, group: dist.ProcessGroup | None) -> None:
-    """Compare a plan within an expert group. A collective of the group; without one, nothing.
+    """Compare a plan between the ranks of an expert group. A collective; nothing without a group.
 
     Raises:
-        RuntimeError: The ranks hold different plans; raised on all of them.
+        RuntimeError: The ranks have different plans; raised on all of them.
     """
     if size_of(group) > 1 and len(set(gather(plan.digest(), group))) > 1:
         raise RuntimeError(

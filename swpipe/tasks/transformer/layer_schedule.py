@@ -1,16 +1,16 @@
-"""One layer as nodes, and the run of one layer's forward over another's backward.
+"""The nodes of one layer, and the run of one layer's forward over another's backward.
 
     TransformerLayerSchedulePlan
-      attn              attention; of multi-token prediction, the embedding before that; with
-                        experts the router, which starts the exchange of counts
-      moe_dispatch      rows to the experts' ranks
-      mlp               the experts and the shared one; of a dense layer, its second half
-      moe_combine       rows back, their weighted sum, the residual
+      attn              attention; for multi-token prediction, the embedding before it; with
+                        experts, the router, which starts the exchange of counts
+      moe_dispatch      sends rows to the experts' ranks
+      mlp               the experts and the shared expert; in a dense layer, the feed-forward part
+      moe_combine       sends rows back; their weighted sum and the residual
       mtp_post_process  the losses of multi-token prediction
 
-Nodes hand the main value on, one to the next. What else a later node needs (the residual, a
-router's weights) an earlier one detaches and puts into the layer's state; its backward adds the
-gradients that came back there to those of its outputs. Source: seed "model_chunk_schedule_plan".
+Each node passes the main value to the next one. A node that computes another value for a later node
+(the residual, a router's weights) detaches it and puts it into the layer's state. Its backward adds
+the gradients of these values to those of its outputs. Source: seed "model_chunk_schedule_plan".
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ Submodule: TypeAlias = Callable[..., Values]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ModelChunkState:
-    """The inputs of one microbatch, and what its layers pass on besides hidden states.
+    """The inputs of one microbatch, and the values that layers share besides hidden states.
 
     Attributes:
         model: The chunk, a ``ChunkModel``.
-        main_hidden: The last layer's output, while layers for multi-token prediction go on.
-        further_losses: What each of these has added so far.
+        main_hidden: The last layer's output, while layers for multi-token prediction run.
+        further_losses: The losses that these layers have added.
 
-    All others are arguments of ``TransformerModelChunkSchedulePlan``; ``attention_mask`` is limited
-    to the packed sequences.
+    The other attributes are arguments of ``TransformerModelChunkSchedulePlan``. ``attention_mask``
+    is limited to the packed sequences.
     """
 
     model: Any
@@ -84,16 +84,16 @@ class TransformerLayerNode(ScheduleNode):
     """A node of a layer.
 
     Args:
-        stream: As of ``ScheduleNode``.
-        event: As of ``ScheduleNode``.
-        layer_state: What the nodes of one layer share; any object with attributes.
-        chunk_state: What the layers of a chunk share; any object.
+        stream: See ``ScheduleNode``.
+        event: See ``ScheduleNode``.
+        layer_state: The values that the nodes of one layer share; any object with attributes.
+        chunk_state: The values that the layers of a chunk share; any object.
         submodule: Called with the node and its inputs.
-        name: For messages.
-        bwd_dw_callables: A function, or several, that ``backward_dw`` calls after the weight
-            gradients that backward has left.
-        extra_args: Copied. With a true ``"delay_wgrad_compute"``, backward leaves the weight
-            gradients of ``swpipe.tasks.transformer`` linear maps to ``backward_dw``.
+        name: The node's name in messages.
+        bwd_dw_callables: One or several functions that ``backward_dw`` calls after it has computed
+            the delayed weight gradients.
+        extra_args: Copied. If ``"delay_wgrad_compute"`` is true, backward delays the weight
+            gradients of ``swpipe.tasks.transformer.Linear`` maps until ``backward_dw``.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class TransformerLayerNode(ScheduleNode):
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(submodule, stream, event, name=name)
-        self.layer_state, self.chunk_state = layer_state, chunk_state
+        self.layer_state = layer_state
+        self.chunk_state = chunk_state
         callables = (bwd_dw_callables,) if callable(bwd_dw_callables) else bwd_dw_callables
         self.bwd_dw_callables = tuple(callables or ())
         self.extra_args = dict(extra_args or {})
@@ -117,13 +118,14 @@ class TransformerLayerNode(ScheduleNode):
         self._detached: list[tuple[Tensor, Tensor]] = []
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """A leaf for other nodes to use; their gradients come back to it."""
+        """Return a leaf for other nodes, whose gradients are added to it."""
         leaf: Tensor = as_leaf(tensor)
         self._detached.append((tensor, leaf))
         return leaf
 
     def run_backward_dw(self) -> None:
-        notes, self._notes = self._notes, []
+        notes = self._notes
+        self._notes = []
         for note in notes:
             note.compute()
         for function in self.bwd_dw_callables:
@@ -132,8 +134,9 @@ class TransformerLayerNode(ScheduleNode):
     def default_backward_func(
         self, outputs: Sequence[Any], output_grad: Sequence[Any]
     ) -> Sequence[Any]:
-        """Also from what was detached for other nodes."""
-        detached, self._detached = self._detached, []
+        """Run autograd's backward from the outputs and from the values detached for other nodes."""
+        detached = self._detached
+        self._detached = []
         grads = [leaf.grad for _, leaf in detached]
         for grad in grads:
             used_here(grad)
@@ -143,7 +146,8 @@ class TransformerLayerNode(ScheduleNode):
 
     def release(self) -> None:
         super().release()
-        self._notes, self._detached = [], []
+        self._notes = []
+        self._detached = []
 
     def _compute(self, *inputs: Any) -> Values:
         with delaying(self._notes if self.delay_wgrad_compute else None):
@@ -151,10 +155,11 @@ class TransformerLayerNode(ScheduleNode):
 
 
 class ExchangeNode(TransformerLayerNode):
-    """A node that sends its one input to other ranks, and computes with what it gets.
+    """A node that exchanges its input with other ranks, and computes with the received rows.
 
-    Forward is ``start_forward``, then ``finish_forward``; so is backward. Other work may be done
-    between the two. ``to_experts`` says which way the rows go; their gradients go the other.
+    Forward is ``start_forward`` and ``finish_forward``, and backward likewise. Other work may run
+    between the two. With ``to_experts`` rows go to the experts and their gradients back; without
+    it, the other way round.
     """
 
     def __init__(self, to_experts: bool, *rest: Any, **more: Any) -> None:
@@ -162,20 +167,20 @@ class ExchangeNode(TransformerLayerNode):
         self._to_experts = to_experts
 
     def start_forward(self, rows: Tensor) -> tuple[Exchange, bool]:
-        """Send the rows; what to give to ``finish_forward``."""
+        """Start to send the rows; return the argument of ``finish_forward``."""
         self._refuse_again()
         used_here(rows)
         sent = self.layer_state.routing.start(rows, to_experts=self._to_experts)
         return sent, rows.requires_grad
 
     def finish_forward(self, sent: tuple[Exchange, bool]) -> Values:
-        """Wait for the rows of the others, and compute."""
+        """Wait for the received rows, and compute with them."""
         pending, requires_grad = sent
         received = pending.wait()
         return super().run_forward(received.detach().requires_grad_(requires_grad))
 
     def start_backward(self, output_grad: Values) -> Exchange | None:
-        """Compute the gradient of the rows that came, and send it back."""
+        """Compute the gradient of the received rows, and start to send it back."""
         grad = super().run_backward(output_grad)
         routing = self.layer_state.routing
         if self._to_experts:  # the last exchange of a microbatch
@@ -186,7 +191,7 @@ class ExchangeNode(TransformerLayerNode):
         return sent
 
     def finish_backward(self, sent: Exchange | None) -> Tensor | None:
-        """Wait for the gradient of the rows that were sent."""
+        """Wait for the gradient of the sent rows, and return it."""
         return None if sent is None else sent.wait()
 
     def run_forward(self, inputs: Values = ()) -> Values:
@@ -198,31 +203,32 @@ class ExchangeNode(TransformerLayerNode):
 
 
 class PreProcessNode(ScheduleNode):
-    """The embedding, or the value that the chunk before has sent.
+    """The node of the embedding, or of the value that the previous chunk has sent.
 
     Args:
         gpt_model: The chunk.
         chunk_state: Its inputs.
-        event: As of ``ScheduleNode``.
-        stream: As of ``ScheduleNode``.
+        event: See ``ScheduleNode``.
+        stream: See ``ScheduleNode``.
     """
 
     def __init__(
         self, gpt_model: Any, chunk_state: ModelChunkState, event: Any, stream: LayerStream
     ) -> None:
         super().__init__(partial(_embed, gpt_model, chunk_state), stream, event, name="pre_process")
-        self.gpt_model, self.chunk_state = gpt_model, chunk_state
+        self.gpt_model = gpt_model
+        self.chunk_state = chunk_state
 
 
 class PostProcessNode(TransformerLayerNode):
-    """The output of a chunk; or the losses of one layer for multi-token prediction.
+    """The node of a chunk's output, or of one layer's losses for multi-token prediction.
 
     Args:
         gpt_model: The chunk.
-        chunk_state: Its inputs, and what its layers for multi-token prediction add.
-        event: As of ``ScheduleNode``.
-        stream: As of ``ScheduleNode``.
-        mtp: The layer whose losses it computes; None for the output.
+        chunk_state: Its inputs, and the losses of its layers for multi-token prediction.
+        event: See ``ScheduleNode``.
+        stream: See ``ScheduleNode``.
+        mtp: The layer whose losses are computed; None for the chunk's output.
     """
 
     def __init__(
@@ -236,24 +242,25 @@ class PostProcessNode(TransformerLayerNode):
         function = _output if mtp is None else _further_losses
         name = "post_process" if mtp is None else "mtp_post_process"
         super().__init__(stream, event, None, chunk_state, function, name)
-        self.gpt_model, self.mtp = gpt_model, mtp
+        self.gpt_model = gpt_model
+        self.mtp = mtp
 
 
 class TransformerLayerSchedulePlan:
-    """The nodes of one layer, for one microbatch.
+    """The nodes of one layer for one microbatch.
 
     Args:
         layer: A ``DecoderLayer``, with experts a ``MoeLayer``, or a ``PredictionLayer``.
-        event: Shared by the nodes of a chunk; None on a device without streams.
-        chunk_state: What the layers of a chunk share; any object. A layer takes the attributes
-            ``attention_mask`` and ``padding_mask`` from it, where there are any. One for
-            multi-token prediction needs those of a ``ModelChunkState``.
-        comp_stream: Of computation: a stream, a function that returns one, or None.
-        comm_stream: Of exchanges; likewise.
-        extra_args: Copied. ``"delay_wgrad_compute"`` takes the place of the config's.
+        event: The event that the nodes of a chunk share; None on a device without streams.
+        chunk_state: The values that the layers of a chunk share; any object. A layer reads its
+            attributes ``attention_mask`` and ``padding_mask``, if there are any. A layer for
+            multi-token prediction needs a ``ModelChunkState``.
+        comp_stream: The stream of computation: a stream, a function that returns one, or None.
+        comm_stream: The stream of exchanges, likewise.
+        extra_args: Copied. ``"delay_wgrad_compute"`` overrides the config's.
 
     Raises:
-        TypeError: ``layer`` is of another type, or ``chunk_state`` of one that does not do.
+        TypeError: ``layer`` or ``chunk_state`` lacks what is needed.
     """
 
     def __init__(
@@ -265,7 +272,8 @@ class TransformerLayerSchedulePlan:
         comm_stream: LayerStream,
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
-        decoder, mtp = decoder_of(layer), predicts(layer)
+        decoder = decoder_of(layer)
+        mtp = predicts(layer)
         wanted: dict[str, Any] = {"attend": layer, "feed_forward": decoder}
         if missing := [name for name, of in wanted.items() if not hasattr(of, name)]:
             raise TypeError(
@@ -277,8 +285,11 @@ class TransformerLayerSchedulePlan:
                 f"chunk_state is {shown(chunk_state)}: a layer for multi-token prediction embeds "
                 "tokens and computes losses, for which it needs a ModelChunkState"
             )
-        self.layer, self.event, self.chunk_state = layer, event, chunk_state
-        self.comp_stream, self.comm_stream = comp_stream, comm_stream
+        self.layer = layer
+        self.event = event
+        self.chunk_state = chunk_state
+        self.comp_stream = comp_stream
+        self.comm_stream = comm_stream
         self.layer_state = SimpleNamespace()
         self.config = getattr(decoder, "config", None)
         self.expert_group = getattr(decoder, "expert_group", None)
@@ -316,15 +327,15 @@ class TransformerLayerSchedulePlan:
 
     @property
     def pre_dispatch_computation(self) -> Any:
-        """``attn``, by Megatron's name."""
+        """The node ``attn``, by Megatron's name."""
         return self.attn
 
     def get_fp8_context(self) -> AbstractContextManager[None]:
-        """In which the layer is computed: a context that does nothing, since nothing is in FP8."""
+        """Return a context for the layer's computation that does nothing: no layer uses FP8."""
         return nullcontext()
 
     def release(self) -> None:
-        """Let go of what its nodes hold."""
+        """Drop the inputs, outputs and graphs of the nodes."""
         for node in self.nodes:
             node.release()
         vars(self.layer_state).clear()
@@ -343,15 +354,16 @@ class TransformerLayerSchedulePlan:
         """Run one layer's forward over another's backward; either may be None.
 
         Args:
-            f_layer: Of one microbatch.
-            b_layer: Of another, which was run forward.
-            f_input: (batch, sequence, hidden).
-            b_grad: The gradient of what ``b_layer`` returned.
+            f_layer: The layer that runs forward.
+            b_layer: The layer of another microbatch that runs backward; it was run forward.
+            f_input: The input of the forward, (batch, sequence, hidden).
+            b_grad: The gradient of the output of ``b_layer``.
             is_last_layer_in_bwd: Leave the weight gradients of attention to the caller, who then
                 calls ``b_layer.attn.backward_dw()``.
 
         Returns:
-            The forward's output, and the gradient of the backward's input; None of what is None.
+            The forward's output, and the gradient of the backward's input; None for a layer that is
+            None.
 
         Raises:
             ValueError: An input is missing.
@@ -367,30 +379,30 @@ class TransformerLayerSchedulePlan:
         back = () if b_layer is None else layer_steps("b", 0, b_layer.kind)
         if is_last_layer_in_bwd:
             back = tuple(step for step in back if step != LayerStep("b", 0, "attn", "dw"))
-        one = f_layer or b_layer
-        if one is None:
+        either = f_layer or b_layer
+        if either is None:
             return None, None
         return run_steps(
             pair_order(ahead, back, b_layer is not None and b_layer.kind.early),
             None if f_layer is None else Side((f_layer,), f_input),
             None if b_layer is None else Side((b_layer,), b_grad),
-            device=device_of(one.layer),
-            group=one.expert_group,
+            device=device_of(either.layer),
+            group=either.expert_group,
         )
 
 
 def predicts(layer: Layer) -> bool:
-    """Whether it is one for multi-token prediction."""
+    """Return whether a layer is for multi-token prediction."""
     return hasattr(layer, "transformer_layer")
 
 
 def decoder_of(layer: Any) -> Any:
-    """The transformer layer of a layer for multi-token prediction; of another, itself."""
+    """Return the transformer layer in a layer for multi-token prediction; another layer itself."""
     return getattr(layer, "transformer_layer", layer)
 
 
 def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerKind:
-    """What of a layer decides its steps; ``extra_args`` as of its plan."""
+    """Return the layer properties that determine its steps, with the ``extra_args`` of its plan."""
     decoder = decoder_of(layer)
     config = getattr(decoder, "config", None)
     delayed = getattr(config, "delay_wgrad_compute", False)
@@ -406,11 +418,12 @@ def kind_of(layer: Layer, extra_args: Mapping[str, Any] | None = None) -> LayerK
 
 
 def _embed(model: Any, state: ModelChunkState) -> Tensor:
-    given = state.decoder_input
-    found: Tensor = (
-        model.embed(state.input_ids, state.position_ids) if given is None else as_leaf(given)
-    )
-    return found
+    hidden: Tensor
+    if state.decoder_input is None:
+        hidden = model.embed(state.input_ids, state.position_ids)
+    else:
+        hidden = as_leaf(state.decoder_input)
+    return hidden
 
 
 def _attend(layer: Layer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
@@ -437,7 +450,8 @@ def _route(layer: MoeLayer, node: TransformerLayerNode, hidden: Tensor) -> Tenso
     state = node.layer_state
     padding = getattr(node.chunk_state, "padding_mask", None)
     rows, weights, normed, state.routing = layer.route(hidden, padding)
-    state.hidden, state.weights = node.detach(hidden), node.detach(weights)
+    state.hidden = node.detach(hidden)
+    state.weights = node.detach(weights)
     state.normed = None if normed is None else node.detach(normed)
     return rows
 
@@ -454,33 +468,37 @@ def _experts(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tenso
 
 
 def _merge(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
-    taken = vars(node.layer_state)
-    hidden, weights, shared = (taken.pop(name) for name in ("hidden", "weights", "shared"))
-    for tensor in (hidden, weights, shared, *taken["routing"].tensors):  # made on another stream
+    state = vars(node.layer_state)
+    routing = state["routing"]
+    hidden, weights, shared = (state.pop(name) for name in ("hidden", "weights", "shared"))
+    for tensor in (hidden, weights, shared, *routing.tensors):  # made on another stream
         used_here(tensor)
-    return layer.merge(rows, weights, shared, hidden, taken["routing"])
+    return layer.merge(rows, weights, shared, hidden, routing)
 
 
 def _output(node: PostProcessNode, hidden: Tensor) -> Tensor:
-    state, model = node.chunk_state, node.gpt_model
-    if state.main_hidden is not None:  # ``hidden`` is what predicts further tokens
-        hidden, state.main_hidden = state.main_hidden, None
-    further, state.further_losses = state.further_losses, []
+    state = node.chunk_state
+    model = node.gpt_model
+    if state.main_hidden is not None:  # ``hidden`` comes from a layer for multi-token prediction
+        hidden = state.main_hidden
+        state.main_hidden = None
+    further = state.further_losses
+    state.further_losses = []
     out: Tensor
     if state.output_processor is None:
         out = model.output(hidden, state.labels, state.loss_mask, further)
     else:
-        told = {name: getattr(state, name) for name in _TOLD}
-        told |= {"model": model, "further": further, "context": state.output_processor_context}
-        out = state.output_processor(hidden_states=hidden, **told)
+        arguments = {name: getattr(state, name) for name in _PROCESSOR_ARGUMENTS}
+        arguments |= {"model": model, "further": further, "context": state.output_processor_context}
+        out = state.output_processor(hidden_states=hidden, **arguments)
     return out
 
 
-_TOLD = (
+_PROCESSOR_ARGUMENTS = (
     *("labels", "loss_mask", "input_ids", "position_ids", "attention_mask", "decoder_input"),
     *("packed_seq_params", "runtime_gather_output"),
 )
-"""Which attributes of the state an ``output_processor`` is called with."""
+"""The attributes of the state that are arguments of an ``output_processor``."""
 
 
 def _further_losses(node: PostProcessNode, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains on microbatches: the forward of each over the backward of the one before.
+"""Training on microbatches: each forward overlaps the backward of the previous microbatch.
 
 period      0    1    2    3      an iteration is a microbatch; a run of the pipeline is the
 forward     0    1    2           accumulation of one optimizer step
@@ -25,41 +25,42 @@ from swpipe.tasks.transformer.model_interface import ChunkModel
 from swpipe.tasks.transformer.schedule_node import as_leaf, device_of
 
 Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
-"""From a chunk's output and the microbatch to a scalar, which is differentiated."""
+"""Maps a chunk's output and the microbatch to a scalar, which is differentiated."""
 
 _OF_MTP = (("attn", ""), ("mtp_post_process", ""))
 """Steps of multi-token prediction that embed tokens, or compute logits."""
 
 
 def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """The mean of the losses of all tokens."""
+    """Return the mean of the losses of all tokens."""
     return output.mean()
 
 
 def layer_kinds(model: ChunkModel) -> tuple[LayerKind, ...]:
-    """The kinds of a chunk's layers, in order, with those for multi-token prediction."""
+    """Return the kinds of a chunk's layers in order, those for multi-token prediction last."""
     layers: list[Layer] = [*model.decoder_layers, *model.predictors]
     return tuple(map(kind_of, layers))
 
 
 def training_plan(model: ChunkModel) -> PipelinePlan:
-    """``swpipe.plans.transformer.layer_overlap_plan`` of a model's layers."""
+    """Return the plan that overlaps a model's layers: see ``layer_overlap_plan``."""
     return layer_overlap_plan(layer_kinds(model), shared=_shares(model))
 
 
 def training_tasks(model: ChunkModel, loss: Loss = mean_of_output) -> list[PipelineTask]:
-    """The tasks of ``training_plan``, in serial order.
+    """Return the tasks of ``training_plan``, in serial order.
 
     A microbatch is a mapping of the arguments of ``TransformerModelChunkSchedulePlan``, with labels
-    where the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and
-    add to the gradients of parameters. Nobody else changes parameters or gradients before all
-    microbatches of an optimizer step are done.
+    if the model has layers for multi-token prediction. The tasks set ``ctx.loss``, a scalar, and
+    add to the gradients of parameters. Parameters and gradients must not be changed elsewhere
+    before all microbatches of an optimizer step are done.
 
     Args:
-        model: A whole model, or a chunk whose output ``loss`` makes a scalar of.
-        loss: What to differentiate.
+        model: A model, or a chunk of one.
+        loss: Maps the output to the scalar that is differentiated.
     """
-    kinds, shared = layer_kinds(model), _shares(model)
+    kinds = layer_kinds(model)
+    shared = _shares(model)
     around: dict[str, TaskFn] = {
         "f.begin": lambda ctx: _begin(ctx, model, kinds),
         "f.end": lambda ctx: _end(ctx, loss),
@@ -86,18 +87,18 @@ def training_pipeline(
     device: Device | torch.device | str | None = None,
     **options: Unpack[PipelineOptions],
 ) -> SWPipeline[Any]:
-    """A pipeline that trains a chunk on microbatches; run it once for each optimizer step.
+    """Return a pipeline that trains a chunk on microbatches; run it once per optimizer step.
 
-    Plans are compared within the model's expert group; ranks of other groups may train other
+    Plans are compared within the model's expert group. Ranks of other groups may train other
     chunks.
 
     Args:
-        model: As of ``training_tasks``.
-        loss: As of ``training_tasks``.
-        plan: Another plan of the same tasks, such as one of ``swpipe.planning.auto_plan``; None for
-            ``training_plan``.
-        device: Where device work goes; None for the model's.
-        options: Of ``SWPipeline``.
+        model: See ``training_tasks``.
+        loss: See ``training_tasks``.
+        plan: Another plan of the same tasks, such as the result of ``swpipe.planning.auto_plan``;
+            None for ``training_plan``.
+        device: The device; None for the model's.
+        options: Options of ``SWPipeline``.
 
     Raises:
         RuntimeError: Ranks of the expert group have different plans.
@@ -111,12 +112,12 @@ def training_pipeline(
 
 
 def _shares(model: ChunkModel) -> bool:
-    """Whether several steps use one parameter."""
+    """Return whether several steps use one parameter."""
     return model.share_embeddings_and_output_weights or bool(model.predictors)
 
 
 def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
-    """Whether it uses the embedding or the output layer."""
+    """Return whether a step uses the embedding or the output layer."""
     if step.layer is None:
         return step.node.endswith("_process")
     return kinds[step.layer].mtp and (step.node, step.part) in _OF_MTP
@@ -131,7 +132,8 @@ def _begin(ctx: Any, model: ChunkModel, kinds: tuple[LayerKind, ...]) -> None:
         )
     plan.begin("forward")
     ctx.f = ctx.b = Side(plan.layers, None, plan)
-    ctx.f_value = ctx.same_order = None  # plans were compared when the pipeline was made
+    ctx.f_value = None
+    ctx.same_order = None  # ranks compared their plans when the pipeline was made
 
 
 def _end(ctx: Any, loss: Loss) -> None:

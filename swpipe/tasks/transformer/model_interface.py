@@ -1,8 +1,8 @@
-"""What a model offers so that schedules can run its layers: protocols, without a model.
+"""Protocols of models whose layers schedules can run.
 
-A schedule calls the methods that the model's own forward calls, at other times. A layer needs
-``attend`` and ``feed_forward``; one whose experts are on several ranks has the three parts of its
-``feed_forward`` besides, and a chunk of a model what is around its layers.
+A schedule calls the methods that the model's own forward calls, in another order. A layer needs
+``attend`` and ``feed_forward``. A layer with experts on several ranks also needs the three parts of
+its ``feed_forward``, and a chunk of a model the embedding and the output around its layers.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch import Tensor, nn
 
 
 class Exchange(Protocol):
-    """Rows on their way."""
+    """An exchange of rows between ranks that was started."""
 
     def wait(self) -> Tensor:
-        """The rows, when they are here."""
+        """Wait for the exchange, and return the received rows."""
 
 
 class Routing(Protocol):
-    """Where the rows of a microbatch go, without any tensor that has a gradient."""
+    """The destinations of a microbatch's rows; no tensor in it has a gradient."""
 
     @property
     def tensors(self) -> Iterable[Tensor]:
-        """What ``merge`` reads of it."""
+        """The tensors that ``merge`` reads."""
 
     def start(self, rows: Tensor, *, to_experts: bool) -> Exchange:
-        """Send rows to the experts, or back from them; later work overlaps until ``wait``."""
+        """Start to send rows to the experts or back; other work overlaps until ``wait``."""
 
 
 class Routed(NamedTuple):
-    """What ``route`` returns.
+    """The result of ``route``.
 
     Attributes:
-        rows: To be sent, (rows, hidden).
-        weights: Of the experts, for ``merge``.
-        normed: What the shared expert computes from; None where there is none.
-        routing: Where the rows go.
+        rows: The rows to send, (rows, hidden).
+        weights: The weights of the experts, for ``merge``.
+        normed: The input of the shared expert; None if there is none.
+        routing: The destinations of the rows.
     """
 
     rows: Tensor
@@ -49,17 +49,17 @@ class Routed(NamedTuple):
 
 
 class DecoderLayer(Protocol):
-    """A layer. It may have an attribute ``config`` with two options.
+    """A transformer layer. It may have an attribute ``config`` with two options.
 
     ``delay_wgrad_compute`` delays the weight gradients of ``swpipe.tasks.transformer.Linear`` maps;
     ``ep_overlap_early_attn_memory_release`` lets attention's backward come early (``LayerKind``).
     """
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The first half, with its residual. Hidden states have whatever layout layers take."""
+        """Run attention with its residual, on hidden states in the layout that layers take."""
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The second half, with its residual."""
+        """Run the feed-forward part with its residual."""
 
 
 class MoeLayer(DecoderLayer, Protocol):
@@ -74,13 +74,13 @@ class MoeLayer(DecoderLayer, Protocol):
     def route(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routed:
         """Choose experts and sort rows by them; may start an exchange of counts.
 
-        ``padding_mask`` is True where a token is none, (batch, sequence).
+        ``padding_mask``, (batch, sequence), is True where there is no token.
         """
 
     def through_experts(
         self, rows: Tensor, normed: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor | None]:
-        """The rows of this rank's experts, and what the shared expert makes of all tokens."""
+        """Return the output of this rank's experts, and of the shared expert for all tokens."""
 
     def merge(
         self,
@@ -90,36 +90,36 @@ class MoeLayer(DecoderLayer, Protocol):
         hidden: Tensor,
         routing: Routing,
     ) -> Tensor:
-        """The hidden state, of the rows that came back, the shared expert's and the residual."""
+        """Return the hidden state: the sum of returned rows, shared expert and residual."""
 
 
 class PredictionLayer(Protocol):
     """A layer for multi-token prediction.
 
     Attributes:
-        number: From 0.
-        transformer_layer: The layer within.
+        number: Its number, from 0.
+        transformer_layer: The transformer layer in it.
     """
 
     number: int
     transformer_layer: DecoderLayer
 
     def attend(self, hidden: Tensor, embedded: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Join hidden state and embedding, and attend."""
+        """Join the hidden state and the embedding, and run attention."""
 
     def moved(self, values: Tensor) -> Tensor:
-        """Of (batch, sequence), what is ``number + 1`` further on; zeros at the end."""
+        """Shift values, (batch, sequence), by ``number + 1`` positions; fill the end with zeros."""
 
 
 class ChunkModel(Protocol):
     """A model, or a chunk of its layers.
 
     Attributes:
-        pre_process: It has the embedding.
-        post_process: It has the output layer.
-        share_embeddings_and_output_weights: These two use one parameter.
-        expert_group: As of its layers.
-        vp_stage: The chunk's number among those of its rank, for the hooks of a schedule.
+        pre_process: The chunk has the embedding.
+        post_process: The chunk has the output layer.
+        share_embeddings_and_output_weights: Embedding and output layer use one parameter.
+        expert_group: See ``MoeLayer``.
+        vp_stage: The chunk's number on its rank, for the hooks of a schedule.
     """
 
     pre_process: bool
@@ -137,10 +137,10 @@ class ChunkModel(Protocol):
         """The layers for multi-token prediction, in order."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As of ``nn.Module``: where they are is where the schedule runs."""
+        """Return the parameters; the schedule runs on the device of the first one."""
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Hidden states of ids."""
+        """Return the hidden states of ids."""
 
     def output(
         self,
@@ -149,7 +149,7 @@ class ChunkModel(Protocol):
         loss_mask: Tensor | None = None,
         further: Iterable[Tensor] = (),
     ) -> Tensor:
-        """Logits; with labels the loss of each token, to which ``further`` are added."""
+        """Return the logits; with labels, each token's loss plus the ``further`` losses."""
 
     def further_losses(
         self,
@@ -158,4 +158,4 @@ class ChunkModel(Protocol):
         labels: Tensor,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """What a layer for multi-token prediction adds to the loss of each position."""
+        """Return the losses that a layer for multi-token prediction adds at each position."""

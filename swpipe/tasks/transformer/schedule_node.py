@@ -1,10 +1,10 @@
-"""A piece of a model whose forward and backward are run apart from those of its neighbours.
+"""A part of a model whose forward and backward run separately from those of other parts.
 
-    outputs of the piece before ── detach ──> leaves ── forward_func ──> outputs
-    gradients for it <───────────────────── leaves' .grad <── autograd <── gradients of outputs
+    outputs of the previous node ── detach ──> leaves ── forward_func ──> outputs
+    gradients for them <────────────── leaves' .grad <── autograd <── gradients of outputs
 
 Each node has an autograd graph of its own, from its leaves to its outputs, so that a schedule
-decides when which node's backward runs. There are two streams: one for computation, one for
+chooses when each node's backward runs. There are two streams: one for computation, one for
 exchanges. Source: seed "model_chunk_schedule_plan".
 """
 
@@ -21,7 +21,7 @@ from swpipe.core.plan import StreamSpec
 from swpipe.device import Device, resolve
 
 Values: TypeAlias = Any
-"""A tensor, or a tuple of tensors and others."""
+"""A tensor, or a tuple of tensors and other values."""
 
 BackwardFunc: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], object]
 
@@ -39,39 +39,39 @@ def set_streams(
 
 
 def get_comp_stream() -> torch.Stream | None:
-    """The stream of computation; None for the current stream of whoever runs the schedule."""
+    """Return the stream of computation; None for the current stream of the caller of a schedule."""
     return _given["comp"]
 
 
 def get_comm_stream() -> torch.Stream | None:
-    """The stream of exchanges, made when first asked for; None on a machine without streams."""
+    """Return the stream of exchanges, made at the first call; None on a device without streams."""
     if _given["comm"] is None and (device := resolve(None)).has_streams:
         _given["comm"] = device.new_stream(StreamSpec(priority=-1))
     return _given["comm"]
 
 
 def device_of(model: Any) -> Device:
-    """Where the first parameter of a model is; the machine's own device if it has none."""
+    """Return the device of a model's first parameter; of the machine if it has no parameter."""
     first = next(model.parameters(), None)
     return resolve(None if first is None else first.device)
 
 
 class ScheduleNode:
-    """Runs a function forward, and later backward.
+    """A function that is run forward, and later backward.
 
-    ``forward``, ``backward`` and ``backward_dw`` run on the node's stream, in the order that its
-    event gives them. A schedule that orders streams itself calls ``run_forward``, ``run_backward``
+    ``forward``, ``backward`` and ``backward_dw`` run on the node's stream, in the order of its
+    event. A schedule that orders streams itself calls ``run_forward``, ``run_backward``
     and ``run_backward_dw``, which submit to the current stream.
 
     Args:
-        forward_func: From inputs to a tensor, or a tuple.
+        forward_func: Maps the inputs to a tensor or a tuple.
         stream: A stream, a function that returns one, or None for the current one.
-        event: Waited for before, and recorded after, each piece of work on ``stream``; nodes that
-            share it run one after the other, on whatever stream. None for no such order.
+        event: The stream waits for it before each piece of work, and records it after. Nodes that
+            share an event run one after the other, on any streams. None for no such order.
         backward_func: Called with outputs and their gradients instead of autograd's backward.
-        free_input: Release the memory of inputs after forward: nobody else must use them, nor
-            backward.
-        name: For messages.
+        free_input: Release the memory of the inputs after forward. Neither backward nor other code
+            may use them.
+        name: The node's name in messages.
     """
 
     def __init__(
@@ -84,64 +84,67 @@ class ScheduleNode:
         name: str = "schedule_node",
     ) -> None:
         self.forward_func = forward_func
-        self.stream, self.event = stream, event
+        self.stream = stream
+        self.event = event
         self.backward_func = backward_func
-        self.free_input, self.name = free_input, name
+        self.free_input = free_input
+        self.name = name
         self._inputs: tuple[Any, ...] = ()
         self._outputs: tuple[Any, ...] | None = None
 
     @property
     def inputs(self) -> tuple[Any, ...] | None:
-        """The detached inputs of a forward whose backward has not run; else None."""
+        """The detached inputs if a forward has run whose backward has not; None otherwise."""
         return None if self._outputs is None else self._inputs
 
     @property
     def output(self) -> Values:
-        """What that forward returned: a value, or a tuple; else None."""
+        """The result of that forward, a value or a tuple; None otherwise."""
         return None if self._outputs is None else _single(self._outputs)
 
     def get_output(self) -> Values:
-        """``output``."""
+        """Return ``output``."""
         return self.output
 
     def get_grad(self) -> Values:
-        """The gradients of ``inputs`` so far, for a ``backward_func``; as ``backward`` returns."""
-        return _single([one.grad if isinstance(one, Tensor) else None for one in self._inputs])
+        """Return the present gradients of ``inputs``, in the form that ``backward`` returns."""
+        return _single([leaf.grad if isinstance(leaf, Tensor) else None for leaf in self._inputs])
 
     def forward(self, inputs: Values = ()) -> Values:
-        """Run the function on detached inputs, a tensor or a tuple; what it returns.
+        """Run the function on the detached inputs, a tensor or a tuple, and return its result.
 
         Raises:
-            RuntimeError: Its backward of the forward before has not run.
+            RuntimeError: The backward of the previous forward has not run.
         """
         with self._on_stream():
             return self.run_forward(inputs)
 
     def backward(self, output_grad: Values) -> Values:
-        """Gradients of the inputs, given those of the outputs; lets go of everything.
+        """Run backward from the gradients of the outputs; return those of the inputs.
 
-        Parameters get theirs as in any backward. Where an output has no gradient, None; the
-        gradient of an input that needs none is None.
+        Gradients of parameters are added to ``.grad`` as usual. Give None for an output without a
+        gradient; the gradient of an input that requires none is None. The node then holds nothing.
 
         Raises:
             RuntimeError: There was no forward, or its backward has run.
-            ValueError: There are more or fewer gradients than outputs.
+            ValueError: The number of gradients is not the number of outputs.
         """
         with self._on_stream():
             return self.run_backward(output_grad)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that ``backward`` has left; a plain node leaves none."""
+        """Compute the weight gradients that ``backward`` has delayed; a plain node delays none."""
         with self._on_stream():
             self.run_backward_dw()
 
     def run_forward(self, inputs: Values = ()) -> Values:
-        """``forward`` on the current stream."""
+        """Run ``forward`` on the current stream."""
         self._refuse_again()
         given = _tuple_of(inputs)
         leaves = tuple(map(as_leaf, given))
         outputs = self._compute(*leaves)
-        self._inputs, self._outputs = leaves, _tuple_of(outputs)
+        self._inputs = leaves
+        self._outputs = _tuple_of(outputs)
         if self.free_input:
             for tensor in given:
                 if isinstance(tensor, Tensor):
@@ -149,8 +152,9 @@ class ScheduleNode:
         return outputs
 
     def run_backward(self, output_grad: Values) -> Values:
-        """``backward`` on the current stream."""
-        outputs, grads = self._outputs, _tuple_of(output_grad)
+        """Run ``backward`` on the current stream."""
+        outputs = self._outputs
+        grads = _tuple_of(output_grad)
         if outputs is None:
             raise RuntimeError(
                 f"node {self.name!r} has no forward to run backward: it was not run, or was run "
@@ -164,7 +168,8 @@ class ScheduleNode:
         for grad in grads:
             used_here(grad)
         self._outputs = None
-        # Bound methods are not kept on the node: a cycle would outlive the last reference to it.
+        # Looked up here: a bound method kept on the node would be a cycle of references, and the
+        # node's tensors would live until a garbage collection.
         try:
             (self.backward_func or self.default_backward_func)(outputs, grads)
             return self.get_grad()
@@ -172,12 +177,12 @@ class ScheduleNode:
             self._inputs = ()
 
     def run_backward_dw(self) -> None:
-        """``backward_dw`` on the current stream."""
+        """Run ``backward_dw`` on the current stream."""
 
     def default_backward_func(
         self, outputs: Sequence[Any], output_grad: Sequence[Any]
     ) -> Sequence[Any]:
-        """Autograd's backward from those outputs that have a gradient; returns the gradients."""
+        """Run autograd's backward from the outputs with a gradient; return the gradients."""
         roots = [
             (output, grad)
             for output, grad in zip(outputs, output_grad, strict=True)
@@ -188,8 +193,9 @@ class ScheduleNode:
         return output_grad
 
     def release(self) -> None:
-        """Let go of everything, without a backward."""
-        self._inputs, self._outputs = (), None
+        """Drop inputs and outputs without a backward."""
+        self._inputs = ()
+        self._outputs = None
 
     def _compute(self, *inputs: Any) -> Values:
         return self.forward_func(*inputs)
@@ -207,7 +213,7 @@ class ScheduleNode:
         if stream is None and self.event is None:
             yield
             return
-        if stream is None:  # the current one takes part in the event's order as any other
+        if stream is None:  # the current stream takes part in the event's order, too
             stream = torch.accelerator.current_stream(self.event.device)
         with resolve(stream.device).on(stream):
             if self.event is not None:
@@ -218,21 +224,21 @@ class ScheduleNode:
 
 
 class NoopScheduleNode:
-    """Stands where a layer has nothing to do."""
+    """A node that does nothing, for a part that a layer does not have."""
 
     def forward(self, inputs: Values = ()) -> Values:
-        """The inputs, or gradients."""
+        """Return the inputs, or the gradients."""
         return inputs
 
     def release(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     backward_dw = run_backward_dw = release
     backward = run_forward = run_backward = forward
 
 
 def as_leaf(value: Values) -> Values:
-    """A tensor detached from its graph, requiring a gradient as before; others as they are."""
+    """Return a tensor without its graph, as a leaf if it requires a gradient; others unchanged."""
     if not isinstance(value, Tensor):
         return value
     used_here(value)
@@ -240,7 +246,7 @@ def as_leaf(value: Values) -> Values:
 
 
 def used_here(value: Values) -> None:
-    """Keep a tensor's memory until the current stream is done with it."""
+    """Keep a tensor's memory until the current stream has done its work."""
     if isinstance(value, Tensor) and (device := resolve(value.device)).has_streams:
         device.hold([value], [device.current_stream()])
 

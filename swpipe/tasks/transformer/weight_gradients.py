@@ -1,12 +1,12 @@
 """Linear maps whose weight gradients can be computed later than their input gradients.
 
-Nobody but the optimizer waits for a weight gradient, so that it can fill the time of an exchange.
+Only the optimizer waits for a weight gradient, so it can be computed during an exchange.
 
     backward       grad_x = grad_y W           and a note: weight, x, grad_y
     backward_dw    grad_W = grad_y^T x
 
-Whoever runs a forward within ``delaying(notes)`` gets the notes; elsewhere autograd computes both.
-Where a checkpoint computes such a forward again, in a backward pass, it runs the same operators.
+A forward within ``delaying(notes)`` leaves its notes there; outside, autograd computes both. If a
+checkpoint repeats such a forward in a backward pass, the same operators run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn import functional
 
 
 class WeightGradient(NamedTuple):
-    """A weight gradient that is still to be computed.
+    """A weight gradient that is not computed yet.
 
     Attributes:
-        weight: (out, in).
-        bias: (out,), or None.
-        inputs: What the map was applied to, (rows, in).
-        grad: The gradient of what it gave, (rows, out).
+        weight: The weight, (out, in).
+        bias: The bias, (out,), or None.
+        inputs: The input of the linear map, (rows, in).
+        grad: The gradient of its output, (rows, out).
     """
 
     weight: Tensor
@@ -37,13 +37,13 @@ class WeightGradient(NamedTuple):
     grad: Tensor
 
     def compute(self) -> None:
-        """Add to the gradients of weight and bias, with their hooks, as autograd does."""
+        """Add the gradients to weight and bias and call their hooks, as autograd does."""
         with torch.no_grad():
-            # The products of autograd's own formula for a linear map: the same bits.
-            found = {self.weight: self.grad.t().mm(self.inputs)}
+            # Autograd's own formula for a linear map, so that the bits are the same.
+            grads = {self.weight: self.grad.t().mm(self.inputs)}
             if self.bias is not None:
-                found[self.bias] = self.grad.sum(0)
-        wanted = {leaf: grad for leaf, grad in found.items() if leaf.requires_grad}
+                grads[self.bias] = self.grad.sum(0)
+        wanted = {leaf: grad for leaf, grad in grads.items() if leaf.requires_grad}
         torch.autograd.backward(list(wanted), list(wanted.values()))
 
 
@@ -54,9 +54,9 @@ _notes: ContextVar[Notes | None] = ContextVar("notes of weight gradients", defau
 
 @contextmanager
 def delaying(notes: Notes | None) -> Iterator[None]:
-    """Backward passes of what runs within the block leave their weight gradients in ``notes``.
+    """Collect in ``notes`` the weight gradients of forwards that run within the block.
 
-    None for nothing: autograd computes all gradients.
+    With None, autograd computes all gradients.
     """
     token = _notes.set(notes)
     try:
@@ -66,7 +66,7 @@ def delaying(notes: Notes | None) -> Iterator[None]:
 
 
 class _AtOnce(list[WeightGradient]):
-    """Notes that are not kept: nobody would ask for them."""
+    """Notes that are computed at once, since nobody would compute them later."""
 
     def append(self, note: WeightGradient) -> None:
         note.compute()
@@ -78,16 +78,18 @@ class Linear(nn.Linear):
     _is_delayed = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of (..., in), (..., out)."""
+        """Map (..., in) to (..., out)."""
         notes = _notes.get()
-        if torch._C._current_graph_task_id() != -1:  # in a backward pass, maybe on its own thread
+        # A checkpoint repeats the forward in a backward pass, maybe on another thread, which has no
+        # notes. ``_current_graph_task_id`` is private to torch; it is -1 outside backward passes.
+        if torch._C._current_graph_task_id() != -1:
             notes = notes if notes is not None or not self._is_delayed else _AtOnce()
         elif torch.is_grad_enabled():
             self._is_delayed = notes is not None
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if notes is None or not trained or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, self.bias)
-        # Autograd is not told of the parameters, whose hooks it would call for no gradient.
+        # Autograd does not see the parameters: it would call their hooks without a gradient.
         anchor = torch.empty(0, requires_grad=True)
         out: Tensor = _Delayed.apply(hidden, anchor, self, notes)  # type: ignore[no-untyped-call]
         return out
@@ -97,14 +99,18 @@ class _Delayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, linear: Linear, notes: Notes) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.linear, ctx.notes = linear, notes
+        ctx.linear = linear
+        ctx.notes = notes
         ctx.version = linear.weight._version
         return functional.linear(hidden, linear.weight, linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (hidden,), linear, notes = ctx.saved_tensors, ctx.linear, ctx.notes
-        ctx.linear = ctx.notes = None
+        (hidden,) = ctx.saved_tensors
+        linear = ctx.linear
+        notes = ctx.notes
+        ctx.linear = None  # a graph that is kept holds no module
+        ctx.notes = None
         weight: Tensor = linear.weight
         if weight._version != ctx.version:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The click job and HSTU on an accelerator: the same bits under every plan, and after stops."""
+"""The click model and HSTU on an accelerator: the same bits under every plan, and after stops."""
 
 from __future__ import annotations
 
@@ -13,25 +13,19 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("torchrec")
-pytest.importorskip("polars")
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
-from swpipe.plans.clicks import PLANS
 from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule
 from swpipe.profiler import TaskProfiler
-from swpipe.tasks.clicks import ClickConfig, ClickJob, ModelConfig
 from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
 from swpipe.tasks.torchrec.hstu import hstu_groups
 from tests import backend
 from tests.device.accelerator.training import on_host, same
 from tests.device.accelerator.work import DEVICE, SIMULATED, spin
-from tests.tasks.clicks.rows import write_log
+from tests.support.click_example import HAS_POLARS, example
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
 
-SMALL_CLICKS = ModelConfig(
-    buckets=64, embedding_dim=4, bottom_layers=(8,), cross_rank=3, top_layers=(8,)
-)
 CLICK_STEPS, HSTU_STEPS = 6, 6
 DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_count())]
 
@@ -46,20 +40,22 @@ class Workload:
     state: Callable[[], list[Tensor]]
 
 
-def click_job(device: str, folder: Path) -> ClickJob:
-    """A small model on 50 rows, in batches of 8."""
-    log = write_log(folder / "small.tsv", 50)
-    return ClickJob(ClickConfig([log], batch_size=8, model=SMALL_CLICKS, device=device))
+def click_batches(folder: Path) -> list[Any]:
+    """Return the batches of 50 rows, 8 in each."""
+    log = example("click_log")
+    batches: list[Any] = log.batches_of(log.generate(folder / "small.tsv", 50), 8)
+    return batches
 
 
 def clicks(device: str, folder: Path) -> Workload:
-    """Parameters, and the metric."""
-    job = click_job(device, folder)
+    """Return the click model of the examples."""
+    module = example("click_job")
+    job = module.ClickJob(device=device, buckets=64)
     return Workload(
-        [*job.tasks()],
-        [*job.batches(CLICK_STEPS)],
-        lambda name: PLANS[name or "serial"](),
-        lambda: [*job.model.parameters(), job.auc.counts],
+        job.tasks(),
+        click_batches(folder)[:CLICK_STEPS],
+        lambda name: module.PLANS[name or "serial"](),
+        lambda: [*job.model.parameters()],
     )
 
 
@@ -67,7 +63,7 @@ def hstu(device: str, folder: Path) -> Workload:
     """Under presets of threads."""
     model = hstu_model.HSTURanking(SMALL).to(device)
     step = TrainStep([torch.optim.Adagrad(model.parameters(), lr=0.05)], per_token=PerToken())
-    options = TaskOptions(forward="own", grouped=hstu_groups(True))
+    options = TaskOptions(forward="own", grouped=hstu_groups(True, split=False))
     made = SparseDistTasks(model, step, options, device=device).tasks()
     schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=False)
     histories = hstu_model.generate_ratings(4 * HSTU_STEPS, SMALL.items, SMALL.longest, seed=0)
@@ -117,6 +113,8 @@ def test_a_plan_trains_to_the_serial_plans_bits(
     make: Any, name: str, streams: int, tmp_path: Path
 ) -> None:
     """However late and few the streams are; the caller's device is the first one throughout."""
+    if make is clicks and not HAS_POLARS:
+        pytest.skip("needs polars")
     serial = trained(make, None, DEVICES[-1], tmp_path)
     bad = {"late_streams": 200.0, "streams": streams, "poison": True}
     with backend.misbehaving(**bad) if SIMULATED else nullcontext():  # type: ignore[arg-type]
@@ -124,14 +122,15 @@ def test_a_plan_trains_to_the_serial_plans_bits(
     assert torch.accelerator.current_device_index() == 0
 
 
+@pytest.mark.skipif(not HAS_POLARS, reason="needs polars")
 def test_profiles_and_recordings_train_nothing(tmp_path: Path) -> None:
     """After a recording and a profile the job trains as if there had been neither."""
-    plan, job = PLANS["pipelined"](), click_job(DEVICES[-1], tmp_path)
-    recording = record(job.tasks(), next(job.batches()), device=DEVICES[-1])
+    work = clicks(DEVICES[-1], tmp_path)
+    plan = work.plan("pipelined")
+    recording = record(work.tasks, work.batches[0], device=DEVICES[-1])
     assert recording.compare(plan).missing == ()
-    with SWPipeline(plan, job.tasks(), device=DEVICES[-1]) as pipe:
-        TaskProfiler(pipe).profile(next(job.batches()), 1, 1, 2, pipelined=True)
-        losses = [ctx.loss.detach() for ctx in pipe.iterate(job.batches(CLICK_STEPS))]
+    with SWPipeline(plan, work.tasks, device=DEVICES[-1]) as pipe:
+        TaskProfiler(pipe).profile(work.batches[0], 1, 1, 2, pipelined=True)
+        losses = [ctx.loss.detach() for ctx in pipe.iterate(work.batches)]
     expected = trained(clicks, None, DEVICES[-1], tmp_path)
     assert same(on_host(losses), expected[: len(losses)])
-    job.close()

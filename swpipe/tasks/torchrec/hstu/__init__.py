@@ -1,10 +1,11 @@
-"""HSTU's training step as fourteen tasks with lookaheads, for any model with one loss per token.
+"""HSTU's training step as fifteen tasks with lookaheads, for any model with one loss per token.
 
 Needs TorchRec. Neither recsys-examples nor Megatron is imported.
 """
 
 from swpipe.plans.torchrec.hstu_schedule import (
     HSTU_DEFAULT_THREAD_MAP,
+    HSTU_THREAD_MAP_PRESETS,
     HSTU_THREAD_MAPS,
     hstu_plan,
     hstu_schedule,
@@ -16,6 +17,7 @@ __all__ = [  # noqa: RUF022
     "HSTUPipelineFactory",
     "HSTU_DEFAULT_THREAD_MAP",
     "HSTU_THREAD_MAPS",
+    "HSTU_THREAD_MAP_PRESETS",
     "hstu_groups",
     "hstu_plan",
     "hstu_schedule",

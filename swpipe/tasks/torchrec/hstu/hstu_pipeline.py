@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from swpipe.core.plan import PipelinePlan
+from swpipe.plans.torchrec.hstu_config import hstu_config
 from swpipe.plans.torchrec.hstu_schedule import PREFETCH, TASKS, hstu_plan, hstu_schedule
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.named import Form, In, Out
@@ -22,14 +23,21 @@ from swpipe.tasks.torchrec.task_options import TaskOptions
 from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 
-def hstu_groups(prefetch: bool) -> dict[str, Sequence[str]]:
-    """The fourteen tasks, or thirteen without a prefetch, for ``TaskOptions(grouped=)``."""
+def hstu_groups(prefetch: bool, *, split: bool = True) -> dict[str, Sequence[str]]:
+    """Return the tasks and the methods that they call, for ``TaskOptions(grouped=)``.
+
+    Args:
+        prefetch: With ``prefetch_embeddings``, fifteen tasks; fourteen without.
+        split: ``compute_output_dist`` looks up; otherwise ``dense_forward`` is the whole forward.
+    """
+    look_up = [*([] if prefetch else ["prefetch"]), "embedding_forward"]
     calls = {
         "h2d": ["copy"],
         PREFETCH: ["prefetch"],
         "global_tokens_allreduce": ["count_tokens"],
         "nccl_safety_barrier": [],  # only what it waits for
-        "forward": [*([] if prefetch else ["prefetch"]), "embedding_forward", "dense_forward"],
+        "compute_output_dist": look_up if split else [],
+        "dense_forward": ["dense_forward"] if split else [*look_up, "dense_forward"],
         "backward": ["postprocess_loss", "dense_backward", "embedding_backward"],
         "finalize_model_grads": ["finalize_gradients"],
         "watchdog_step": ["watch"],
@@ -38,7 +46,7 @@ def hstu_groups(prefetch: bool) -> dict[str, Sequence[str]]:
 
 
 class HSTUPipeline(JaggedPipeline[In, Out]):
-    """Trains a model that returns (losses, output), with one loss per token, in fourteen tasks.
+    """Trains a model that returns (losses, output), with one loss per token, in fifteen tasks.
 
     Use it as a context manager, or call ``shutdown``. Nothing runs between two calls of
     ``progress``: the model may be detached, evaluated or saved there. Sharded models run within
@@ -53,6 +61,10 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function of the task
             that returns the thread's name. In a dict, "compute" and "default" are the caller's
             thread, on which all tasks run that it does not name.
+        schedule_config: Other lookaheads, waits and threads of the tasks, as a mapping, as JSON or
+            as the path of a JSON file (``swpipe.plans.torchrec.hstu_config``); None for what the
+            environment variable ``HSTU_PIPELINE_CONFIG`` has.
+        pipeline_postproc: No effect, as there.
         execute_all_batches, custom_model_fwd, returns, finalize: As for ``JaggedPipeline``, and so
             are watchdog, assert_nan_loss, find, inputs, strict, random and run_ahead.
 
@@ -62,10 +74,11 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
     Raises:
         ScheduleValidationError: ``thread_map`` names a task that there is not.
         TypeError: ``thread_map`` or the shuffler is of another kind.
-        ValueError: ``prefetch_depth`` is below 1; others as for ``JaggedPipeline``.
+        ValueError: ``prefetch_depth`` is below 1, ``schedule_config`` is wrong, or both it and
+            ``thread_map`` give threads; others as for ``JaggedPipeline``.
     """
 
-    form = Form(left=1)
+    form = Form(left=1, kind="ahead")
 
     arguments = arguments(
         {},
@@ -75,6 +88,8 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             "batch_shuffler": None,
             "threaded": True,
             "thread_map": None,
+            "schedule_config": None,
+            "pipeline_postproc": True,
             "execute_all_batches": True,
             "custom_model_fwd": None,
             **KEYWORDS,
@@ -83,20 +98,28 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
 
     def _take(self, given: Mapping[str, Any]) -> None:
         super()._take(given)
+        config = hstu_config(given["schedule_config"], TASKS)
         self.schedule = hstu_schedule(
             prefetch=given["prefetch"],
             prefetch_depth=given["prefetch_depth"],
             shuffled=type(self._shuffler) not in (IdentityShuffler, type(None)),
+            changes=config.fields,
         )
-        self._made = hstu_plan(self.schedule, given["thread_map"], threaded=given["threaded"])
+        thread_map = given["thread_map"]
+        if config.thread_map is not None:
+            if thread_map is not None:
+                raise ValueError(
+                    "thread_map is given, and the schedule configuration has one: keep one of them"
+                )
+            thread_map = config.thread_map
+        self._made = hstu_plan(self.schedule, thread_map, threaded=given["threaded"])
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return self._made
 
     def _options(self, kind: Kind) -> TaskOptions:
-        prefetch = self._given["prefetch"]
-        kind = "prefetch" if prefetch and kind != "own" else kind
-        return replace(super()._options(kind), grouped=hstu_groups(prefetch))
+        grouped = hstu_groups(self._given["prefetch"], split=kind != "own")
+        return replace(super()._options(kind), grouped=grouped)
 
     def shutdown(self) -> None:
         """Stop the threads, drop the batches in flight and restore the model; twice is fine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from swpipe.tasks.torchrec.hstu import (
 )
 from swpipe.tasks.torchrec.recsys_examples.jagged import JaggedPipeline
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.hstu.training import Case, batches, by_hand, by_pipeline, made
+from tests.tasks.torchrec.hstu.training import GATED, Case, batches, by_hand, by_pipeline, made
 from tests.tasks.torchrec.models import CPU
 from tests.tasks.torchrec.trial import to_the_end
 
@@ -51,7 +52,7 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
         name, model=model, optimizer=optimizer, device=CPU, thread_map="by_stream"
     ) as pipe:
         assert isinstance(pipe, JaggedPipeline)
-        assert len(pipe.schedule.all_tasks()) == (14 if "prefetch" in name else 13)
+        assert len(pipe.schedule.all_tasks()) == (15 if "prefetch" in name else 14)
         assert len(to_the_end(pipe, batches(3))) == 3
 
 
@@ -88,8 +89,9 @@ CASES = (
     Case("io_data_dist_compute", False, 1),
     Case("io_data_dist_prefetch_compute", True, 1, wrapper="megatron"),
     Case("by_stream", False, 2, True, wrapper="plain"),
+    Case(None, True, 1, True, config=json.dumps(GATED)),
 )
-"""Each preset; the last model has no sharded modules, and is within DDP."""
+"""Each preset; one model has no sharded modules, and is within DDP; six batches in flight."""
 
 
 def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:

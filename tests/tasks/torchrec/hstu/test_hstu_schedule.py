@@ -8,6 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan, PipelineTask
 from swpipe.analysis.verification import verify_for_run
+from swpipe.plans.torchrec.hstu_config import hstu_config
 from swpipe.plans.torchrec.hstu_schedule import (
     HSTU_DEFAULT_THREAD_MAP,
     HSTU_THREAD_MAPS,
@@ -18,17 +19,16 @@ from swpipe.plans.torchrec.hstu_schedule import (
 )
 from swpipe.schedulable import Schedule, ScheduleValidationError
 from swpipe.tasks.torchrec import PerToken, SparseDistTasks, TaskOptions, TrainStep
-from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.hstu import hstu_groups
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
-from tests.tasks.torchrec.hstu.training import made
+from tests.tasks.torchrec.hstu.training import CASCADE, made
 from tests.tasks.torchrec.models import CPU
 
 PREFETCH = "prefetch_embeddings"
 ALWAYS = (
-    "start_input_dist", "global_tokens_allreduce", "wait_input_dist",
-    "forward", "backward", "finalize_model_grads",
+    "start_input_dist", "global_tokens_allreduce", "wait_input_dist", "compute_output_dist",
+    "dense_forward", "backward", "finalize_model_grads",
 )  # fmt: skip
 """What communicates, in order."""
 
@@ -54,7 +54,7 @@ def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_who_takes_turns_among_the_collectives(shuffled: bool) -> None:
-    """Six always, both shuffles with a shuffler that exchanges rows."""
+    """Seven always, both shuffles with a shuffler that exchanges rows."""
     found = {task.name for task in _schedule(shuffled=shuffled).all_tasks() if task.nccl}
     assert found == {*ALWAYS, *(("start_shuffle", "finish_shuffle") if shuffled else ())}
 
@@ -67,7 +67,7 @@ def test_tokens_are_counted_while_the_sizes_of_the_next_batch_are_exchanged() ->
 
 
 def test_the_presets_are_those_of_the_seed() -> None:
-    """Five, by name; what is not ahead is on the caller's thread."""
+    """Five, by name, and one of recsys-examples; what is not ahead is on the caller's thread."""
     threads = {name: hstu_plan(_schedule(), name).thread_groups for name in HSTU_THREAD_MAPS}
     assert threads == {
         "default": ("default", "io"),
@@ -75,10 +75,15 @@ def test_the_presets_are_those_of_the_seed() -> None:
         "io_prefetch_compute": ("default", "io", "prefetch"),
         "io_data_dist_compute": ("default", "io", "data_dist"),
         "io_data_dist_prefetch_compute": ("default", "io", "data_dist", "prefetch"),
+        "all_noncritical_on_io": ("default", "io"),
     }
     assert hstu_plan(_schedule(), None) == hstu_plan(_schedule(), "default")
     assert {*HSTU_DEFAULT_THREAD_MAP} == {*TASKS}
-    assert HSTU_DEFAULT_THREAD_MAP["forward"] == "compute"
+    assert HSTU_DEFAULT_THREAD_MAP["dense_forward"] == "compute"
+    ahead = [
+        name for name, thread in HSTU_THREAD_MAPS["all_noncritical_on_io"].items() if thread == "io"
+    ]
+    assert ahead == [*TASKS[:6]]
     assert hstu_plan(_schedule(), None).within_calls
     assert hstu_plan(_schedule(), "by_stream", threaded=False).thread_groups == ("default",)
 
@@ -89,6 +94,11 @@ def test_other_maps_of_threads() -> None:
     own = {**dict.fromkeys(TASKS, "default"), PREFETCH: "cache", "h2d": "copies"}
     assert hstu_plan(plain, own).thread_groups == ("default", "copies")
     assert hstu_plan(_schedule(), own).thread_groups == ("default", "copies", "cache")
+    plan = hstu_plan(plain, {"forward": "io", "ranking_embedding_forward": "look"})
+    assert plan.schedule["dense_forward"].thread_group == "io"
+    assert plan.schedule["compute_output_dist"].thread_group == "look"
+    with pytest.raises(ValueError, match="named twice \\('forward' is 'dense_forward'\\)"):
+        hstu_plan(plain, {"forward": "io", "dense_forward": "compute"})
 
 
 def test_wrong_maps_and_depths_are_refused() -> None:
@@ -103,7 +113,7 @@ def test_wrong_maps_and_depths_are_refused() -> None:
         with pytest.raises(ValueError, match="give batches, 1 or more"):
             _schedule(depth=depth)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="HSTUPipeline has its function"):
-        StepTask("forward").run(None)  # type: ignore[arg-type]
+        StepTask("backward").run(None)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------- verification
@@ -123,8 +133,7 @@ def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
 def _step_tasks(prefetch: bool, model: Any = None, optimizer: Any = None) -> SparseDistTasks:
     if model is None:
         model, optimizer = made()
-    kind: Kind = "prefetch" if prefetch else "pipelined"
-    options = TaskOptions(forward=kind, find="direct", grouped=hstu_groups(prefetch))
+    options = TaskOptions(forward="ahead", find="direct", grouped=hstu_groups(prefetch))
     step = TrainStep([optimizer], per_token=PerToken())
     return SparseDistTasks(model, step, options, device=CPU)
 
@@ -137,15 +146,21 @@ def _all_plans() -> list[str]:
             if prefetch or depth == 1:
                 plan = hstu_plan(_schedule(prefetch, depth), preset)
                 found += [f"{prefetch}, {depth}, {preset}: {w}" for w in _unproved(tasks, plan)]
+        cascade = hstu_schedule(
+            prefetch=prefetch, prefetch_depth=1, shuffled=True,
+            changes=hstu_config({"lookahead": CASCADE}, TASKS).fields,
+        )  # fmt: skip
+        plan = hstu_plan(cascade, "all_noncritical_on_io")
+        found += [f"{prefetch}, the cascade: {w}" for w in _unproved(tasks, plan)]
     return found
 
 
 def test_every_plan_is_proved_by_what_the_tasks_declare(one_rank: Ranks) -> None:
-    """With and without streams, at every depth and under every preset."""
+    """With and without streams, at every depth, under every preset, and with six in flight."""
     assert one_rank.run(_all_plans) == [[]]
 
 
 def test_a_prefetch_runs_between_forward_and_backward() -> None:
     """It waits for the one, and the other for it, whatever their batches are."""
-    pairs = {(PREFETCH, "forward"), ("backward", PREFETCH)}
+    pairs = {(PREFETCH, "dense_forward"), ("backward", PREFETCH)}
     assert pairs <= {*hstu_plan(_schedule(), None).same_period_deps}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from swpipe.tasks.clicks.sharded import in_backward_optimizer_filter, shard_tables
 from swpipe.tasks.torchrec import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.torchrec.hstu import HSTUPipeline
 from tests.tasks.torchrec.hstu.ranking import SMALL, hstu_model
@@ -21,6 +26,24 @@ from tests.tasks.torchrec.models import CPU, everything
 from tests.tasks.torchrec.trial import Late, Outcome, late_tasks, to_the_end
 
 BATCH = 4
+
+CASCADE = {
+    "h2d": 5, "start_shuffle": 4, "finish_shuffle": 3, "start_input_dist": 3, "wait_input_dist": 2,
+    "prefetch_embeddings": 1,
+}  # fmt: skip
+"""A lookahead for each task, as in recsys-examples: six batches are in flight."""
+
+GATED = {
+    "version": 1,
+    "thread_map": "all_noncritical_on_io",
+    "lookahead": CASCADE,
+    "same_progress_sync": {
+        "h2d": [{"task": "global_tokens_allreduce", "sides": "gpu"}],
+        "start_shuffle": [{"task": "ranking_embedding_forward", "sides": "none"}],
+        "wait_input_dist": {"task": "compute_output_dist", "sides": "cpu"},
+    },
+}
+"""The cascade on one thread, with waits within a period that order the host, a stream, nothing."""
 
 
 class Case(NamedTuple):
@@ -32,13 +55,15 @@ class Case(NamedTuple):
         depth: The prefetch depth.
         balanced: The shuffler balances; otherwise there is none.
         wrapper: "ddp" or "megatron"; "plain" is not sharded, within DDP where there are ranks.
+        config: A schedule configuration.
     """
 
-    preset: str = "default"
+    preset: str | None = "default"
     prefetch: bool = True
     depth: int = 1
     balanced: bool = False
     wrapper: str = "ddp"
+    config: str | None = None
 
 
 def batches(count: int, seed: int = 0) -> Iterator[Any]:
@@ -76,6 +101,46 @@ def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
     if wrapper == "ddp":
         return model, torch.optim.SGD(dense, lr=0.1)
     return within_megatrons(model, model._dmp_wrapped_module.module, dense)
+
+
+def shard_tables(
+    whole: nn.Module, path: str, sharder: Any, device: torch.device, learning_rate: float
+) -> nn.Module:
+    """Return a model over all ranks, within DDP; table t is on rank t % R.
+
+    Args:
+        whole: The model, whose parameters are the same on all ranks.
+        path: Where its collection of tables is, which a fused Adagrad updates in backward.
+        sharder: For that collection.
+        device: Of the ranks.
+        learning_rate: Of the tables.
+    """
+    tables = whole.get_submodule(path)
+    initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
+    options = {"lr": learning_rate}
+    apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), options)
+    size = dist.get_world_size()
+    # Parameters are named "embeddings.NAME.weight", or "embedding_bags.NAME.weight".
+    plan = construct_module_sharding_plan(
+        tables,
+        {name.split(".")[1]: table_wise(rank=t % size) for t, name in enumerate(initial)},
+        sharder=sharder,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        world_size=size,
+        device_type=device.type,
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with warnings.catch_warnings():  # TorchRec gives DDP an argument that has been renamed
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        sharded: nn.Module = DistributedModelParallel(
+            whole, env, device, ShardingPlan({path: plan}), sharders=[sharder]
+        )
+    # TorchRec draws a sharded table's rows anew; as they were, they depend on the seed alone.
+    with torch.no_grad():
+        for name, value in sharded.named_parameters():
+            if name.startswith(path) and value.numel():
+                value.copy_(initial[name.removeprefix(f"{path}.")])
+    return sharded
 
 
 def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
@@ -118,7 +183,7 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
         HSTUPipeline(
             model, optimizer, CPU,
             prefetch=case.prefetch, prefetch_depth=case.depth, batch_shuffler=shuffler,
-            thread_map=case.preset,
+            thread_map=case.preset, schedule_config=case.config,
         ) as pipe,
     ):  # fmt: skip
         outputs = flat(to_the_end(pipe, batches(steps)))
