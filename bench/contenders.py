@@ -15,6 +15,7 @@ from torch import nn
 
 from bench.dlrm import CPU, Batch
 from swpipe.tasks.torchrec import PipelineFactory
+from swpipe.tasks.torchrec import TrainPipelineBase as OurBase
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -138,6 +139,7 @@ CONTENDERS = (
     Contender("TorchRec fused", _torchrec(TrainPipelineFusedSparseDist)),
     Contender("TorchRec semi-sync", _torchrec(TrainPipelineSemiSync, start_batch=0), stale=True),
     Contender("serial", _ours("jagged_sw_serial"), ours=True),
+    Contender("pipeline_forward", partial(OurBase, device=CPU, pipeline_forward=True), ours=True),
     Contender("sparse_dist", _ours("jagged_sparse_dist"), ours=True),
     Contender("prefetch", _ours("jagged_prefetch_sparse_dist"), ours=True),
     Contender("split", _ours("jagged_split_sparse_dist"), ours=True),

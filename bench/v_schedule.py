@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 
 from bench.measure import Row, Spread, interleaved, ratios
 from swpipe.plans.pipeline_parallel import PipelineGraph, activation_memory, torch_schedule
@@ -13,10 +15,11 @@ BAR_S = 1.0
 
 
 def process_s(run: Callable[[], object]) -> float:
-    """The process time of one run."""
-    begin = time.process_time()
-    run()
-    return time.process_time() - begin
+    """Return the process time of one run, without what it prints."""
+    with redirect_stdout(io.StringIO()):
+        begin = time.process_time()
+        run()
+        return time.process_time() - begin
 
 
 def rows(rounds: int = 5, n: int = 32, m: int = 128) -> list[Row]:

@@ -78,7 +78,7 @@ class PipelineGraph:
 
     A stage of this class is a rank with two chunks of the model: chunk 0 on the way down the V,
     from stage 0 to the last, chunk 1 on the way up. Times and memory have any units; integers stay
-    integers. Nothing is printed.
+    integers.
 
     Source: seed 003.
 
@@ -186,17 +186,25 @@ class PipelineGraph:
     def get_v_schedule(self, only_run_time: Literal[True]) -> float: ...
 
     def get_v_schedule(self, only_run_time: bool = False) -> list[list[ScheduledNode]] | float:
-        """The best of the four ways to fill waits: nodes per stage, or the run time alone.
+        """Return the best of the four ways to fill waits: nodes per stage, or the run time alone.
 
-        The run time is the work of a stage and the largest bubble: what a step takes in the long
-        run where no collective joins the stages.
+        With the nodes, a line is printed: stages, microbatches, costs, the forward passes that the
+        memory holds, and the bubble as a share of the run time. The run time is the work of a stage
+        and the largest bubble: what a step takes in the long run where no collective joins the
+        stages.
 
         Raises:
             ScheduleError: The method finds no schedule within ``max_mem``.
         """
         best = self.best_attempt()
+        run_time = best.max_bubble + sum(self.costs) * self.n_micro * 2
         if only_run_time:
-            return best.max_bubble + sum(self.costs) * self.n_micro * 2
+            return run_time
+        costs = " ".join(f"{cost:5.0f}" for cost in (*self.costs, self.c_cost))
+        held = (self.max_mem or 0) // self.f_mem
+        share = best.max_bubble / run_time
+        line = f"{self.n_stage:2} {self.n_micro:3}, [{costs}], {held:6.0f} -> {share:6.4f}"
+        print(line)  # noqa: T201 - as the published generator does
         rows = []
         for entries in _Nodes(self, best).listed:
             entries.sort(key=lambda entry: entry[:2])

@@ -54,16 +54,23 @@ class Pass(Iterator[Any]):
     ``keep_back`` batches are read ahead, and dropped at the end of the data: what
     ``execute_all_batches=False`` means. At most ``limit`` batches are handed out; the others stay
     in the iterator. Once ``stopped`` it reads no further, and hands out what was read. An error of
-    the iterator is raised in its place among the batches.
+    the iterator is raised in its place among the batches. ``pull`` is called with the iterator for
+    each batch, in place of ``next``.
     """
 
     def __init__(
-        self, source: Iterator[Any], *, keep_back: int = 0, limit: int | None = None
+        self,
+        source: Iterator[Any],
+        *,
+        keep_back: int = 0,
+        limit: int | None = None,
+        pull: Callable[[Iterator[Any]], Any] | None = None,
     ) -> None:
         self.source = source
-        self.stopped = self._ended = False
+        self.stopped = self.ended = False
         self._keep_back = keep_back
         self._left = limit
+        self._pull = pull
         self._next: Iterator[Any] | None = None
         self._kept: deque[Any] = deque()
         self._errors: deque[tuple[int, Exception]] = deque()  # after so many of those kept
@@ -71,11 +78,13 @@ class Pass(Iterator[Any]):
     def __next__(self) -> Any:
         if self._left == 0:
             raise StopIteration
-        while not (self.stopped or self._ended) and len(self._kept) <= self._keep_back:
+        while not (self.stopped or self.ended) and len(self._kept) <= self._keep_back:
             if self._errors and self._errors[0][0] == 0:
                 break
             try:
-                batch = next(self.source, None)
+                batch = next(self.source, None) if self._pull is None else self._pull(self.source)
+            except StopIteration:  # of a function in place of next
+                batch = None
             except Exception as error:
                 if not self._kept:
                     raise
@@ -84,7 +93,7 @@ class Pass(Iterator[Any]):
             if batch is None:
                 self._kept.clear()
                 self._errors = deque((0, error) for _, error in self._errors)
-                self._ended = True
+                self.ended = True
             else:
                 self._kept.append(batch)
         if self._errors and self._errors[0][0] == 0:
@@ -103,8 +112,8 @@ class Pass(Iterator[Any]):
 
     def batches_left(self) -> int | None:
         """Return how many batches it will hand out; None if that is not known."""
-        left = batches_left(self.source)
-        if left is None or self.stopped or self._ended:
+        left = batches_left(self.source) if self._pull is None else None
+        if left is None or self.stopped or self.ended:
             return None
         left = max(0, left + len(self._kept) - self._keep_back)
         return left if self._left is None else min(left, self._left)
@@ -143,6 +152,8 @@ class PassPipeline:
     pipe: SWPipeline[Any]
     _keep_back = 0
     _pass: Pass | None = None
+    _pull: Callable[[Iterator[Any]], Any] | None = None  # a batch, in place of next
+    _fills = False  # whether each call of progress calls fill_pipeline, an override
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Run one more batch, and return the oldest one's output.
@@ -170,18 +181,27 @@ class PassPipeline:
             self._change_pass(source)
         try:
             self._make_ready()
+            if self._fills:
+                self.fill_pipeline(source)
             return self.pipe.progress(self._pass).output
         except (StopIteration, UnevenDataError):
             self._pass = None  # the next call begins a new one, whatever its iterator
             self._at_end()
             raise
+        except BaseException:
+            self._at_failure()
+            raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Pull the first batches and start on them, as else the first ``progress`` does."""
+        """Pull the first batches and start on them, as else the first ``progress`` does.
+
+        Does nothing while batches are in flight, or when the data has ended.
+        """
         self._change_pass(dataloader_iter)
         self.attach()
         current: Any = self._pass
-        self.pipe.fill_pipeline(current)
+        if not (self.pipe.in_flight or current.ended):
+            self.pipe.fill_pipeline(current)
 
     def _change_pass(self, source: Iterator[Any]) -> None:
         """Begin a pass over ``source``, once the present one has finished."""
@@ -193,12 +213,15 @@ class PassPipeline:
     def _at_end(self) -> None:
         """What the end of the data asks for."""
 
+    def _at_failure(self) -> None:
+        """What a failure asks for."""
+
     def _has_grad(self) -> bool:
         """Whether batches may have gradients."""
         return True
 
-    def _new_pass(self, source: Iterator[Any]) -> Pass:
-        return Pass(source, keep_back=self._keep_back)
+    def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
+        return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
 
     def _make_ready(self) -> None:
         """What comes before batches in flight are run."""

@@ -51,7 +51,7 @@ def is_megatrons(module: nn.Module) -> bool:
 
 
 class DeferredReduction:
-    """The reductions of all DDP wrappers in a model; nothing where it has none.
+    """The reductions of DDP wrappers; nothing where there are none.
 
     DDP gets a communication hook that starts the same reduction (scaled before the sum, as DDP does
     it) and returns the bucket at once. ``finish`` waits, and puts the results where DDP has stored
@@ -59,10 +59,10 @@ class DeferredReduction:
     without one. A wrapper that has a hook of its user keeps that, and waits as before.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Iterable[DistributedDataParallel]) -> None:
         # On one rank there is nothing to wait for.
         self._modules = tuple(
-            module for module in ddp_modules(model) if dist.get_world_size(module.process_group) > 1
+            module for module in modules if dist.get_world_size(module.process_group) > 1
         )
         self._pending: list[_Bucket] = []
 

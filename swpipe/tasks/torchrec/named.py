@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -16,20 +17,17 @@ from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 from swpipe.tasks.torchrec.drop_in import (
     PLANS,
+    Pass,
     PlanFor,
     SparseDistPipeline,
     lean,
     split,
 )
-from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.forwards import Kind, SparseDistContext
 from swpipe.tasks.torchrec.grad_reduction import ddp_modules, warn_of_rounding
+from swpipe.tasks.torchrec.hooks import HOOKS, overridden, refuse_overrides
 from swpipe.tasks.torchrec.inputs import sharded_modules, unwrapped
-from swpipe.tasks.torchrec.refused_arguments import (
-    bound,
-    no_internal,
-    refuse_overrides,
-    signature_of,
-)
+from swpipe.tasks.torchrec.refused_arguments import bound, no_internal, signature_of
 from swpipe.tasks.torchrec.released import MemoryOptions
 from swpipe.tasks.torchrec.step import TrainStep
 from swpipe.tasks.torchrec.task_options import TaskOptions
@@ -68,9 +66,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     """A pipeline of TorchRec's, with its methods and arguments.
 
     A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
-    of that class. Subclasses of the user's may override ``progress`` and ``copy_batch_to_gpu``;
-    other methods of TorchRec's are refused. One argument more is for keywords: ``run_ahead``, as
-    for ``PipelinePlan``.
+    of that class. A subclass may override ``progress`` and the steps in ``hooks``; an override of
+    another method of TorchRec's is refused. Two more arguments are keywords: ``run_ahead``, as for
+    ``PipelinePlan``, and ``pipeline_forward``: all sharded modules are looked up before the model
+    runs, and their exchanges overlap each other and the dense part. On one rank, where there is
+    no exchange, it has no effect.
 
     Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
     argument for it, which never do so there. Modules that hold parameters are not run ahead by
@@ -99,9 +99,28 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         own = cls.__init__ is not NamedPipeline.__init__
         cls.__signature__ = None if own else cls.arguments or signature_of(cls._original)
 
-    def __init__(self, *args: Any, run_ahead: int | None = None, **kwargs: Any) -> None:
+    # For overrides of _next_batch, which keep and read these as in TorchRec's classes.
+    _dataloader_iter: Iterator[In] | None = None
+    _dataloader_exhausted = False
+    _data_iter_stopped = False
+
+    _copies: list[Any] | None = None  # what enqueue_batch has copied, while H2DAndShuffle calls it
+
+    def __init__(
+        self,
+        *args: Any,
+        run_ahead: int | None = None,
+        pipeline_forward: bool = False,
+        **kwargs: Any,
+    ) -> None:
         torchrec_pipelines.TrainPipeline.__init__(self)
         self._run_ahead = run_ahead
+        self._splits_forward = pipeline_forward
+        self._overrides = overridden(type(self), NamedPipeline)
+        self._fills = "fill_pipeline" in self._overrides
+        if "_next_batch" in self._overrides:
+            self.batches: deque[In] = deque()
+            self._pull = self._pulled
         ours = self.arguments
         signature = ours or signature_of(self._original)
         self._given = given = bound(self, signature, args, kwargs, ours=ours is not None)
@@ -120,14 +139,73 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
         def progress(self, dataloader_iter: Iterator[In]) -> Out: ...
 
-    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
-        """The next batch on the device, without a context; None at the end of the data.
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """Return the next batch; None at the end of the data.
 
-        A subclass may override it: it is then called for each batch, on the stream for copies, with
-        an iterator that has this batch alone.
+        An override may leave batches out, add some, or let the ranks agree on the end. It finds the
+        batches in flight in ``batches``, the oldest first, as they were pulled.
+        """
+        if dataloader_iter is not self._dataloader_iter:
+            self._dataloader_iter = dataloader_iter
+            self._dataloader_exhausted = False
+        batch = None if self._dataloader_exhausted else next(dataloader_iter, None)
+        self._dataloader_exhausted = batch is None
+        return batch
+
+    def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
+        """Copy one batch to the device; return whether there was one.
+
+        The pipeline calls it for each batch, on the stream for copies, with an iterator that has
+        this batch alone.
+
+        Raises:
+            RuntimeError: It is called by anything else: the pipeline pulls the batches itself.
+        """
+        if self._copies is None:
+            raise RuntimeError(
+                "enqueue_batch() was called outside of the task that copies a batch. The plan says "
+                "how many batches are in flight: give a plan with another pipeline_depth"
+            )
+        batch, _ = self.copy_batch_to_gpu(dataloader_iter)
+        if batch is not None:
+            self._copies.append(batch)
+        return batch is not None
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
+        """Return the next batch on the device, without a context; None at the end of the data.
+
+        ``enqueue_batch`` calls an override for each batch, with an iterator that has this batch
+        alone.
         """
         batch: Any = next(dataloader_iter, None)
         return None if batch is None else self.tasks.to_device(batch), None
+
+    def start_sparse_data_dist(self, batch: In | None, context: SparseDistContext) -> None:
+        """Start the exchange of the sizes of a batch's ids."""
+        if batch is not None:
+            self.tasks.rewrite.start(batch, context)
+
+    def wait_sparse_data_dist(self, context: SparseDistContext) -> None:
+        """Wait for the sizes; start the exchange of ids."""
+        context.wait_for_sizes()
+
+    def _backward(self, losses: Any) -> None:
+        """Run the backward of the losses that the model returned.
+
+        With a split forward it ends at the embeddings; ``EmbBackward`` goes on.
+        """
+        step = self.tasks.step
+        step.backward(step.total(losses))
+
+    def _optimizer_step(self) -> None:
+        """Update the parameters."""
+        self.tasks.step.update()
+
+    def dequeue_batch(self) -> None:
+        """Forget the oldest batch, on which all tasks have run."""
+        batches = vars(self).get("batches")
+        if batches:
+            batches.popleft()
 
     def reset(self) -> None:
         """Drop the batches in flight. On several ranks, call it on all after the same step."""
@@ -194,6 +272,14 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _pipelined_postprocs(self) -> list[nn.Module]:
         return [postproc._module for postproc in self.tasks.rewrite.postprocs]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in HOOKS:
+            raise TypeError(
+                f"{type(self).__name__}.{name} was to be replaced in one pipeline, whose tasks "
+                "have been made: override it in a subclass"
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         # Scripts read arguments so, and TorchRec's classes have most of them by these names.
         given = vars(self).get("_given", {})
@@ -213,18 +299,34 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         if sharded_modules(unwrapped(self._model)):
             alone = dist.is_initialized() and dist.get_world_size() == 1
             kind = (self.form.alone if alone else None) or self.form.kind
+            if self._splits_forward and not alone:
+                kind = "split"
+        options = replace(self._options(kind), functions=self._functions())
+        if "copy_batch_to_gpu" in self._overrides and options.memory.enable_inplace_copy_batch:
+            raise NotImplementedError(
+                f"{type(self).__name__} overrides copy_batch_to_gpu, and copies in place "
+                "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
+                "and allocate and copy so in the override"
+            )
         self.tasks = SparseDistTasks(
-            self._model, self._step(), self._options(kind), device=self._given["device"]
+            self._model, self._step(), options, device=self._given["device"]
         )
-        if type(self).copy_batch_to_gpu is not NamedPipeline.copy_batch_to_gpu:
-            if self.tasks.options.memory.enable_inplace_copy_batch:
-                raise NotImplementedError(
-                    f"{type(self).__name__} overrides copy_batch_to_gpu, and copies in place "
-                    "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
-                    "and allocate and copy so in the override"
-                )
-            self.tasks.copy_batch = self._copied
         self._start()
+
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        """Return the overrides of a subclass, by the parts of the tasks that call them."""
+        functions: dict[str, Callable[..., Any]] = {
+            part: getattr(self, hook)
+            for hook, part in HOOKS.items()
+            if part and hook in self._overrides
+        }
+        if "copy" in functions:
+            functions["copy"] = self._copied
+        if "dense_backward" in functions:
+            functions["postprocess_loss"] = _unchanged  # an override gets what the model returned
+        if self._overrides & {"dequeue_batch", "_next_batch"}:
+            functions["watch"] = self._dequeue
+        return functions
 
     def _step(self) -> TrainStep:
         return TrainStep(
@@ -259,14 +361,45 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return self.form.plan(tasks)
 
+    def _pulled(self, source: Iterator[In]) -> In | None:
+        """Pull a batch by an override of ``_next_batch``."""
+        batch = type(self)._next_batch(self, source)
+        if batch is not None:
+            self.batches.append(batch)
+        return batch
+
     def _copied(self, batch: In) -> In:
-        copied, _ = self.copy_batch_to_gpu(iter([batch]))
-        if copied is None:
+        """Copy a batch by overrides of ``enqueue_batch`` or ``copy_batch_to_gpu``."""
+        copies: list[In] = []
+        self._copies = copies
+        # TorchRec's copy_batch_to_gpu pulls by it; the batch was pulled before, once.
+        self.__dict__["_next_batch"] = _next_or_none
+        try:
+            self.enqueue_batch(iter([batch]))
+        finally:
+            self._copies = None
+            del self.__dict__["_next_batch"]
+        if not copies:
             raise RuntimeError(
                 f"{type(self).__name__}.copy_batch_to_gpu returned no batch for one that the "
-                "iterator has given: leave batches out in the iterator"
+                "iterator has given: leave batches out in the iterator, or in _next_batch"
             )
-        return copied
+        return copies.pop()
+
+    def _dequeue(self) -> None:
+        """End a batch, as ``dequeue_batch`` and ``TrainStep.watchdog`` do."""
+        self.dequeue_batch()
+        if (watchdog := self.tasks.step.watchdog) is not None:
+            watchdog()
+
+    def _new_pass(self, source: Iterator[In], limit: int | None = None) -> Pass:
+        self._dataloader_iter = None  # the same iterator may begin anew
+        self._at_failure()
+        return super()._new_pass(source, limit)
+
+    def _at_failure(self) -> None:
+        if "_next_batch" in self._overrides and not self.pipe.in_flight:
+            self.batches.clear()
 
     def _restart(self, begin: Callable[[], None]) -> None:
         """Begin anew, with the number of the next batch; none is in flight."""
@@ -274,6 +407,14 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self.close()
         begin()
         SparseDistPipeline.load_state_dict(self, state)
+
+
+def _unchanged(losses: Any) -> Any:
+    return losses
+
+
+def _next_or_none(iterator: Iterator[In]) -> In | None:
+    return next(iterator, None)
 
 
 def _batches_per_step(optimizer: Any) -> int:

@@ -115,27 +115,6 @@ def no_internal(owner: object, name: str) -> AttributeError:
     )
 
 
-def refuse_overrides(kind: type, original: type) -> None:
-    """Raise TypeError if a subclass overrides a method of TorchRec's that is never called here."""
-    ours = kind.__mro__[1]
-    ignored = [
-        name
-        for name, value in vars(kind).items()
-        if callable(value)
-        and not name.startswith("__")
-        and (
-            name in ("sync_embeddings", "fill_pipeline")
-            or (hasattr(original, name) and not hasattr(ours, name))
-        )
-    ]
-    if ignored:
-        raise TypeError(
-            f"{kind.__name__} overrides {', '.join(ignored)} of TorchRec's {original.__name__}, "
-            "which are not called here: put what they do into a task or a TrainStep "
-            "(swpipe.tasks.torchrec), or keep TorchRec's class"
-        )
-
-
 _SAME = "has the same numbers; keep TorchRec's class where memory does not suffice"
 
 INSTEAD = {

@@ -239,9 +239,9 @@ class Rewrite:
     def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
 
-        Each module does as in TorchRec's pipelines.
+        Each module does as in TorchRec's pipelines; where all keep their own forward, none does.
         """
-        if not self.attached:
+        if not (self.attached or self._options.forward == "own"):
             self._attach_first(batch)
         source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:

@@ -76,6 +76,12 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             )
         self._start_batch: int = start_batch
         self._stashes: bool = given["stash_gradients"]
+        if self._stashes and "_optimizer_step" in self._overrides:
+            raise NotImplementedError(
+                f"{type(self).__name__} overrides _optimizer_step, and stash_gradients=True steps "
+                "with the gradients of the batch before, which a step of the optimizer in the "
+                "override would not: leave one of the two out"
+            )
         self._stale = False
 
     def _go_stale(self) -> None:
@@ -95,9 +101,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
         return stale if self._stale else plans.prefetch(lean=bool(tasks.options.memory))
 
-    def _new_pass(self, source: Iterator[Any]) -> Pass:
-        limit = None if self._stale else self._start_batch - self._done
-        return Pass(source, limit=limit)
+    def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
+        return super()._new_pass(source, None if self._stale else self._start_batch - self._done)
 
     def _optimizers(self) -> Sequence[Any]:
         if self._stashes and self._stale:

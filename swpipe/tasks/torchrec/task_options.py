@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from swpipe.tasks.torchrec.forwards import Kind
 from swpipe.tasks.torchrec.released import MemoryOptions
@@ -40,6 +40,11 @@ class TaskOptions:
             copied with ``copy.deepcopy``, once to keep it and once for each ``restore``.
         grouped: Other tasks than the eleven: name to the methods of ``SparseDistTasks`` that it
             calls, in serial order.
+        functions: What the tasks call in place of their own functions: "copy" gets the batch and
+            returns it on the device; "start_input_dist" gets the batch and its context,
+            "wait_input_dist" the context; "postprocess_loss" turns the losses into what
+            "dense_backward" gets; "optimizer_step" updates the parameters, and "watch" is called
+            after that, both without arguments.
     """
 
     forward: Kind = "split"
@@ -53,3 +58,4 @@ class TaskOptions:
     random: bool = False
     tables_state: CaptureRestore | None = None
     grouped: Mapping[str, Sequence[str]] | None = None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, of whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -42,7 +42,12 @@ from swpipe.device import Device, resolve
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.forwards import SparseDistContext
-from swpipe.tasks.torchrec.grad_reduction import Accumulation, DeferredReduction, is_megatrons
+from swpipe.tasks.torchrec.grad_reduction import (
+    Accumulation,
+    DeferredReduction,
+    ddp_modules,
+    is_megatrons,
+)
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from swpipe.tasks.torchrec.released import copied_in_place
 from swpipe.tasks.torchrec.rewrite import Rewrite
@@ -64,6 +69,9 @@ OTHERS: Mapping[str, Others] = {
 A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
 batch. Tables and postprocs that it changes while batches are in flight are refused.
 """
+
+
+_PLACES = ("offsets", "placements")
 
 
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
@@ -89,7 +97,6 @@ class SparseDistTasks:
 
     Attributes:
         options: As given, as are ``model`` and ``step``.
-        copy_batch: Copies a batch to the device instead of ``batch.to``, if set.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
         prefetched: What tables with a queue of prefetches keep for the batches in flight; None
             without such tables.
@@ -103,7 +110,8 @@ class SparseDistTasks:
     Raises:
         RewriteError: The model has no sharded module, and ``forward`` is not "own".
         RuntimeError: There is no process group.
-        ValueError: A scaler, and tables that are updated inside backward.
+        ValueError: A scaler, and tables that are updated inside backward; or a function in
+            ``options.functions`` for nothing that is called.
     """
 
     def __init__(
@@ -123,43 +131,48 @@ class SparseDistTasks:
         self.step = step
         self.options = options
         self.device = resolve(device)
-        self.copy_batch: Callable[[Any], Any] | None = None
         self.rewrite = Rewrite(model, self.device, options)
         sharded = self.rewrite.sharded
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
         self.mode = ModuleModesOf(model)
-        self._target = torch.device(self.device.name)
         # The caller's stream, which a cache that is filled on another stream must know.
         self._home = self.device.current_stream()
-        self._keeps_batch = not options.memory
-        self._parameters = step.parameters()
-        self._tables = [p for module in sharded.values() for p in module.parameters()]
-        # Where rows lie. fbgemm's backward names them, since 1.9, among what it writes.
-        parts = [part for module in sharded.values() for part in modules_in(module)]
-        places = ("weights_offsets", "weights_placements")
-        found = (getattr(part, name, None) for part in parts for name in places)
-        self._places = [buffer for buffer in found if isinstance(buffer, Tensor)]
-        self._replicas: Any = model if isinstance(model, DMPCollection) else None
-        # Megatron's wrappers, and the parameters whose gradients they keep.
-        self._wrappers: list[Any] = [m for m in model.modules() if is_megatrons(m)]
-        self._buffered: list[Any] = [p for p in model.parameters() if hasattr(p, "main_grad")]
-        self._accumulation = Accumulation(model, step.accumulate) if step.accumulate > 1 else None
+        self._megatrons: list[Any] = [m for m in model.modules() if is_megatrons(m)]
+        self._accumulation = Accumulation(model, step.accumulate)
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
-        self._reduction = DeferredReduction(model) if options.forward == "split" else None
+        split = options.forward == "split"
+        self._reduction = DeferredReduction(ddp_modules(model) if split else ())
+        self._replicates = isinstance(model, DMPCollection)
         self.fused = step.fused()
-        self.tables_in_step = any(map(by_gradient, self._tables))
-        self._check_gradients(step)
+        tables = [p for module in sharded.values() for p in module.parameters()]
+        self.tables_in_step = any(map(by_gradient, tables))
+        self._check_gradients(step, tables)
+        own = {
+            "copy": self.to_device,
+            "start_input_dist": self.rewrite.start,
+            "wait_input_dist": SparseDistContext.wait_for_sizes,
+            "postprocess_loss": step.total,
+            "dense_backward": step.backward,
+            "optimizer_step": step.update,
+            "watch": step.watchdog,
+        }
+        if unknown := options.functions.keys() - own.keys():
+            raise ValueError(
+                f"TaskOptions.functions has {listed(sorted(unknown))}, which no task calls: give "
+                f"functions of {listed([*own])}"
+            )
+        self._calls: dict[str, Any] = {**own, **options.functions}
 
-    def _check_gradients(self, step: TrainStep) -> None:
-        if self._wrappers and (step.scaler is not None or isinstance(step.clip, int | float)):
+    def _check_gradients(self, step: TrainStep, tables: Sequence[Tensor]) -> None:
+        if self._megatrons and (step.scaler is not None or isinstance(step.clip, int | float)):
             raise ValueError(
                 "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
                 "DistributedDataParallel keeps the gradients in parameter.main_grad: let its "
                 "optimizer scale and clip (OptimizerConfig), or give a function as clip"
             )
-        if step.scaler is not None and not all(map(by_gradient, self._tables)):
+        if step.scaler is not None and not all(map(by_gradient, tables)):
             raise ValueError(
                 "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
                 "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
@@ -175,7 +188,7 @@ class SparseDistTasks:
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
-        ctx.batch = (self.copy_batch or self.to_device)(ctx.batch)
+        ctx.batch = self._calls["copy"](ctx.batch)
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the device.
@@ -190,9 +203,10 @@ class SparseDistTasks:
                 "give it to(device, non_blocking) and record_stream(stream), as "
                 "torchrec.streamable.Pipelineable asks"
             )
+        target = torch.device(self.device.name)
         if self.options.memory.enable_inplace_copy_batch and self.device.has_streams:
-            return copied_in_place(batch, self._target, self.device, self._home)
-        return batch.to(device=self._target, non_blocking=True)
+            return copied_in_place(batch, target, self.device, self._home)
+        return batch.to(device=target, non_blocking=True)
 
     def finish_shuffle(self, ctx: IterContext) -> None:
         """Take the rows that the shuffler gives this rank."""
@@ -208,11 +222,11 @@ class SparseDistTasks:
         """Start the exchange of the sizes of ids."""
         computed = ctx.postproc if self.options.pipeline_postproc else None
         ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
-        self.rewrite.start(ctx.batch, ctx.pipeline)
+        self._calls["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes; start the exchange of ids."""
-        ctx.pipeline.wait_for_sizes()
+        self._calls["wait_input_dist"](ctx.pipeline)
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
@@ -248,8 +262,8 @@ class SparseDistTasks:
     def count_tokens(self, ctx: IterContext) -> None:
         """Count the tokens of all ranks, for a loss per token."""
         if self.step.per_token is not None:
-            trains = self.trains()
-            ctx.tokens = self.step.per_token.count(ctx.batch, self._target) if trains else None
+            target, trains = torch.device(self.device.name), self.trains()
+            ctx.tokens = self.step.per_token.count(ctx.batch, target) if trains else None
 
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
@@ -261,38 +275,36 @@ class SparseDistTasks:
             self.step.per_token.report(ctx)
         elif ctx.training:
             losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
-            ctx.loss = self.step.total(losses)
+            ctx.loss = self._calls["postprocess_loss"](losses)
 
     def zero_grad(self, ctx: IterContext) -> None:
         """Begin an optimizer step without gradients."""
-        if self._reduction is not None:
-            self._reduction.finish()  # of a batch that failed
-        begins = self._accumulation is None or self._accumulation.begins(ctx.iter_idx)
-        if begins and self.trains():
+        self._reduction.finish()  # of a batch that failed
+        if self._accumulation.begins(ctx.iter_idx) and self.trains():
             self.step.zero_grad()
-            for wrapper in self._wrappers:
+            for wrapper in self._megatrons:
                 wrapper.zero_grad_buffer()
 
     def drop_gradients(self) -> None:
         """Set the gradients of a batch that failed to zero, after its reductions have ended."""
-        if self._reduction is not None:
-            self._reduction.finish()
+        self._reduction.finish()
         self.step.zero_grad()
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
         if not ctx.training:
             return
-        around = [] if self._reduction is None else [self._reduction.deferring()]
-        if self._accumulation is not None and not self._accumulation.ends(ctx.iter_idx):
-            around += [wrapper.no_sync() for wrapper in self._wrappers]  # not the last of its step
+        around = [self._reduction.deferring()] if self.options.forward == "split" else []
+        if not self._accumulation.ends(ctx.iter_idx):
+            around += [wrapper.no_sync() for wrapper in self._megatrons]
+        backward = self._calls["dense_backward"]
         if not around:
-            self.step.backward(ctx.loss)
+            backward(ctx.loss)
             return
         with ExitStack() as stack:
             for context in around:
                 stack.enter_context(context)
-            self.step.backward(ctx.loss)
+            backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
@@ -304,33 +316,31 @@ class SparseDistTasks:
         if self.prefetched is not None:
             self.prefetched.finish_backward()
         every = self.step.sync_interval
-        if self._replicas is not None and ctx.training and every and ctx.iter_idx % every == 0:
-            self._replicas.sync()
+        if self._replicates and ctx.training and every and ctx.iter_idx % every == 0:
+            replicas: Any = self.model
+            replicas.sync()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Wait for DDP's reductions; call the user's ``finalize``, which may communicate."""
-        if self._reduction is not None:
-            self._reduction.finish()
-        if ctx.training and (self._accumulation is None or self._accumulation.ends(ctx.iter_idx)):
+        self._reduction.finish()
+        if ctx.training and self._accumulation.ends(ctx.iter_idx):
             self._finalize()
 
     def optimizer_step(self, ctx: IterContext) -> None:
         """Update the parameters."""
         if not ctx.training:
-            if self._accumulation is not None:
-                self._accumulation.skip()
-        elif self._accumulation is None or self._accumulation.ends(ctx.iter_idx):
-            self.step.update()
+            self._accumulation.skip()
+        elif self._accumulation.ends(ctx.iter_idx):
+            self._calls["optimizer_step"]()
 
     def watch(self, ctx: IterContext) -> None:
         """Call the watchdog."""
-        if self.step.watchdog is not None:
-            self.step.watchdog()
+        self._calls["watch"]()
 
     def _use(self, ctx: IterContext) -> None:
         if self.options.forward != "own":
             self.rewrite.use(ctx.pipeline, ctx.iter_idx)
-        if self._accumulation is not None:
+        if self.step.accumulate > 1:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
@@ -349,7 +359,7 @@ class SparseDistTasks:
                 ctx.pipeline.inputs.clear()
             if postprocs:
                 self.rewrite.done()
-        if not self._keeps_batch:
+        if self.options.memory:
             ctx.batch = None  # nothing uses it any more
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -362,7 +372,7 @@ class SparseDistTasks:
         if self.step.finalize is not None:
             self.step.finalize(self.model)
             return
-        for wrapper in self._wrappers:
+        for wrapper in self._megatrons:
             wrapper.finish_grad_sync()
 
     # ----------------------------------------------------------------------- the tasks as a list
@@ -410,7 +420,7 @@ class SparseDistTasks:
             for state, mode in used.get(part.__name__, {}).items():
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
         states = [self._declare(parts, state, mode) for state, mode in modes.items()]
-        unknown = (self.step.on_losses, self.postprocess_loss), (self.step.watchdog, self.watch)
+        unknown = (self.step.on_losses, self.postprocess_loss), (self._calls["watch"], self.watch)
         draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
         live = tuple(part for part in parts if part not in self._idle())
         prefetched = () if self.prefetched is None else self.prefetched.io(parts)
@@ -424,21 +434,23 @@ class SparseDistTasks:
 
     def _idle(self) -> list[TaskFn]:
         """The methods that would do nothing."""
-        kind, replicas = self.options.forward, self._replicas is not None
+        kind, replicates = self.options.forward, self._replicates
+        replaced = {"start_input_dist", "wait_input_dist"} & self.options.functions.keys()
+        exchanges = kind != "own" or bool(replaced)
         fills = kind not in ("own", "pipelined") or (kind != "own" and bool(self.options.memory))
-        late = self._reduction is not None or self.step.finalize is not None
+        late = kind == "split" or self.step.finalize is not None
         idle = {
             self.start_shuffle: self.options.shuffler is None,
             self.finish_shuffle: self.options.shuffler is None,
             self.postprocess_input: kind == "own",
-            self.start_input_dist: kind == "own",
-            self.wait_input_dist: kind == "own",
+            self.start_input_dist: not exchanges,
+            self.wait_input_dist: not exchanges,
             self.prefetch: not fills and self.prefetched is None,
             self.count_tokens: self.step.per_token is None,
-            self.watch: self.step.watchdog is None,
+            self.watch: self._calls["watch"] is None,
             self.dense_forward: not self.rewrite.looks_up_ahead,
-            self.embedding_backward: kind != "split" and not replicas and self.prefetched is None,
-            self.finalize_gradients: not late and not self._wrappers,
+            self.embedding_backward: kind != "split" and not replicates and self.prefetched is None,
+            self.finalize_gradients: not late and not self._megatrons,
         }
         return [part for part, nothing in idle.items() if nothing]
 
@@ -458,7 +470,7 @@ class SparseDistTasks:
         forwards: States = {"current batch": "rw"}
         # What each batch has pinned in the tables' cache, whose queue keeps their order.
         embedding_backward: States = {"pinned rows": "rw"}
-        if split or self._replicas is not None:
+        if split or self._replicates:
             embedding_backward = tables
         if split and self.tables_in_step:
             embedding_backward = {**tables, "gradients": "rw"}
@@ -485,27 +497,40 @@ class SparseDistTasks:
     def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
         if state == "gradients" and self.optimizer_step not in parts:
             return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        hidden = [] if self.table_state is None else [self.table_state]
-        rows = [*self._tables, *self._places, *hidden]
-        memory = {"tables": rows, "optimizer": [*self.step.schedules]}.get(state) or None
-        return DeclaredIO(state=state, mode=mode, memory=memory, others=OTHERS.get(state, "rw"))
+        memory: list[Any] = [*self.step.schedules] if state == "optimizer" else []
+        if state == "tables":
+            memory = [*self._rows(), *([] if self.table_state is None else [self.table_state])]
+        others = OTHERS.get(state, "rw")
+        return DeclaredIO(state=state, mode=mode, memory=memory or None, others=others)
+
+    def _rows(self) -> Iterator[Tensor]:
+        """Yield the tables, and where their rows lie: fbgemm's backward writes both, since 1.9."""
+        for module in self.rewrite.sharded.values():
+            yield from module.parameters()
+            for part in modules_in(module):
+                places = (getattr(part, f"weights_{name}", None) for name in _PLACES)
+                yield from (place for place in places if isinstance(place, Tensor))
 
     def _get_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        if self._reduction is not None:
-            self._reduction.finish()
+        self._reduction.finish()
         # Copies: a gradient is often a part of a bucket, which the next backward writes to.
-        own = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
-        return own, [parameter.main_grad.clone() for parameter in self._buffered]
+        parameters = self.step.parameters()
+        own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+        return own, [parameter.main_grad.clone() for parameter in self._buffered()]
 
     def _set_gradients(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
         own, buffered = gradients
-        for parameter, gradient in zip(self._parameters, own, strict=True):
+        for parameter, gradient in zip(self.step.parameters(), own, strict=True):
             if gradient is None or parameter.grad is None:
                 parameter.grad = None if gradient is None else gradient.clone()
             else:
                 parameter.grad.copy_(gradient)
-        for parameter, copy in zip(self._buffered, buffered, strict=True):
+        for parameter, copy in zip(self._buffered(), buffered, strict=True):
             parameter.main_grad.copy_(copy)  # in place: it is a part of a buffer
+
+    def _buffered(self) -> list[Any]:
+        """Return the parameters whose gradients Megatron's wrappers keep."""
+        return [p for p in self.model.parameters() if hasattr(p, "main_grad")]
 
     # ------------------------------------------------------------------------ between two batches
 
@@ -518,13 +543,13 @@ class SparseDistTasks:
 
         ``next_iteration`` is the number of the next batch; none may be in flight. A collective.
         """
-        if self._accumulation is not None and self._accumulation.take_rest(next_iteration):
+        if self._accumulation.take_rest(next_iteration):
             self._finalize()
-            self.step.update()
+            self._calls["optimizer_step"]()
 
     def accumulated(self, next_iteration: int) -> int:
         """How many batches have added to gradients that wait for their optimizer step."""
-        return 0 if self._accumulation is None else self._accumulation.rest(next_iteration)
+        return self._accumulation.rest(next_iteration)
 
     def state_dict(self) -> dict[str, list[float]]:
         """Learning rates that were handed to the tables; no optimizer's state has them."""
@@ -540,8 +565,7 @@ class SparseDistTasks:
         """
         if "rates" in state:
             set_rates(self.rewrite.sharded.values(), state["rates"])
-        if self._accumulation is not None:
-            self._accumulation.restart(state["next_iteration"])
+        self._accumulation.restart(state["next_iteration"])
 
 
 class ModuleModes(NamedTuple):

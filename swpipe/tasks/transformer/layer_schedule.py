@@ -294,6 +294,18 @@ class TransformerLayerSchedulePlan:
         self.config = getattr(decoder, "config", None)
         self.expert_group = getattr(decoder, "expert_group", None)
         self.kind = kind_of(layer, extra_args)
+        self._build_callable_nodes(event, comp_stream, comm_stream, extra_args)
+
+    def _build_callable_nodes(
+        self,
+        event: Any,
+        comp_stream: LayerStream,
+        comm_stream: LayerStream,
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the nodes; a subclass may override it and replace some."""
+        layer, chunk_state = self.layer, self.chunk_state
+        decoder = decoder_of(layer)
         shared = (event, self.layer_state, chunk_state)
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
         at_once = {**late, "delay_wgrad_compute": False}
@@ -308,13 +320,14 @@ class TransformerLayerSchedulePlan:
             )
 
         noop: Any = NoopScheduleNode()
+        self.post_attn = noop  # by Megatron's older name; attn has the router
         self.attn = node("attn", _attend, layer, late)
         self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
         self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
             self.moe_dispatch = exchange("moe_dispatch", True, lambda node, rows: rows)
             self.moe_combine = exchange("moe_combine", False, partial(_merge, decoder))
-        if mtp:
+        if predicts(layer):
             self.mtp_post_process = PostProcessNode(
                 chunk_state.model, chunk_state, event, comp_stream, cast(PredictionLayer, layer)
             )

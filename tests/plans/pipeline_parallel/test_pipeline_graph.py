@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -58,6 +59,20 @@ def test_attempt_unpacks_as_in_the_seed() -> None:
         end_time[one.get_id(*row[-1][:2], s, row[-1][2])] for s, row in enumerate(schedule)
     )
     assert max_bubble <= one.try_v_schedule(approved_bubble=[0] * 4).max_bubble
+
+
+def test_the_schedule_is_printed_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages, microbatches, costs, passes that memory holds, and the bubble."""
+    made = graph(4, 8)
+    run_time = made.get_v_schedule(only_run_time=True)
+    assert capsys.readouterr().out == ""
+    made.get_v_schedule()
+    first, costs, last = re.split(r", \[|\],", capsys.readouterr().out)
+    assert first.split() == ["4", "8"]
+    assert [float(cost) for cost in costs.split()] == [*made.costs, made.c_cost]
+    held, share = last.split(" -> ")
+    assert int(held) == 8
+    assert float(share) == pytest.approx(made.best_attempt().max_bubble / run_time, abs=1e-4)
 
 
 def test_chunk_of_backward_passes_is_the_physical_one() -> None:

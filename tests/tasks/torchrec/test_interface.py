@@ -198,12 +198,12 @@ def test_a_subclass_has_its_own_arguments() -> None:
 
 def test_a_subclass_that_would_be_ignored_is_refused() -> None:
     """It overrides a private method of TorchRec's; progress may be overridden."""
-    said = refusal(lambda: type("Mine", (ours.TrainPipelineSparseDist,), {"_backward": print}))
-    assert "Mine overrides _backward of TorchRec's TrainPipelineSparseDist" in said
+    said = refusal(lambda: type("Mine", (ours.TrainPipelineSparseDist,), {"_wait_for_batch": max}))
+    assert "Mine overrides _wait_for_batch of TorchRec's TrainPipelineSparseDist" in said
     progress = {"progress": lambda *_: None}
     assert refusal(lambda: type("Mine", (ours.TrainPipelineBase,), progress)) == "nothing raised"
-    said = refusal(lambda: type("Mine", (ours.TrainPipelineBase,), {"fill_pipeline": print}))
-    assert "Mine overrides fill_pipeline" in said
+    said = refusal(lambda: type("Mine", (ours.TrainPipelineBase,), {"sync_embeddings": print}))
+    assert "Mine overrides sync_embeddings" in said
 
 
 def _private() -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from swpipe.tasks.torchrec import (
     grad_reduction,
     task_set,
 )
-from swpipe.tasks.torchrec.grad_reduction import DeferredReduction
+from swpipe.tasks.torchrec.grad_reduction import DeferredReduction, ddp_modules
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
@@ -63,7 +63,7 @@ def _trained(how: str, view: bool, sparse: bool, unused: bool) -> list[Tensor]:
         bucket_cap_mb=0.001,
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    reduction = DeferredReduction(net)
+    reduction = DeferredReduction(ddp_modules(net))
     draws = torch.Generator().manual_seed(dist.get_rank())
     seen = []
     for step in range(STEPS):
@@ -101,7 +101,7 @@ def test_deferred_reductions_are_ddps(two_ranks: Ranks) -> None:
 def _waits() -> tuple[bool, bool]:
     """Whether a backward that is deferred ends before the other rank has begun its own."""
     net = DistributedDataParallel(_Net(sparse=False, unused=False))
-    reduction = DeferredReduction(net)
+    reduction = DeferredReduction(ddp_modules(net))
     loss = net(torch.tensor([1]), 0)
     if dist.get_rank() == 0:
         with reduction.deferring():
@@ -214,7 +214,7 @@ def _own_hook() -> tuple[int, bool]:
     hook.__annotations__ = {}
     net = DistributedDataParallel(_Net(sparse=False, unused=False))
     net.register_comm_hook(None, hook)
-    reduction = DeferredReduction(net)
+    reduction = DeferredReduction(ddp_modules(net))
     with reduction.deferring():
         net(torch.tensor([1]), 0).backward()
     return len(calls), bool(reduction._pending)

@@ -113,6 +113,26 @@ def test_on_two_ranks_too(two_ranks: Ranks) -> None:
             _check(name, one)
 
 
+def test_a_subclass_may_replace_a_node() -> None:
+    """It overrides ``_build_callable_nodes``; ``post_attn`` hands on its input."""
+    made: list[str] = []
+
+    class Noted(TransformerLayerSchedulePlan):
+        def _build_callable_nodes(self, *given: Any) -> None:
+            super()._build_callable_nodes(*given)
+            own = self.mlp.forward_func
+            self.mlp.forward_func = lambda *inputs: (made.append("mlp"), own(*inputs))[1]
+
+    chunk, hidden = model("dense"), torch.ones(2, 3, 16)
+    given = chunk.layers["0"], None, SimpleNamespace(), None, None
+    noted, plan = Noted(*given), TransformerLayerSchedulePlan(*given)
+    found, _ = Noted.run(noted, None, hidden)
+    wanted, _ = TransformerLayerSchedulePlan.run(plan, None, hidden)
+    assert same(found, wanted)
+    assert made == ["mlp"]
+    assert plan.post_attn.forward(hidden) is hidden
+
+
 DEPTHS = [(1, 2), (3, 1), (0, 2), (2, 0)]
 
 

@@ -177,6 +177,23 @@ class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
     def _sw_pipeline(self) -> SWPipeline[Any]:
         return self.pipe
 
+    @property
+    def _pipeline_ctx(self) -> Any:
+        """The context of the batch that ran last, of TorchRec's type; None before the first."""
+        forwards = self.tasks.rewrite.forwards
+        return forwards[0]._context if forwards else None
+
+    def _build_pipeline(self) -> SWPipeline[Any]:
+        """Make the pipeline of the eleven tasks anew, with no batch in flight, and return it."""
+        self.pipe.check_idle("making the pipeline anew")
+        self._restart(self._start)
+        return self.pipe
+
+    def _ensure_initialized(self, batch: In) -> None:
+        """Replace the forwards of the sharded modules, with a batch on the device; once."""
+        if self.tasks.rewrite.report is None:
+            self.tasks.rewrite.prepare(batch)
+
 
 @register_train_pipeline("jagged_sparse_dist")
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):

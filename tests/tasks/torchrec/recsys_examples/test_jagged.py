@@ -59,6 +59,27 @@ def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
     assert two_ranks.run(_broken_down) == [[1, True], [1, False]]
 
 
+def _seen_inside() -> list[Any]:
+    pipeline = created("jagged_sw_serial")
+    before = pipeline._pipeline_ctx
+    first, *rest = sequences(4)
+    pipeline._ensure_initialized(first)
+    modules = [*pipeline._pipelined_modules]
+    pipeline.progress(iter([first]))
+    index = pipeline._pipeline_ctx.index
+    old = pipeline.pipe
+    same = pipeline._build_pipeline() is pipeline.pipe
+    outputs = to_the_end(pipeline, iter(rest))
+    pipeline._ensure_initialized(first)
+    same_modules = modules == pipeline._pipelined_modules
+    return [before, len(modules), index, same, old is pipeline.pipe, len(outputs), same_modules]
+
+
+def test_the_serial_pipeline_has_the_parts_that_its_document_names(one_rank: Ranks) -> None:
+    """The context of the last batch, the pipeline made anew, the model rewritten once."""
+    assert one_rank.run(_seen_inside) == [[None, 1, 0, True, False, 3, True]]
+
+
 CASES = pairwise_cases(EXACT, ("tokens", "reporting_loss"), (False, True))
 """Names, results, and whether Megatron's wrappers are around the model."""
 

@@ -1,0 +1,88 @@
+"""The steps of TorchRec's pipelines that a subclass may override, and where each is called here.
+
+    progress                fill_pipeline             in each call, before anything else
+      the pull of a batch   _next_batch
+      H2DAndShuffle         enqueue_batch, which calls copy_batch_to_gpu
+      EmbInputDistStart     start_sparse_data_dist
+      EmbInputDistWait      wait_sparse_data_dist
+      DenseBackward         _backward
+      OptimStep             _optimizer_step, at the end dequeue_batch
+
+An override gets TorchRec's arguments, and ``super()`` does what the task does without an override.
+It is also called in those classes of TorchRec's that have the same work in ``progress`` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swpipe.core.messages import listed
+from swpipe.plans.torchrec import sparse_dist as plans
+
+HOOKS: Mapping[str, str] = {
+    "fill_pipeline": "",
+    "_next_batch": "",
+    "enqueue_batch": "copy",
+    "copy_batch_to_gpu": "copy",
+    "start_sparse_data_dist": "start_input_dist",
+    "wait_sparse_data_dist": "wait_input_dist",
+    "_backward": "dense_backward",
+    "_optimizer_step": "optimizer_step",
+    "dequeue_batch": "watch",
+}
+"""Each to the part of the tasks that calls it (``TaskOptions.functions``); "" for none."""
+
+NO_HOOKS: Mapping[str, str] = {
+    "_copy_batch_to_gpu": plans.COPY,
+    "_wait_for_batch": plans.COPY,
+    "inplace_copy_batch_to_gpu": plans.COPY,
+    "_init_pipelined_modules": plans.START,
+    "_pipeline_model": plans.START,
+    "_start_sparse_data_dist": plans.START,
+    "extract_model_input_from_batch": plans.START,
+    "_wait_sparse_data_dist": plans.WAIT,
+    "_prefetch": plans.PREFETCH,
+    "clear_sparse_data_dist_inputs": plans.PREFETCH,
+    "start_embedding_lookup": plans.EMBED,
+    "wait_embedding_lookup": plans.EMBED,
+    "_mlp_forward": plans.DENSE,
+    "embedding_backward": plans.EMBED_BACK,
+    "sync_embeddings": plans.EMBED_BACK,
+    "_mlp_optimizer_step": plans.STEP,
+}
+"""Methods of TorchRec's that are not called here, each with the task that does its work."""
+
+
+def overridden(kind: type, base: type) -> frozenset[str]:
+    """Return the hooks that a class has in place of those of ``base``."""
+    return frozenset(name for name in HOOKS if getattr(kind, name) is not getattr(base, name))
+
+
+def refuse_overrides(kind: type, original: type) -> None:
+    """Raise TypeError if a subclass overrides a method of TorchRec's that is never called here.
+
+    Methods of its mixins count as its own.
+    """
+    ours = next(base for base in kind.__mro__ if base.__module__.startswith("swpipe."))
+    own = {
+        name: value
+        for base in kind.__mro__[: kind.__mro__.index(ours)]
+        for name, value in vars(base).items()
+    }
+    ignored = [
+        name
+        for name, value in own.items()
+        if callable(value)
+        and not name.startswith("__")
+        and (name == "sync_embeddings" or (hasattr(original, name) and not hasattr(ours, name)))
+    ]
+    if ignored:
+        found = {name: NO_HOOKS.get(name) for name in ignored}
+        tasks = [f"{name} to {task!r}" for name, task in found.items() if task is not None]
+        give = f", such as {listed(tasks)}" if tasks else ""
+        raise TypeError(
+            f"{kind.__name__} overrides {', '.join(ignored)} of TorchRec's {original.__name__}, "
+            "which are not called here: give what they do to a task, in a subclass of "
+            f"swpipe.tasks.torchrec.SparseDistTasks{give}; or keep TorchRec's class. Overrides of "
+            f"{', '.join(HOOKS)} are called"
+        )
