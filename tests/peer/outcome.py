@@ -20,7 +20,7 @@ GOOD = (PASSED, NO_CACHE)
 
 _THEIRS = torchrec_pipelines.TrainPipelineSparseDist  # before the tests see ours instead
 _REFUSING = re.compile(
-    r'File ".*tasks/torchrec/(?:refused_arguments|named|semi_sync|staged)\.py", '
+    r'File ".*tasks/torchrec/(?:hooks|refused_arguments|named|semi_sync|staged)\.py", '
     r"line \d+, in \w+$"
 )
 _PATCHED = re.compile(r"does not have the attribute '(\w+)'$")

@@ -184,12 +184,12 @@ class PassPipeline:
             if self._fills:
                 self.fill_pipeline(source)
             return self.pipe.progress(self._pass).output
-        except (StopIteration, UnevenDataError):
-            self._pass = None  # the next call begins a new one, whatever its iterator
-            self._at_end()
-            raise
-        except BaseException:
-            self._at_failure()
+        except BaseException as error:
+            if isinstance(error, StopIteration | UnevenDataError):
+                self._pass = None  # the next call begins a new one, whatever its iterator
+                self._at_end()
+            if not self.pipe.in_flight:
+                self._at_stop()
             raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
@@ -213,8 +213,8 @@ class PassPipeline:
     def _at_end(self) -> None:
         """What the end of the data asks for."""
 
-    def _at_failure(self) -> None:
-        """What a failure asks for."""
+    def _at_stop(self) -> None:
+        """What the end of the data and a failure ask for, with nothing in flight."""
 
     def _has_grad(self) -> bool:
         """Whether batches may have gradients."""

@@ -64,21 +64,16 @@ def refuse_overrides(kind: type, original: type) -> None:
     Methods of its mixins count as its own.
     """
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("swpipe."))
-    own = {
-        name: value
-        for base in kind.__mro__[: kind.__mro__.index(ours)]
-        for name, value in vars(base).items()
-    }
+    own = {name for base in kind.__mro__[: kind.__mro__.index(ours)] for name in vars(base)}
     ignored = [
         name
-        for name, value in own.items()
-        if callable(value)
-        and not name.startswith("__")
+        for name in sorted(own)
+        if not name.startswith("__")
+        and callable(getattr(kind, name))
         and (name == "sync_embeddings" or (hasattr(original, name) and not hasattr(ours, name)))
     ]
     if ignored:
-        found = {name: NO_HOOKS.get(name) for name in ignored}
-        tasks = [f"{name} to {task!r}" for name, task in found.items() if task is not None]
+        tasks = [f"{name} to {NO_HOOKS[name]!r}" for name in ignored if name in NO_HOOKS]
         give = f", such as {listed(tasks)}" if tasks else ""
         raise TypeError(
             f"{kind.__name__} overrides {', '.join(ignored)} of TorchRec's {original.__name__}, "

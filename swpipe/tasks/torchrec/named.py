@@ -394,12 +394,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     def _new_pass(self, source: Iterator[In], limit: int | None = None) -> Pass:
         self._dataloader_iter = None  # the same iterator may begin anew
-        self._at_failure()
+        NamedPipeline._at_stop(self)
         return super()._new_pass(source, limit)
 
-    def _at_failure(self) -> None:
-        if "_next_batch" in self._overrides and not self.pipe.in_flight:
-            self.batches.clear()
+    def _at_stop(self) -> None:
+        vars(self).get("batches", []).clear()
 
     def _restart(self, begin: Callable[[], None]) -> None:
         """Begin anew, with the number of the next batch; none is in flight."""

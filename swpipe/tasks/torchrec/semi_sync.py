@@ -34,12 +34,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         """As for the other pipelines."""
         if not self._stale and self._done >= self._start_batch:
             self._go_stale()
-        try:
-            return super().progress(dataloader_iter)
-        except BaseException:
-            if not self.pipe.in_flight:
-                self.tasks.drop_gradients()
-            raise
+        return super().progress(dataloader_iter)
 
     def reset(self) -> None:
         """Drop the batches in flight, and count from 0 again."""
@@ -66,6 +61,10 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def is_semi_sync(self) -> bool:
         """Whether the next output is that of a batch from ``start_batch`` on."""
         return self._pass is not None and self._done >= self._start_batch
+
+    def _at_stop(self) -> None:
+        super()._at_stop()
+        self.tasks.drop_gradients()
 
     def _take(self, given: Mapping[str, Any]) -> None:
         start_batch, interval = given["start_batch"], given["dmp_collection_sync_interval_batches"]

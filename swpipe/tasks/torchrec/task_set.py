@@ -25,19 +25,17 @@ pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, of whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed
-from swpipe.core.task import DeclaredIO, Mode, Others, PipelineTask, TaskFn
+from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device, resolve
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
@@ -48,6 +46,7 @@ from swpipe.tasks.torchrec.grad_reduction import (
     ddp_modules,
     is_megatrons,
 )
+from swpipe.tasks.torchrec.module_modes import ModuleModesOf
 from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
 from swpipe.tasks.torchrec.released import copied_in_place
 from swpipe.tasks.torchrec.rewrite import Rewrite
@@ -55,23 +54,7 @@ from swpipe.tasks.torchrec.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step import TrainStep, by_gradient
 from swpipe.tasks.torchrec.table_state import TableState, rates_of, set_rates
 from swpipe.tasks.torchrec.task_options import TaskOptions
-
-States: TypeAlias = dict[str, Mode]
-"""State to how it is used."""
-
-OTHERS: Mapping[str, Others] = {
-    "tables": "r",
-    **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
-    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc", "loss"), ""),
-}
-"""How the loop's body touches states, where it is not free to do what it likes.
-
-A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
-batch. Tables and postprocs that it changes while batches are in flight are refused.
-"""
-
-
-_PLACES = ("offsets", "placements")
+from swpipe.tasks.torchrec.task_states import Gradients, States, declared, used_states
 
 
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
@@ -106,6 +89,8 @@ class SparseDistTasks:
         tables_in_step: Some tables are updated by the optimizers rather than inside backward.
         fused: The step's optimizers that are fused into the tables. A look-up takes their learning
             rate, which ``OptimStep`` may change.
+        replicates: The tables have replicas on other ranks.
+        reduction: DDP's reductions of gradients, where these are waited for late.
 
     Raises:
         RewriteError: The model has no sharded module, and ``forward`` is not "own".
@@ -143,8 +128,8 @@ class SparseDistTasks:
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
         split = options.forward == "split"
-        self._reduction = DeferredReduction(ddp_modules(model) if split else ())
-        self._replicates = isinstance(model, DMPCollection)
+        self.reduction = DeferredReduction(ddp_modules(model) if split else ())
+        self.replicates = isinstance(model, DMPCollection)
         self.fused = step.fused()
         tables = [p for module in sharded.values() for p in module.parameters()]
         self.tables_in_step = any(map(by_gradient, tables))
@@ -279,7 +264,7 @@ class SparseDistTasks:
 
     def zero_grad(self, ctx: IterContext) -> None:
         """Begin an optimizer step without gradients."""
-        self._reduction.finish()  # of a batch that failed
+        self.reduction.finish()  # of a batch that failed
         if self._accumulation.begins(ctx.iter_idx) and self.trains():
             self.step.zero_grad()
             for wrapper in self._megatrons:
@@ -287,14 +272,14 @@ class SparseDistTasks:
 
     def drop_gradients(self) -> None:
         """Set the gradients of a batch that failed to zero, after its reductions have ended."""
-        self._reduction.finish()
+        self.reduction.finish()
         self.step.zero_grad()
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward down to the embeddings; start the exchange of their gradients."""
         if not ctx.training:
             return
-        around = [self._reduction.deferring()] if self.options.forward == "split" else []
+        around = [self.reduction.deferring()] if self.options.forward == "split" else []
         if not self._accumulation.ends(ctx.iter_idx):
             around += [wrapper.no_sync() for wrapper in self._megatrons]
         backward = self._calls["dense_backward"]
@@ -316,13 +301,13 @@ class SparseDistTasks:
         if self.prefetched is not None:
             self.prefetched.finish_backward()
         every = self.step.sync_interval
-        if self._replicates and ctx.training and every and ctx.iter_idx % every == 0:
+        if self.replicates and ctx.training and every and ctx.iter_idx % every == 0:
             replicas: Any = self.model
             replicas.sync()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Wait for DDP's reductions; call the user's ``finalize``, which may communicate."""
-        self._reduction.finish()
+        self.reduction.finish()
         if ctx.training and self._accumulation.ends(ctx.iter_idx):
             self._finalize()
 
@@ -415,14 +400,19 @@ class SparseDistTasks:
         return tuple(self._task(name, parts) for name, parts in self.parts().items())
 
     def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
-        used, modes = self._used_states(), States()
+        used, modes, idle = used_states(self), States(), self._idle()
         for part in parts:
             for state, mode in used.get(part.__name__, {}).items():
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
-        states = [self._declare(parts, state, mode) for state, mode in modes.items()]
+        states = [
+            Gradients(self).declared(mode)
+            if state == "gradients" and self.optimizer_step not in parts
+            else declared(self, state, mode)
+            for state, mode in modes.items()
+        ]
         unknown = (self.step.on_losses, self.postprocess_loss), (self._calls["watch"], self.watch)
         draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
-        live = tuple(part for part in parts if part not in self._idle())
+        live = tuple(part for part in parts if part.__name__ not in idle)
         prefetched = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
             name,
@@ -432,105 +422,28 @@ class SparseDistTasks:
             pure=not (states or any(asked and part in parts for asked, part in unknown)),
         )
 
-    def _idle(self) -> list[TaskFn]:
-        """The methods that would do nothing."""
-        kind, replicates = self.options.forward, self._replicates
+    def _idle(self) -> list[str]:
+        """Return the methods that would do nothing."""
+        kind, shuffles = self.options.forward, self.options.shuffler is not None
         replaced = {"start_input_dist", "wait_input_dist"} & self.options.functions.keys()
         exchanges = kind != "own" or bool(replaced)
         fills = kind not in ("own", "pipelined") or (kind != "own" and bool(self.options.memory))
         late = kind == "split" or self.step.finalize is not None
-        idle = {
-            self.start_shuffle: self.options.shuffler is None,
-            self.finish_shuffle: self.options.shuffler is None,
-            self.postprocess_input: kind == "own",
-            self.start_input_dist: not exchanges,
-            self.wait_input_dist: not exchanges,
-            self.prefetch: not fills and self.prefetched is None,
-            self.count_tokens: self.step.per_token is None,
-            self.watch: self._calls["watch"] is None,
-            self.dense_forward: not self.rewrite.looks_up_ahead,
-            self.embedding_backward: kind != "split" and not replicates and self.prefetched is None,
-            self.finalize_gradients: not late and not self._megatrons,
+        pins = self.prefetched is not None
+        works = {
+            "start_shuffle": shuffles,
+            "finish_shuffle": shuffles,
+            "postprocess_input": kind != "own",
+            "start_input_dist": exchanges,
+            "wait_input_dist": exchanges,
+            "prefetch": fills or pins,
+            "count_tokens": self.step.per_token is not None,
+            "watch": self._calls["watch"] is not None,
+            "dense_forward": self.rewrite.looks_up_ahead,
+            "embedding_backward": kind == "split" or self.replicates or pins,
+            "finalize_gradients": late or self._megatrons,
         }
-        return [part for part, nothing in idle.items() if nothing]
-
-    def _used_states(self) -> dict[str, States]:
-        """Method to the states that it uses."""
-        split, shuffles = self.rewrite.looks_up_ahead, self.options.shuffler is not None
-        late = bool(self.rewrite.late) or self.options.forward == "ahead"
-        hands_over = bool(self.fused) and self.options.zero_grad is not None
-        dense: States = {"dense": "r", "buffers": "rw"}
-        tables: States = {"tables": "rw", "optimizer": "r"}
-        looked_up: States = {"tables": "r", "table cache": "rw"}
-        if self.fused:
-            looked_up["optimizer"] = "r"
-        # Besides the gradients, it uses what the forward has used.
-        backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
-        # The replaced forwards use the context of one batch; each task that runs them sets it.
-        forwards: States = {"current batch": "rw"}
-        # What each batch has pinned in the tables' cache, whose queue keeps their order.
-        embedding_backward: States = {"pinned rows": "rw"}
-        if split or self._replicates:
-            embedding_backward = tables
-        if split and self.tables_in_step:
-            embedding_backward = {**tables, "gradients": "rw"}
-        step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
-        return {
-            "start_shuffle": {"shuffler": "rw"} if shuffles else {},
-            # It takes a batch and its ticket, so that other batches may be started before.
-            "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
-            "postprocess_input": {"postproc": "rw"},
-            "start_input_dist": {"exchange of sizes": "rw"},
-            "wait_input_dist": {"exchange of ids": "rw"},
-            "prefetch": {"table cache": "rw"},
-            "embedding_forward": forwards | (looked_up if split else looked_up | dense),
-            "dense_forward": forwards | (dense | (looked_up if late else {}) if split else {}),
-            # It is ours, unless it calls the user's; and pure tasks are watched, which takes time.
-            "postprocess_loss": {} if self.step.on_losses is not None else {"loss": "rw"},
-            "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
-            "dense_backward": backward if split and not late else backward | tables,
-            "embedding_backward": embedding_backward,
-            "finalize_gradients": {"gradients": "rw"},
-            "optimizer_step": step | ({"tables": "rw"} if self.tables_in_step else {}),
-        }
-
-    def _declare(self, parts: Sequence[TaskFn], state: str, mode: Mode) -> DeclaredIO:
-        if state == "gradients" and self.optimizer_step not in parts:
-            return DeclaredIO(self._get_gradients, self._set_gradients, state, mode)
-        memory: list[Any] = [*self.step.schedules] if state == "optimizer" else []
-        if state == "tables":
-            memory = [*self._rows(), *([] if self.table_state is None else [self.table_state])]
-        others = OTHERS.get(state, "rw")
-        return DeclaredIO(state=state, mode=mode, memory=memory or None, others=others)
-
-    def _rows(self) -> Iterator[Tensor]:
-        """Yield the tables, and where their rows lie: fbgemm's backward writes both, since 1.9."""
-        for module in self.rewrite.sharded.values():
-            yield from module.parameters()
-            for part in modules_in(module):
-                places = (getattr(part, f"weights_{name}", None) for name in _PLACES)
-                yield from (place for place in places if isinstance(place, Tensor))
-
-    def _get_gradients(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        self._reduction.finish()
-        # Copies: a gradient is often a part of a bucket, which the next backward writes to.
-        parameters = self.step.parameters()
-        own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-        return own, [parameter.main_grad.clone() for parameter in self._buffered()]
-
-    def _set_gradients(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
-        own, buffered = gradients
-        for parameter, gradient in zip(self.step.parameters(), own, strict=True):
-            if gradient is None or parameter.grad is None:
-                parameter.grad = None if gradient is None else gradient.clone()
-            else:
-                parameter.grad.copy_(gradient)
-        for parameter, copy in zip(self._buffered(), buffered, strict=True):
-            parameter.main_grad.copy_(copy)  # in place: it is a part of a buffer
-
-    def _buffered(self) -> list[Any]:
-        """Return the parameters whose gradients Megatron's wrappers keep."""
-        return [p for p in self.model.parameters() if hasattr(p, "main_grad")]
+        return [part for part, work in works.items() if not work]
 
     # ------------------------------------------------------------------------ between two batches
 
@@ -566,33 +479,3 @@ class SparseDistTasks:
         if "rates" in state:
             set_rates(self.rewrite.sharded.values(), state["rates"])
         self._accumulation.restart(state["next_iteration"])
-
-
-class ModuleModes(NamedTuple):
-    """The names of the modules in training mode, and how many modules there are."""
-
-    training: tuple[str, ...] = ()
-    modules: int = 0
-
-    def __str__(self) -> str:
-        if len(self.training) in (0, self.modules):
-            return f"the model in {'training' if self.training else 'evaluation'} mode"
-        named = listed([name or "the model" for name in self.training])
-        return f"{len(self.training)} of {self.modules} modules in training mode ({named})"
-
-
-class ModuleModesOf:
-    """Called before each batch, returns the modes of a model's modules; mostly as before."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._named = list(model.named_modules())
-        self._modules = [module for _, module in self._named]
-        self._training: list[bool] = []
-        self._modes = ModuleModes()
-
-    def __call__(self) -> ModuleModes:
-        training = list(map(attrgetter("training"), self._modules))
-        if training != self._training:
-            trained = tuple(name for name, module in self._named if module.training)
-            self._training, self._modes = training, ModuleModes(trained, len(training))
-        return self._modes

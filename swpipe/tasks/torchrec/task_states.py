@@ -1,0 +1,125 @@
+"""What each part of a step uses outside of the batch's context, by the name of its method.
+
+A task declares the states of its parts. A shortcut restores gradients; the other states keep the
+values of the last run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from swpipe._values.stateful import modules_in
+from swpipe.core.task import DeclaredIO, Mode, Others
+
+if TYPE_CHECKING:
+    from swpipe.tasks.torchrec.task_set import SparseDistTasks
+
+States: TypeAlias = dict[str, Mode]
+"""State to how it is used."""
+
+OTHERS: Mapping[str, Others] = {
+    "tables": "r",
+    **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
+    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc", "loss"), ""),
+}
+"""How the loop's body touches states, where it is not free to do what it likes.
+
+A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
+batch. Tables and postprocs that it changes while batches are in flight are refused.
+"""
+
+
+def used_states(tasks: SparseDistTasks) -> dict[str, States]:
+    """Return the states that each part uses."""
+    split, shuffles = tasks.rewrite.looks_up_ahead, tasks.options.shuffler is not None
+    late = bool(tasks.rewrite.late) or tasks.options.forward == "ahead"
+    hands_over = bool(tasks.fused) and tasks.options.zero_grad is not None
+    dense: States = {"dense": "r", "buffers": "rw"}
+    tables: States = {"tables": "rw", "optimizer": "r"}
+    looked_up: States = {"tables": "r", "table cache": "rw"}
+    if tasks.fused:
+        looked_up["optimizer"] = "r"
+    # Besides the gradients, it uses what the forward has used.
+    backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
+    # The replaced forwards use the context of one batch; each task that runs them sets it.
+    forwards: States = {"current batch": "rw"}
+    # What each batch has pinned in the tables' cache, whose queue keeps their order.
+    embedding_backward: States = {"pinned rows": "rw"}
+    if split or tasks.replicates:
+        embedding_backward = tables
+    if split and tasks.tables_in_step:
+        embedding_backward = {**tables, "gradients": "rw"}
+    step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
+    return {
+        "start_shuffle": {"shuffler": "rw"} if shuffles else {},
+        # It takes a batch and its ticket, so that other batches may be started before.
+        "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
+        "postprocess_input": {"postproc": "rw"},
+        "start_input_dist": {"exchange of sizes": "rw"},
+        "wait_input_dist": {"exchange of ids": "rw"},
+        "prefetch": {"table cache": "rw"},
+        "embedding_forward": forwards | (looked_up if split else looked_up | dense),
+        "dense_forward": forwards | (dense | (looked_up if late else {}) if split else {}),
+        # It is ours, unless it calls the user's; and pure tasks are watched, which takes time.
+        "postprocess_loss": {} if tasks.step.on_losses is not None else {"loss": "rw"},
+        "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
+        "dense_backward": backward if split and not late else backward | tables,
+        "embedding_backward": embedding_backward,
+        "finalize_gradients": {"gradients": "rw"},
+        "optimizer_step": step | ({"tables": "rw"} if tasks.tables_in_step else {}),
+    }
+
+
+def declared(tasks: SparseDistTasks, state: str, mode: Mode) -> DeclaredIO:
+    """Return the declaration of a state, with the memory in which it lies."""
+    memory: list[Any] = [*tasks.step.schedules] if state == "optimizer" else []
+    if state == "tables":
+        hidden = tasks.table_state
+        memory = [*_rows(tasks), *([] if hidden is None else [hidden])]
+    others = OTHERS.get(state, "rw")
+    return DeclaredIO(state=state, mode=mode, memory=memory or None, others=others)
+
+
+def _rows(tasks: SparseDistTasks) -> Iterator[Tensor]:
+    """Yield the tables, and where their rows lie: fbgemm's backward writes both, since 1.9."""
+    for module in tasks.rewrite.sharded.values():
+        yield from module.parameters()
+        for part in modules_in(module):
+            for name in ("weights_offsets", "weights_placements"):
+                if isinstance(place := getattr(part, name, None), Tensor):
+                    yield place
+
+
+class Gradients:
+    """The gradients of a step, which a shortcut of a backward restores."""
+
+    def __init__(self, tasks: SparseDistTasks) -> None:
+        self._tasks = tasks
+
+    def declared(self, mode: Mode) -> DeclaredIO:
+        """Return the declaration of a task that does not update the parameters."""
+        return DeclaredIO(self._get, self._set, "gradients", mode)
+
+    def _get(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        self._tasks.reduction.finish()
+        # Copies: a gradient is often a part of a bucket, which the next backward writes to.
+        parameters = self._tasks.step.parameters()
+        own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+        return own, [parameter.main_grad.clone() for parameter in self._buffered()]
+
+    def _set(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
+        own, buffered = gradients
+        for parameter, gradient in zip(self._tasks.step.parameters(), own, strict=True):
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
+        for parameter, copy in zip(self._buffered(), buffered, strict=True):
+            parameter.main_grad.copy_(copy)  # in place: it is a part of a buffer
+
+    def _buffered(self) -> list[Any]:
+        """Return the parameters whose gradients Megatron's wrappers keep."""
+        return [p for p in self._tasks.model.parameters() if hasattr(p, "main_grad")]
