@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from bench.dlrm import CPU, Batch
+from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec import PipelineFactory
-from swpipe.tasks.torchrec import TrainPipelineBase as OurBase
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -114,21 +114,23 @@ class Contender:
         make: A pipeline with ``progress``, from the model and its dense optimizer.
         ours: A plan of swpipe, not a pipeline of TorchRec.
         stale: Reads older rows, so that its numbers are not those of TorchRec's base pipeline.
+        uncut: A plan of swpipe with one backward, in which DDP itself all-reduces.
     """
 
     name: str
     make: Callable[[nn.Module, torch.optim.Optimizer], Any]
     ours: bool = False
     stale: bool = False
+    uncut: bool = False
 
 
 def _torchrec(cls: Any, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
     return partial(cls, device=CPU, **options)
 
 
-def _ours(name: str) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
+def _ours(name: str, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
     return lambda model, optimizer: PipelineFactory.create(
-        name, model=model, optimizer=optimizer, device=CPU
+        name, model=model, optimizer=optimizer, device=CPU, **options
     )
 
 
@@ -139,9 +141,19 @@ CONTENDERS = (
     Contender("TorchRec fused", _torchrec(TrainPipelineFusedSparseDist)),
     Contender("TorchRec semi-sync", _torchrec(TrainPipelineSemiSync, start_batch=0), stale=True),
     Contender("serial", _ours("jagged_sw_serial"), ours=True),
-    Contender("pipeline_forward", partial(OurBase, device=CPU, pipeline_forward=True), ours=True),
     Contender("sparse_dist", _ours("jagged_sparse_dist"), ours=True),
     Contender("prefetch", _ours("jagged_prefetch_sparse_dist"), ours=True),
     Contender("split", _ours("jagged_split_sparse_dist"), ours=True),
     Contender("semi_sync", _ours("jagged_semi_sync_sparse_dist"), ours=True, stale=True),
+    Contender(
+        "pipeline_forward", _torchrec(ours.TrainPipelineBase, pipeline_forward=True), ours=True
+    ),
+    # Without the cut between the dense part and the tables, whose second backward costs the host.
+    Contender("sparse_dist, uncut", _torchrec(ours.TrainPipelineSparseDist), ours=True, uncut=True),
+    Contender(
+        "split, uncut",
+        _ours("jagged_split_sparse_dist", forward="ahead"),
+        ours=True,
+        uncut=True,
+    ),
 )

@@ -197,7 +197,7 @@ def _differ(runners: Sequence[Runner]) -> list[str]:
 def runner(contender: Contender, model: str, size: Size, link: EmulatedLink) -> Runner:
     """A contender at its start. Where the link is slow, so are its all-reduces."""
     trained = MODELS[model](size)
-    if link.latency_ms and not contender.ours:  # ours all-reduces from Python by itself
+    if link.latency_ms and (contender.uncut or not contender.ours):  # others reduce from Python
         reduce_by_link(trained)
     pipeline = contender.make(trained, dense_optimizer(trained))
     return Runner(contender, pipeline, trained, endless(size))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("swpipe.tasks.torchrec.drop_in", exc_type=ImportError)  # without torchrec
 
 from bench import contest as module
-from bench import memory, sparse_dist, torchrec_classes
+from bench import memory, sparse_dist, torchrec_classes, torchrec_links
 from bench.contest import Contest, contest
 from bench.dlrm import TINY
 from bench.sparse_bound import WORK, bounds
@@ -72,6 +72,19 @@ def _miscalled() -> list[str]:
         exact = tuple(replace(one, stale=False) for one in module.CONTENDERS)
         patch.setattr(module, "CONTENDERS", exact)
         return contest("DLRM", (0.0,), 1, 2, TINY, ("TorchRec base", "semi_sync")).differ
+
+
+def test_every_plan_stands_beside_torchrecs_best_exact_class() -> None:
+    """The best of ours has a bar; stale ones and the others inform."""
+    ms = {one.name: [20.0, 22.0] for one in module.CONTENDERS}
+    ms |= {"TorchRec semi-sync": [1.0, 1.0], "TorchRec fused": [10.0, 11.0], "split": [9.0, 9.9]}
+    rows = [*torchrec_links._rows("DLRM", Contest(ms={5.0: ms}))]
+    assert rows[0].what == "DLRM, L = 5 ms: split over TorchRec fused"
+    assert rows[0].bar == torchrec_links.BARS[5.0]
+    assert rows[0].ratio is not None
+    assert rows[0].ratio.median == pytest.approx(0.9)
+    assert [row.bar for row in rows[1:]] == [None] * (len(rows) - 2) + [1.0]
+    assert len(rows) == sum(one.ours for one in module.CONTENDERS) + 1
 
 
 def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks) -> None:

@@ -113,7 +113,7 @@ def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
     issued: Calls = {}
     late: Calls = {}
     with streams_on_a_cpu(), EmulatedLink(1e-3) as link:
-        for contender in CONTENDERS[::3]:  # two of TorchRec's classes and two of ours
+        for contender in CONTENDERS[::3]:  # two of TorchRec's classes and three of ours
             made = runner(contender, model, TINY, link)
             for _ in range(6):
                 made.pipeline.progress(made.data)

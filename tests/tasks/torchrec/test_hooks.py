@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec.hooks import HOOKS, NO_HOOKS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import made, streams_on_a_cpu, theirs, trained
-from tests.tasks.torchrec.models import CPU, Batch, Job, batches
+from tests.tasks.torchrec.models import (
+    CPU,
+    Batch,
+    Job,
+    batches,
+    dense_optimizer,
+    everything,
+    sharded,
+)
 from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
 
 BASE, SPARSE, FUSED = (
@@ -395,6 +405,27 @@ def test_a_function_for_nothing_is_refused() -> None:
     said = _unknown()
     assert said.startswith("ValueError: TaskOptions.functions has copies, which no task calls")
     assert "copy, start_input_dist" in said
+
+
+# ---------------------------------------------------------------------- a prefetch on a thread
+
+
+def _prefetched_apart() -> list[str]:
+    """Where training with caches filled on a thread of their own differs from TorchRec's base."""
+    plan = plans.prefetch()
+    apart = replace(plan.schedule[plans.PREFETCH], thread_group="prefetch")
+    plan = replace(plan, schedule={**plan.schedule, plans.PREFETCH: apart})
+    model = sharded(Job())
+    step = ours.TrainStep([dense_optimizer(Job(), model)])
+    tasks = ours.SparseDistTasks(model, step, ours.TaskOptions(forward="prefetch"), device=CPU)
+    with ours.SparseDistPipeline(tasks, plan) as pipeline:
+        outputs = to_the_end(pipeline, batches(6))
+    return Outcome(outputs, everything(model)).differences(trained(theirs(BASE), 6))
+
+
+def test_caches_may_be_filled_on_a_background_thread(two_ranks: Ranks) -> None:
+    """``thread_group`` of the task is all it takes."""
+    assert two_ranks.run(_prefetched_apart) == [[], []]
 
 
 # ------------------------------------------------------------------------------ pipeline_forward
