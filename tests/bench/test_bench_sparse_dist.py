@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("swpipe.tasks.torchrec.drop_in", exc_type=ImportError)  # without torchrec
+pytest.importorskip(
+    "swpipe.tasks.torchrec.pipelines.drop_in", exc_type=ImportError
+)  # without torchrec
 
 from bench import contest as module
 from bench import memory, sparse_dist, torchrec_classes, torchrec_links

@@ -23,7 +23,7 @@ from swpipe.errors import PlanError
 from swpipe.inference import record
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import SparseDistTasks, TaskOptions, TrainStep
-from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
 from tests.inference.helpers import process_group
 from tests.tasks.torchrec.models import CPU, Job, batches, combined, plain_model, sharded
 

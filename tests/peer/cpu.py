@@ -31,8 +31,8 @@ import torch
 
 from swpipe.tasks import torchrec as ours
 from swpipe.tasks.torchrec._torchrec import torchrec_pipelines
-from swpipe.tasks.torchrec.forwards import SplitForward
-from swpipe.tasks.torchrec.named import NamedPipeline
+from swpipe.tasks.torchrec.pipelines.named import NamedPipeline
+from swpipe.tasks.torchrec.rewriting.forwards import SplitForward
 
 TESTS = "torchrec.distributed.train_pipeline.tests"
 CPU = torch.device("cpu")

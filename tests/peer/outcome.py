@@ -20,7 +20,7 @@ GOOD = (PASSED, NO_CACHE)
 
 _THEIRS = torchrec_pipelines.TrainPipelineSparseDist  # before the tests see ours instead
 _REFUSING = re.compile(
-    r'File ".*tasks/torchrec/(?:hooks|refused_arguments|named|semi_sync|staged)\.py", '
+    r'File ".*tasks/torchrec/pipelines/(?:hooks|refused_arguments|named|semi_sync|staged)\.py", '
     r"line \d+, in \w+$"
 )
 _PATCHED = re.compile(r"does not have the attribute '(\w+)'$")
@@ -63,7 +63,7 @@ def _last_line(text: str) -> str:
 
 def _is_refusal(text: str, why: str) -> bool:
     """Raised on purpose, or the test replaces a private method of TorchRec's."""
-    if why.startswith("swpipe.tasks.torchrec.inputs.RewriteError:"):
+    if why.startswith("swpipe.tasks.torchrec.rewriting.inputs.RewriteError:"):
         return True  # the model cannot be pipelined
     if patched := _PATCHED.search(why):
         return hasattr(_THEIRS, patched[1])

@@ -7,8 +7,10 @@ import pytest
 from tests.peer import outcome as kinds
 from tests.peer.outcome import told
 
-_OURS = '  File "/x/swpipe/tasks/torchrec/refused_arguments.py", line 3, in refuse\n    raise\n'
-_OTHER = '  File "/x/swpipe/tasks/torchrec/rewrite.py", line 3, in use\n    raise\n'
+_ROOM = '  File "/x/swpipe/tasks/torchrec/'
+_OURS = _ROOM + 'pipelines/refused_arguments.py", line 3, in refuse\n    raise\n'
+_OTHER = _ROOM + 'rewriting/rewrite.py", line 3, in use\n    raise\n'
+_REWRITE_ERROR = "swpipe.tasks.torchrec.rewriting.inputs.RewriteError"
 _MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
 
 
@@ -22,7 +24,11 @@ _MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
         ([_OURS + _OTHER + "ValueError: of another module\n"], b"p", kinds.FAILED),
         ([_OTHER + _MOCK.format("fill_pipeline")], b"p", kinds.REFUSED),
         ([_OTHER + _MOCK.format("of_the_test")], b"p", kinds.FAILED),
-        ([_OTHER + "swpipe.tasks.torchrec.inputs.RewriteError: why\n"], b"p", kinds.REFUSED),
+        (
+            [_OTHER + "swpipe.tasks.torchrec.rewriting.inputs.RewriteError: why\n"],
+            b"p",
+            kinds.REFUSED,
+        ),
         (["AssertionError: 1 != 2\n"], b"p", kinds.FAILED),
         (["RuntimeError: no CUDA\n"], b"", kinds.NEEDS_GPU),
     ],

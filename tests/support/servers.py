@@ -38,7 +38,7 @@ IMPORTED = {
         "hypothesis",
         "pytest",
         "torchrec.distributed.train_pipeline",
-        "swpipe.tasks.torchrec.drop_in",
+        "swpipe.tasks.torchrec.pipelines.drop_in",
     ),
 }
 """What processes find imported, by kind of server; all find what the first has."""

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         pad_with_last,
     )
     from swpipe.tasks.torchrec._torchrec import PipelineStage
-    from swpipe.tasks.torchrec.drop_in import SparseDistPipeline
-    from swpipe.tasks.torchrec.inputs import RewriteError
-    from swpipe.tasks.torchrec.named import (
+    from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
+    from swpipe.tasks.torchrec.pipelines.drop_in import SparseDistPipeline
+    from swpipe.tasks.torchrec.pipelines.named import (
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
         PrefetchTrainPipelineSparseDist,
@@ -36,16 +36,20 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
-    from swpipe.tasks.torchrec.per_token import PerToken
-    from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
-    from swpipe.tasks.torchrec.released import MemoryOptions
-    from swpipe.tasks.torchrec.rewrite import RewriteReport
-    from swpipe.tasks.torchrec.semi_sync import TrainPipelineSemiSync
-    from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
-    from swpipe.tasks.torchrec.staged import SparseDataDistUtil, StagedTrainPipeline
-    from swpipe.tasks.torchrec.step import TrainStep
-    from swpipe.tasks.torchrec.task_options import TaskOptions
-    from swpipe.tasks.torchrec.task_set import SparseDistTasks
+    from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
+    from swpipe.tasks.torchrec.pipelines.semi_sync import TrainPipelineSemiSync
+    from swpipe.tasks.torchrec.pipelines.staged import SparseDataDistUtil, StagedTrainPipeline
+    from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
+    from swpipe.tasks.torchrec.rewriting.rewrite import RewriteReport
+    from swpipe.tasks.torchrec.shuffling.shuffle import (
+        IdentityShuffler,
+        KarmarkarKarpShuffler,
+        Shuffler,
+    )
+    from swpipe.tasks.torchrec.step.per_token import PerToken
+    from swpipe.tasks.torchrec.step.task_options import TaskOptions
+    from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+    from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -84,26 +88,31 @@ _EVEN = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_l
 _WHERE = {
     **dict.fromkeys(_EVEN, "swpipe._distributed.even_data"),
     "PipelineStage": "._torchrec",
-    "RewriteError": ".inputs",
-    "MemoryOptions": ".released",
-    "PerToken": ".per_token",
-    "RewriteReport": ".rewrite",
-    "TrainPipelineSemiSync": ".semi_sync",
-    "TrainStep": ".step",
-    "SparseDistTasks": ".task_set",
-    "TaskOptions": ".task_options",
-    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".drop_in"),
-    **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffle"),
-    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".staged"),
+    "RewriteError": ".rewriting.inputs",
+    "MemoryOptions": ".embedding_tables.released",
+    "PerToken": ".step.per_token",
+    "RewriteReport": ".rewriting.rewrite",
+    "TrainPipelineSemiSync": ".pipelines.semi_sync",
+    "TrainStep": ".step.train_step",
+    "SparseDistTasks": ".step.task_set",
+    "TaskOptions": ".step.task_options",
+    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".pipelines.drop_in"),
+    **dict.fromkeys(
+        ("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffling.shuffle"
+    ),
+    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".pipelines.staged"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """The names, loaded when asked for; those that are not ours are TorchRec's."""
     if name in __all__:
-        return getattr(import_module(_WHERE.get(name, ".named"), __name__), name)
+        return getattr(import_module(_WHERE.get(name, ".pipelines.named"), __name__), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
-        if name in (arguments := import_module(f"{__name__}.refused_arguments")).ELSEWHERE:
+        if (
+            name
+            in (arguments := import_module(f"{__name__}.pipelines.refused_arguments")).ELSEWHERE
+        ):
             return arguments.ELSEWHERE[name]
         theirs = import_module("torchrec.distributed.train_pipeline")
         if hasattr(theirs, name):

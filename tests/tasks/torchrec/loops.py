@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.refused_arguments import signature_of
+from swpipe.tasks.torchrec.pipelines.refused_arguments import signature_of
 from tests.tasks.torchrec.models import (
     CPU,
     Batch,

@@ -12,7 +12,7 @@ import torch
 
 from swpipe.device import CpuDevice
 from swpipe.tasks.torchrec._torchrec import Awaitable
-from swpipe.tasks.torchrec.awaitables import Replayable, fused_splits
+from swpipe.tasks.torchrec.rewriting.awaitables import Replayable, fused_splits
 
 
 class OneShot(Awaitable):  # type: ignore[misc]

@@ -23,8 +23,8 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec._torchrec import JaggedTensor
-from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
+from swpipe.tasks.torchrec.embedding_tables.prefetched import PrefetchedBatches
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.cached import (
     CacheOverflow,

@@ -18,8 +18,8 @@ from swpipe.tasks.torchrec import (
     TaskOptions,
     TrainStep,
 )
-from swpipe.tasks.torchrec.drop_in import Pass, build
-from swpipe.tasks.torchrec.forwards import Kind
+from swpipe.tasks.torchrec.pipelines.drop_in import Pass, build
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
 from tests.support.plans_for_tests import scattered
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.megatron import megatrons

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from swpipe.tasks.torchrec import TrainStep, UnevenDataError
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.grad_reduction import ddp_modules
+from swpipe.tasks.torchrec.step.grad_reduction import ddp_modules
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import computing as kinds
 from tests.tasks.torchrec.computing import TWO, computing

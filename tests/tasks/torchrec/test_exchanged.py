@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from swpipe.tasks.torchrec.exchanged import CallInputs, _same
-from swpipe.tasks.torchrec.forwards import Kind as Forward
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs, _same
+from swpipe.tasks.torchrec.rewriting.forwards import Kind as Forward
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import computing as kinds
 from tests.tasks.torchrec.computing import TWO, Kind, computing, refused

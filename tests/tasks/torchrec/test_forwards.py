@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from swpipe.tasks.torchrec.forwards import PrefetchForward, SparseDistContext
+from swpipe.tasks.torchrec.rewriting.forwards import PrefetchForward, SparseDistContext
 from tests.support.stream_device import StreamDevice
 
 

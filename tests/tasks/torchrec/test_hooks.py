@@ -16,7 +16,7 @@ from torch import nn
 
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.hooks import HOOKS, NO_HOOKS
+from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, NO_HOOKS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import made, streams_on_a_cpu, theirs, trained
 from tests.tasks.torchrec.models import (

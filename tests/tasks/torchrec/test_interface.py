@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.refused_arguments import REASONS
+from swpipe.tasks.torchrec.pipelines.refused_arguments import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.computing import TWO, computing, permutes
 from tests.tasks.torchrec.loops import (

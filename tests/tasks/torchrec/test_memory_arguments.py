@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.inputs import RewriteError
+from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import (
     arguments,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swpipe.plans.torchrec.sparse_dist import POSTPROC
-from swpipe.tasks.torchrec.shuffle import KarmarkarKarpShuffler
+from swpipe.tasks.torchrec.shuffling.shuffle import KarmarkarKarpShuffler
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import computing as kinds
 from tests.tasks.torchrec.computing import TWO, Kind, computing, refused

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from swpipe._values.stateful import modules_in
 from swpipe._values.walk import tensors_in
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec.table_state import rates_of, set_rates
+from swpipe.tasks.torchrec.embedding_tables.table_state import rates_of, set_rates
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.loops import streams_on_a_cpu, theirs
 from tests.tasks.torchrec.models import CPU, Job, batches, everything, sharded

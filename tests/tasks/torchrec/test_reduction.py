@@ -12,13 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swpipe.tasks.torchrec import (
-    TrainPipelineFusedSparseDist,
-    TrainPipelineSemiSync,
-    grad_reduction,
-    task_set,
-)
-from swpipe.tasks.torchrec.grad_reduction import DeferredReduction, ddp_modules
+from swpipe.tasks.torchrec import TrainPipelineFusedSparseDist, TrainPipelineSemiSync
+from swpipe.tasks.torchrec.step import grad_reduction, task_set
+from swpipe.tasks.torchrec.step.grad_reduction import DeferredReduction, ddp_modules
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (

@@ -21,8 +21,8 @@ from swpipe.tasks.torchrec import (
     TaskOptions,
     TrainStep,
 )
-from swpipe.tasks.torchrec.exchanged import CallInputs
-from swpipe.tasks.torchrec.released import MARK, Released, Releases
+from swpipe.tasks.torchrec.embedding_tables.released import MARK, Released, Releases
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
     CPU,

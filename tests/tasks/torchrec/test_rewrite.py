@@ -17,8 +17,8 @@ from swpipe.tasks.torchrec import (
     TrainPipelineSparseDist,
     TrainStep,
 )
-from swpipe.tasks.torchrec.rewrite import Rewrite
-from swpipe.tasks.torchrec.task_options import Find
+from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
+from swpipe.tasks.torchrec.step.task_options import Find
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec import computing as kinds
 from tests.tasks.torchrec.computing import TWO, Kind, computing

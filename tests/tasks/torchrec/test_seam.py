@@ -12,7 +12,7 @@ from bench.emulated_link import EmulatedLink
 from swpipe import IterContext, PipelineTask, SWPipeline
 from swpipe.plans.torchrec.sparse_dist import DENSE_BACK, EMBED, PLANS, START, WAIT
 from swpipe.tasks.torchrec import SparseDistTasks, TrainStep
-from swpipe.tasks.torchrec.seam import Seam, run_embedding_backward
+from swpipe.tasks.torchrec.rewriting.seam import Seam, run_embedding_backward
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, sharded
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from swpipe.tasks.torchrec import shuffle
-from swpipe.tasks.torchrec.balance import balanced_partition
-from swpipe.tasks.torchrec.rows import Route
-from swpipe.tasks.torchrec.shuffle import (
+from swpipe.tasks.torchrec.shuffling import shuffle
+from swpipe.tasks.torchrec.shuffling.balance import balanced_partition
+from swpipe.tasks.torchrec.shuffling.rows import Route
+from swpipe.tasks.torchrec.shuffling.shuffle import (
     IdentityShuffler,
     KarmarkarKarpShuffler,
 )

@@ -150,5 +150,6 @@ def test_a_new_release_is_compared(
 @pytest.mark.slow
 def test_the_import_is_silent(scripts: Scripts) -> None:
     """Neither a warning nor a log line reaches the user."""
-    code = "import warnings; warnings.simplefilter('error'); import swpipe.tasks.torchrec.semi_sync"
+    code = "import warnings; warnings.simplefilter('error')\n"
+    code += "import swpipe.tasks.torchrec.pipelines.semi_sync"
     assert scripts.run(Script(code)) == (0, "", "")

@@ -25,8 +25,8 @@ from swpipe.tasks.torchrec import (
     TaskOptions,
     TrainStep,
 )
-from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.shuffle import KarmarkarKarpShuffler
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
+from swpipe.tasks.torchrec.shuffling.shuffle import KarmarkarKarpShuffler
 from tests.support.plans_for_tests import scattered
 from tests.tasks.torchrec.models import (
     CPU,

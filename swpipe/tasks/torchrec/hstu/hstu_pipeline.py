@@ -13,14 +13,14 @@ from typing import Any
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.hstu_config import hstu_config
 from swpipe.plans.torchrec.hstu_schedule import PREFETCH, TASKS, hstu_plan, hstu_schedule
-from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.named import Form, In, Out
-from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
+from swpipe.tasks.torchrec.pipelines.named import Form, In, Out
+from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
+from swpipe.tasks.torchrec.pipelines.refused_arguments import arguments
 from swpipe.tasks.torchrec.recsys_examples.jagged import KEYWORDS, JaggedPipeline
-from swpipe.tasks.torchrec.refused_arguments import arguments
-from swpipe.tasks.torchrec.shuffle import IdentityShuffler
-from swpipe.tasks.torchrec.task_options import TaskOptions
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
+from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 
 def hstu_groups(prefetch: bool, *, split: bool = True) -> dict[str, Sequence[str]]:

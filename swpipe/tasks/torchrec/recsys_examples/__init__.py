@@ -6,7 +6,6 @@ in place of ``from commons.pipeline import TrainPipelineFactory``. Neither recsy
 Megatron is imported.
 """
 
-from swpipe.tasks.torchrec.per_token import collective_assert
 from swpipe.tasks.torchrec.recsys_examples.jagged import (
     JaggedMegatronPrefetchTrainPipelineSparseDist,
     JaggedMegatronSemiSyncTrainPipelineSparseDist,
@@ -17,6 +16,7 @@ from swpipe.tasks.torchrec.recsys_examples.jagged import (
     TrainPipelineFactory,
     register_train_pipeline,
 )
+from swpipe.tasks.torchrec.step.per_token import collective_assert
 
 __all__ = [
     "JaggedMegatronPrefetchTrainPipelineSparseDist",

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from swpipe.pipeline import SWPipeline
-from swpipe.tasks.torchrec.drop_in import PLANS
-from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.grad_reduction import is_megatrons
-from swpipe.tasks.torchrec.named import Form, In, NamedPipeline, Out
-from swpipe.tasks.torchrec.per_token import PerToken, Returns
-from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
-from swpipe.tasks.torchrec.refused_arguments import arguments
-from swpipe.tasks.torchrec.shuffle import IdentityShuffler, Shuffler
-from swpipe.tasks.torchrec.step import TrainStep
-from swpipe.tasks.torchrec.task_options import TaskOptions
+from swpipe.tasks.torchrec.pipelines.drop_in import PLANS
+from swpipe.tasks.torchrec.pipelines.named import Form, In, NamedPipeline, Out
+from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
+from swpipe.tasks.torchrec.pipelines.refused_arguments import arguments
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
+from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler, Shuffler
+from swpipe.tasks.torchrec.step.grad_reduction import is_megatrons
+from swpipe.tasks.torchrec.step.per_token import PerToken, Returns
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
+from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 KEYWORDS = {
     "returns": None,

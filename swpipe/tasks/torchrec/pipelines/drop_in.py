@@ -33,12 +33,12 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.torchrec import sparse_dist as plans
-from swpipe.tasks.torchrec.mid_flight import check_saving, refusal_to_others, runs_early
-from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
-from swpipe.tasks.torchrec.rewrite import RewriteReport
-from swpipe.tasks.torchrec.step import TrainStep
-from swpipe.tasks.torchrec.task_options import TaskOptions
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.pipelines.mid_flight import check_saving, refusal_to_others, runs_early
+from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
+from swpipe.tasks.torchrec.rewriting.rewrite import RewriteReport
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 _REPLACED = (
     "progress() was given an iterator, and another one before it had begun: while batches are in "

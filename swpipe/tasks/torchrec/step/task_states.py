@@ -1,21 +1,18 @@
 """What each part of a step uses outside of the batch's context, by the name of its method.
 
 A task declares the states of its parts. A shortcut restores gradients; the other states keep the
-values of the last run.
+values of the last run. ``tasks`` is a ``SparseDistTasks`` throughout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO, Mode, Others
-
-if TYPE_CHECKING:
-    from swpipe.tasks.torchrec.task_set import SparseDistTasks
 
 States: TypeAlias = dict[str, Mode]
 """State to how it is used."""
@@ -32,7 +29,7 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 """
 
 
-def used_states(tasks: SparseDistTasks) -> dict[str, States]:
+def used_states(tasks: Any) -> dict[str, States]:
     """Return the states that each part uses."""
     split, shuffles = tasks.rewrite.looks_up_ahead, tasks.options.shuffler is not None
     late = bool(tasks.rewrite.late) or tasks.options.forward == "ahead"
@@ -73,7 +70,7 @@ def used_states(tasks: SparseDistTasks) -> dict[str, States]:
     }
 
 
-def declared(tasks: SparseDistTasks, state: str, mode: Mode) -> DeclaredIO:
+def declared(tasks: Any, state: str, mode: Mode) -> DeclaredIO:
     """Return the declaration of a state, with the memory in which it lies."""
     memory: list[Any] = [*tasks.step.schedules] if state == "optimizer" else []
     if state == "tables":
@@ -83,7 +80,7 @@ def declared(tasks: SparseDistTasks, state: str, mode: Mode) -> DeclaredIO:
     return DeclaredIO(state=state, mode=mode, memory=memory or None, others=others)
 
 
-def _rows(tasks: SparseDistTasks) -> Iterator[Tensor]:
+def _rows(tasks: Any) -> Iterator[Tensor]:
     """Yield the tables, and where their rows lie: fbgemm's backward writes both, since 1.9."""
     for module in tasks.rewrite.sharded.values():
         yield from module.parameters()
@@ -96,7 +93,7 @@ def _rows(tasks: SparseDistTasks) -> Iterator[Tensor]:
 class Gradients:
     """The gradients of a step, which a shortcut of a backward restores."""
 
-    def __init__(self, tasks: SparseDistTasks) -> None:
+    def __init__(self, tasks: Any) -> None:
         self._tasks = tasks
 
     def declared(self, mode: Mode) -> DeclaredIO:

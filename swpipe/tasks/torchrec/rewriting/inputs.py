@@ -53,7 +53,7 @@ from swpipe.tasks.torchrec._torchrec import (
     get_leaf_module_names,
     get_unwrapped_module,
 )
-from swpipe.tasks.torchrec.grad_reduction import ddp_modules, is_megatrons
+from swpipe.tasks.torchrec.step.grad_reduction import ddp_modules, is_megatrons
 
 
 class RewriteError(ValueError):
@@ -225,7 +225,7 @@ def _untraced(model: nn.Module, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     homes = (__file__, torch.__file__, inspect.getfile(KeyedJaggedTensor))
     libraries = tuple(
-        f"{Path(file).parents[up]}/" for file, up in zip(homes, (2, 0, 1), strict=True)
+        f"{Path(file).parents[up]}/" for file, up in zip(homes, (3, 0, 1), strict=True)
     )
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     at = f" at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""

@@ -39,22 +39,22 @@ from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device, resolve
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.forwards import SparseDistContext
-from swpipe.tasks.torchrec.grad_reduction import (
+from swpipe.tasks.torchrec.embedding_tables.prefetched import PrefetchedBatches
+from swpipe.tasks.torchrec.embedding_tables.released import copied_in_place
+from swpipe.tasks.torchrec.embedding_tables.table_state import TableState, rates_of, set_rates
+from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
+from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
+from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
+from swpipe.tasks.torchrec.step.grad_reduction import (
     Accumulation,
     DeferredReduction,
     ddp_modules,
     is_megatrons,
 )
-from swpipe.tasks.torchrec.module_modes import ModuleModesOf
-from swpipe.tasks.torchrec.prefetched import PrefetchedBatches
-from swpipe.tasks.torchrec.released import copied_in_place
-from swpipe.tasks.torchrec.rewrite import Rewrite
-from swpipe.tasks.torchrec.seam import run_embedding_backward
-from swpipe.tasks.torchrec.step import TrainStep, by_gradient
-from swpipe.tasks.torchrec.table_state import TableState, rates_of, set_rates
-from swpipe.tasks.torchrec.task_options import TaskOptions
-from swpipe.tasks.torchrec.task_states import Gradients, States, declared, used_states
+from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
+from swpipe.tasks.torchrec.step.task_states import Gradients, States, declared, used_states
+from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from swpipe.core.messages import shown
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
-from swpipe.tasks.torchrec.per_token import PerToken
+from swpipe.tasks.torchrec.step.per_token import PerToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from torch import Tensor
 from swpipe._values.walk import tensors_in
 from swpipe.device import Device, Stream
 from swpipe.tasks.torchrec._torchrec import KeyedJaggedTensor, KJTAllToAllTensorsAwaitable
-from swpipe.tasks.torchrec.forwards import SparseDistContext
-from swpipe.tasks.torchrec.inputs import RewriteError
+from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
+from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

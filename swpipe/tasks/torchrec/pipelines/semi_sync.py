@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.drop_in import Pass, semi_sync
-from swpipe.tasks.torchrec.named import Form, In, Out, TrainPipelineSparseDist
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.pipelines.drop_in import Pass, semi_sync
+from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe._values.walk import tensors_in
 from swpipe.device import Device
-from swpipe.tasks.torchrec.exchanged import CallInputs, memory_of
-from swpipe.tasks.torchrec.inputs import BATCH, Found, RewriteError
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs, memory_of
+from swpipe.tasks.torchrec.rewriting.inputs import BATCH, Found, RewriteError
 
 
 @dataclass

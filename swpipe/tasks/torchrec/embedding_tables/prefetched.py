@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
-from swpipe.tasks.torchrec.inputs import RewriteError
+from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 
 class PrefetchedBatches:

@@ -20,8 +20,8 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
-from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler, KarmarkarKarpShuffler
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
 """The declared states that a checkpoint has, or that the next step begins with."""

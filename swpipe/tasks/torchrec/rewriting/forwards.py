@@ -34,11 +34,11 @@ from swpipe.tasks.torchrec._torchrec import (
     PrefetchPipelinedForward,
     PrefetchTrainPipelineContext,
 )
-from swpipe.tasks.torchrec.awaitables import Replayable
-from swpipe.tasks.torchrec.exchanged import CallInputs
-from swpipe.tasks.torchrec.inputs import Found
-from swpipe.tasks.torchrec.postproc import PostprocResults
-from swpipe.tasks.torchrec.seam import Seam
+from swpipe.tasks.torchrec.rewriting.awaitables import Replayable
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
+from swpipe.tasks.torchrec.rewriting.inputs import Found
+from swpipe.tasks.torchrec.rewriting.postproc import PostprocResults
+from swpipe.tasks.torchrec.rewriting.seam import Seam
 
 Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 

@@ -26,12 +26,12 @@ from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
-from swpipe.tasks.torchrec.drop_in import PassPipeline
-from swpipe.tasks.torchrec.forwards import SparseDistContext
-from swpipe.tasks.torchrec.named import In, Out
-from swpipe.tasks.torchrec.refused_arguments import REASONS, no_internal, refuse
-from swpipe.tasks.torchrec.rewrite import Rewrite
-from swpipe.tasks.torchrec.task_options import TaskOptions
+from swpipe.tasks.torchrec.pipelines.drop_in import PassPipeline
+from swpipe.tasks.torchrec.pipelines.named import In, Out
+from swpipe.tasks.torchrec.pipelines.refused_arguments import REASONS, no_internal, refuse
+from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
+from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
 
 _HAND_OUT = "hand out"
 

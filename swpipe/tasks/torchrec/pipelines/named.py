@@ -15,7 +15,8 @@ from torch import nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
-from swpipe.tasks.torchrec.drop_in import (
+from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
+from swpipe.tasks.torchrec.pipelines.drop_in import (
     PLANS,
     Pass,
     PlanFor,
@@ -23,15 +24,14 @@ from swpipe.tasks.torchrec.drop_in import (
     lean,
     split,
 )
-from swpipe.tasks.torchrec.forwards import Kind, SparseDistContext
-from swpipe.tasks.torchrec.grad_reduction import ddp_modules, warn_of_rounding
-from swpipe.tasks.torchrec.hooks import HOOKS, overridden, refuse_overrides
-from swpipe.tasks.torchrec.inputs import sharded_modules, unwrapped
-from swpipe.tasks.torchrec.refused_arguments import bound, no_internal, signature_of
-from swpipe.tasks.torchrec.released import MemoryOptions
-from swpipe.tasks.torchrec.step import TrainStep
-from swpipe.tasks.torchrec.task_options import TaskOptions
-from swpipe.tasks.torchrec.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, overridden, refuse_overrides
+from swpipe.tasks.torchrec.pipelines.refused_arguments import bound, no_internal, signature_of
+from swpipe.tasks.torchrec.rewriting.forwards import Kind, SparseDistContext
+from swpipe.tasks.torchrec.rewriting.inputs import sharded_modules, unwrapped
+from swpipe.tasks.torchrec.step.grad_reduction import ddp_modules, warn_of_rounding
+from swpipe.tasks.torchrec.step.task_options import TaskOptions
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 In = TypeVar("In")
 Out = TypeVar("Out")

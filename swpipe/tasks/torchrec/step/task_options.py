@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from swpipe.tasks.torchrec.forwards import Kind
-from swpipe.tasks.torchrec.released import MemoryOptions
-from swpipe.tasks.torchrec.shuffle import Shuffler
-from swpipe.tasks.torchrec.table_state import CaptureRestore
+from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
+from swpipe.tasks.torchrec.embedding_tables.table_state import CaptureRestore
+from swpipe.tasks.torchrec.rewriting.forwards import Kind
+from swpipe.tasks.torchrec.shuffling.shuffle import Shuffler
 
 Find: TypeAlias = Literal["trace", "direct"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swpipe._values.walk import tensors_in
 from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
-from swpipe.tasks.torchrec.inputs import RewriteError
+from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 _NOTHING = -1
 """The address of no memory."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import gather, host_group
 from swpipe.errors import add_note
-from swpipe.tasks.torchrec.balance import balanced_partition
-from swpipe.tasks.torchrec.rows import Group, Route, exchange_rows
+from swpipe.tasks.torchrec.shuffling.balance import balanced_partition
+from swpipe.tasks.torchrec.shuffling.rows import Group, Route, exchange_rows
 
 Workload: TypeAlias = Callable[[Any], Tensor]
 """From a batch of B rows to their workloads, shape [B], in any unit."""

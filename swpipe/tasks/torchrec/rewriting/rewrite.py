@@ -32,10 +32,11 @@ from swpipe.tasks.torchrec._torchrec import (
     fuse_input_dist_splits,
     override_input_dist_forwards,
 )
-from swpipe.tasks.torchrec.awaitables import fused_splits
-from swpipe.tasks.torchrec.exchanged import CallInputs
-from swpipe.tasks.torchrec.forwards import FORWARDS, SparseDistContext
-from swpipe.tasks.torchrec.inputs import (
+from swpipe.tasks.torchrec.embedding_tables.released import MARK, Releases
+from swpipe.tasks.torchrec.rewriting.awaitables import fused_splits
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
+from swpipe.tasks.torchrec.rewriting.forwards import FORWARDS, SparseDistContext
+from swpipe.tasks.torchrec.rewriting.inputs import (
     BATCH,
     Found,
     RewriteError,
@@ -47,14 +48,13 @@ from swpipe.tasks.torchrec.inputs import (
     traced_inputs,
     unwrapped,
 )
-from swpipe.tasks.torchrec.postproc import (
+from swpipe.tasks.torchrec.rewriting.postproc import (
     EarlyReads,
     PostprocForward,
     PostprocResults,
     compute_ahead,
 )
-from swpipe.tasks.torchrec.released import MARK, Releases
-from swpipe.tasks.torchrec.task_options import Find, TaskOptions
+from swpipe.tasks.torchrec.step.task_options import Find, TaskOptions
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 

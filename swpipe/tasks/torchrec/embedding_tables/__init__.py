@@ -1,0 +1,1 @@
+"""What tables keep beside parameters: prefetches, rows elsewhere, memory of ids."""

@@ -1,0 +1,1 @@
+"""Pipelines with ``progress``: TorchRec's by name, in stages, and under any plan."""

@@ -1,0 +1,1 @@
+"""What becomes of a model: how inputs are found, and the forwards of sharded modules."""

@@ -1,0 +1,1 @@
+"""Rows of batches that ranks exchange, so that each has as much work."""

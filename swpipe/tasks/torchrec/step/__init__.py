@@ -1,0 +1,1 @@
+"""What the eleven tasks do, what they use, and the user's step."""
