@@ -43,6 +43,7 @@ PARTS = (
     "layer_overlap",
     "paired_passes",
     "device",
+    "offload",
     "accelerator",
 )
 """In the order of measurement. Each is loaded for itself, for the sake of older versions."""

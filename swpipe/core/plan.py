@@ -295,9 +295,11 @@ class PipelinePlan:
         for key, value in rest.items():
             if key not in _NO_LISTS and not isinstance(value, list):
                 problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
-        for key in ("stale", "newer"):
-            if not isinstance(rest.get(key, {}), Mapping):
-                problems.append(Problem(f"{key} is {shown(rest[key])}: it must be a table"))
+        problems += [
+            Problem(f"{key} is {shown(rest[key])}: it must be a table")
+            for key in ("stale", "newer")
+            if not isinstance(rest.get(key, {}), Mapping)
+        ]
         if problems:
             raise PlanError(problems)
         return cls(schedule=schedule, streams=streams, **rest)

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from swpipe.tasks.torchrec.semi_sync import TrainPipelineSemiSync
     from swpipe.tasks.torchrec.shuffle import IdentityShuffler, KarmarkarKarpShuffler, Shuffler
     from swpipe.tasks.torchrec.staged import SparseDataDistUtil, StagedTrainPipeline
+    from swpipe.tasks.torchrec.stashed import (
+        TrainPipelineSparseDistEmbStash,
+        TrainPipelineSparseDistOptStash,
+    )
     from swpipe.tasks.torchrec.step import TrainStep
     from swpipe.tasks.torchrec.task_options import TaskOptions
     from swpipe.tasks.torchrec.task_set import SparseDistTasks
@@ -72,7 +76,9 @@ __all__ = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistEmbStash",
     "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistOptStash",
     "TrainPipelineSparseDistT",
     "TrainStep",
     "UnevenDataError",
@@ -92,6 +98,7 @@ _WHERE = {
     "TrainStep": ".step",
     "SparseDistTasks": ".task_set",
     "TaskOptions": ".task_options",
+    **dict.fromkeys((f"TrainPipelineSparseDist{what}Stash" for what in ("Emb", "Opt")), ".stashed"),
     **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".drop_in"),
     **dict.fromkeys(("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffle"),
     **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".staged"),

@@ -41,6 +41,7 @@ TAKEN = frozenset(
         "stash_gradients", "enable_embedding_lookup_prefetch",
         "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
         "inplace_copy_batch_to_gpu", "async_inplace_copy",  # in TorchRec 1.5; since 1.9
+        "site_fqn", "sharding_type", "delay_stash", "stash_site_fqn",  # the plan says when
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""
@@ -152,10 +153,6 @@ INSTEAD = {
     "batch's embeddings are exchanged, where the optimizer has no tables",
     "TrainPipelineSparseDistCompAutograd": "it compiles backward: call progress() of "
     "TrainPipelineSparseDist under torch._dynamo.compiled_autograd, or keep TorchRec's class",
-    "TrainPipelineSparseDistEmbStash": "it moves tables to the host during the dense part: "
-    f"TrainPipelineSparseDist {_SAME}",
-    "TrainPipelineSparseDistOptStash": "it moves the optimizer's state to the host between steps: "
-    f"TrainPipelineSparseDist {_SAME}",
 }
 """Class to what it does, and what to use."""
 
