@@ -38,6 +38,7 @@ PARTS = (
     "extras",
     "sparse_dist",
     "torchrec_classes",
+    "pec",
     "pipeline_parallel",
     "predicted_schedules",
     "layer_overlap",

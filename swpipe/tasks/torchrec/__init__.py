@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
+    from swpipe.tasks.torchrec.pec_pipeline import TrainPipelinePEC
     from swpipe.tasks.torchrec.per_token import PerToken
     from swpipe.tasks.torchrec.pipeline_factory import PipelineFactory
     from swpipe.tasks.torchrec.released import MemoryOptions
@@ -74,6 +75,7 @@ __all__ = [
     "TrainEvalHybridPipelineBase",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
+    "TrainPipelinePEC",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
     "TrainPipelineSparseDistEmbStash",
@@ -94,6 +96,7 @@ _WHERE = {
     "MemoryOptions": ".released",
     "PerToken": ".per_token",
     "RewriteReport": ".rewrite",
+    "TrainPipelinePEC": ".pec_pipeline",
     "TrainPipelineSemiSync": ".semi_sync",
     "TrainStep": ".step",
     "SparseDistTasks": ".task_set",

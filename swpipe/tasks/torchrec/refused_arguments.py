@@ -142,8 +142,6 @@ _SAME = "has the same numbers; keep TorchRec's class where memory does not suffi
 INSTEAD = {
     "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
     "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
-    "TrainPipelinePEC": "it looks up ahead those rows that the batch before does not update, and "
-    "needs collections of its own: TrainPipelineFusedSparseDist is exact with any collection",
     "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
     "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
     "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
