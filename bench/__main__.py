@@ -39,11 +39,13 @@ PARTS = (
     "sparse_dist",
     "torchrec_classes",
     "torchrec_links",
+    "pec",
     "pipeline_parallel",
     "predicted_schedules",
     "layer_overlap",
     "paired_passes",
     "device",
+    "offload",
     "accelerator",
 )
 """In the order of measurement. Each is loaded for itself, for the sake of older versions."""

@@ -8,6 +8,8 @@ The functions of ``torch.distributed`` that hand out a handle are wrapped, and w
 who calls them by that name, whichever pipeline it is. The handle is a ``dist.Work``, since TorchRec
 asks whether it is. To wait for one sleeps: the interpreter lock is free and no core is busy. Any
 number of exchanges is under way at once, as on a link that has latency and bandwidth to spare.
+With ``bytes_per_s`` the bytes that ``all_to_all_single`` sends to other ranks queue up behind each
+other; reductions have a link of their own.
 
 What C++ issues on its own does not pass through here, DDP's all-reduces among it: give such a model
 a communication hook that issues them from Python (``reduce_by_link``). Its futures are late, too.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -70,13 +73,15 @@ class EmulatedLink:
     Attributes:
         latency_ms: Least time from a collective's issue to its end; may be set at any time, and
             holds for those issued after that.
+        bytes_per_s: What a rank can send; may be set at any time, too.
         issued: How often each function was called.
         exchanges: Those that were waited for, in that order, since ``recording`` was set.
         recording: Whether to keep ``exchanges``.
     """
 
-    def __init__(self, latency_ms: float = 0.0) -> None:
-        self.latency_ms = latency_ms
+    def __init__(self, latency_ms: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        self.latency_ms, self.bytes_per_s = latency_ms, bytes_per_s
+        self._free_ns = 0
         self.issued: Counter[str] = Counter()
         self.exchanges: list[Exchange] = []
         self.recording = False
@@ -122,7 +127,11 @@ class EmulatedLink:
             issued_ns = time.perf_counter_ns()
             work = real(*args, **kwargs)
             self.issued[name] += 1
-            handle = LateWork(work, name, issued_ns, self)
+            sent_ns = issued_ns
+            if name == "all_to_all_single" and self.bytes_per_s < math.inf:
+                seconds = _sent_bytes(*args, **kwargs) / self.bytes_per_s
+                sent_ns = self._free_ns = max(self._free_ns, issued_ns) + round(seconds * 1e9)
+            handle = LateWork(work, name, issued_ns, self, sent_ns)
             if isinstance(work, dist.Work):
                 return handle
             handle.wait()
@@ -139,14 +148,17 @@ class LateWork(dist.Work):
         name: The function that issued it.
         issued_ns: When.
         link: Tells how late it is, and is told of the first wait.
+        sent_ns: When the link has taken its bytes.
     """
 
-    def __init__(self, work: Any, name: str, issued_ns: int, link: EmulatedLink) -> None:
+    def __init__(
+        self, work: Any, name: str, issued_ns: int, link: EmulatedLink, sent_ns: int
+    ) -> None:
         super().__init__()
         self._work = work if isinstance(work, dist.Work) else None
         self._name = name
         self._issued_ns = issued_ns
-        self._due_ns = issued_ns + round(link.latency_ms * 1e6)
+        self._due_ns = sent_ns + round(link.latency_ms * 1e6)
         self._link = link
         self._done = False
 
@@ -185,6 +197,21 @@ class LateWork(dist.Work):
             self._work.wait(timeout)
         while (left_ns := self._due_ns - time.perf_counter_ns()) > 0:
             time.sleep(left_ns / 1e9)
+
+
+def _sent_bytes(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    output_split_sizes: Any = None,
+    input_split_sizes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    **_: Any,
+) -> int:
+    """Return how many bytes go to other ranks."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    counts = input_split_sizes or [len(input) // world] * world
+    row = input.nbytes // max(1, len(input))
+    return row * (sum(counts) - counts[rank])
 
 
 def reduce_by_link(model: nn.Module) -> None:

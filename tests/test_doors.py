@@ -40,6 +40,9 @@ OF_OTHERS = {
     "_awaitables", "_current_step", "_dist", "_fuse_input_dist_splits", "_get_leaf_module_names",
     "_input", "_input_tensors", "_jt_dict", "_module", "_optimizer",
     "_override_input_dist_forwards", "_workers",
+    "_embedding_collection", "_embedding_dim_for_sharding_type", "_embedding_names_per_sharding",
+    "_env", "_features_to_permute_indices", "_lookups", "_need_indices", "_output_dists",
+    "_overlap_handlers", "_sharding_type_to_sharding",
     # dynamicemb's
     "_prefetch_outstanding_keys", "_prefetch_states",
 }  # fmt: skip

@@ -133,11 +133,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         for order in any_given(([1], [None], ["a", print]))
     },
     **{
-        f"stale {stale!r}": (
-            partial(PipelinePlan, {"a": TaskSchedule()}, stale=stale),
-            "stale entry",
+        f"{what} {shifts!r}": (
+            partial(PipelinePlan, {"a": TaskSchedule()}, **any_given({what: shifts})),
+            f"{what} entry",
         )
-        for stale in any_given(({"x": 0}, {"x": True}, {1: 1}, {"x": "1"}))
+        for what in ("stale", "newer")
+        for shifts in ({"x": 0}, {"x": True}, {1: 1}, {"x": "1"})
     },
     "loop without pipeline": (lambda: ResumableLoop([1], pipeline()), r"\[1\] is no pipeline"),  # type: ignore[arg-type]
     "loop of a plan": (lambda: ResumableLoop(piped(), [1]), "is no pipeline"),  # type: ignore[arg-type]

@@ -9,10 +9,11 @@ conflicts with itself at distance 1. If A writes, A on i comes before A on i + 1
 last of these before B; if B does, A comes before the first B, and that before the next. All
 iterations between two that exist exist, so each step holds wherever it is needed.
 
-**Intended staleness.** ``PipelinePlan.stale`` allows tasks that only read a state to find it as it
-was up to k iterations before. The serial order of write before read is then required from k
-iterations further apart. At smaller distances either order will do, but it must be the same in
-every interleaving: what is read must not depend on timing. Everything else is required as before.
+**Intended shifts.** ``PipelinePlan.stale`` allows tasks that only read a state to find it as it was
+up to k iterations before. The serial order of write before read is then required from k iterations
+further apart. At smaller distances either order will do, but it must be the same in every
+interleaving: what is read must not depend on timing. ``PipelinePlan.newer`` is the mirror: it says
+the same of the serial order of read before write. Everything else is required as before.
 """
 
 from __future__ import annotations
@@ -86,24 +87,31 @@ class Violation:
     conflicts: dict[Conflict, None] = field(default_factory=dict)
 
 
-def required_orders(effects: EffectTable, stale: Mapping[str, int]) -> list[RequiredOrder]:
-    """Every order that must be kept; ``effects`` is in serial order."""
+def required_orders(
+    effects: EffectTable, stale: Mapping[str, int], newer: Mapping[str, int]
+) -> list[RequiredOrder]:
+    """Return every order that must be kept; ``effects`` is in serial order.
+
+    ``stale`` and ``newer`` are those of the plan.
+    """
     place_of = {name: place for place, name in enumerate(effects)}
     found: list[RequiredOrder] = []
     for conflict in conflicts(effects):
         consumer, producer, distance, location, _ = conflict
-        behind = stale.get(location.name, 0) if location.persistent else 0
-        only_reads = location not in effects[consumer].writes
-        if location == DRAWS and (only_reads or location not in effects[producer].writes):
+        readers = [n for n in (consumer, producer) if location not in effects[n].writes]
+        shift = 0
+        if readers and location.persistent:  # a reader that comes second would find it older
+            shift = (stale if consumer in readers else newer).get(location.name, 0)
+        if location == DRAWS and readers:
             found.append(RequiredOrder(conflict, either=False, seeded=True))
-        elif not (behind and only_reads):
+        elif not shift:
             found.append(RequiredOrder(conflict, either=False))
         elif distance == 0 or place_of[producer] > place_of[consumer]:
-            # At the least distance of a write that a serial run reads; all further ones follow.
-            for further in range(behind):
+            # From the least distance at which the two meet serially; all further ones follow.
+            for further in range(shift):
                 nearer = conflict._replace(distance=distance + further)
                 found.append(RequiredOrder(nearer, either=True))
-            far = conflict._replace(distance=distance + behind)
+            far = conflict._replace(distance=distance + shift)
             found.append(RequiredOrder(far, either=False))
     return found
 
@@ -155,7 +163,7 @@ def race_problems(
         beside_body: Ask for orders between a task and the body alone.
     """
     plan = guaranteed[0].plan
-    required = required_orders(effects, plan.stale)
+    required = required_orders(effects, plan.stale, plan.newer)
     if beside_body:
         required = [one for one in required if BODY in one[0][:2] and PULL not in one[0][:2]]
     found = violations(required, guaranteed)
@@ -196,7 +204,7 @@ def proves(effects: EffectTable, before: HappensBefore) -> bool:
         return False
     whole = Effects(*[frozenset([Location("the context", False)])] * 2)
     table = {n: e if n in OTHERS else e | whole for n, e in effects.items()}
-    return not violations(required_orders(table, plan.stale), [before])
+    return not violations(required_orders(table, plan.stale, plan.newer), [before])
 
 
 def _beside_the_others(
@@ -291,12 +299,15 @@ _BEHIND = (
 
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
-    """States that ``plan.stale`` names and no task touches."""
+    """Return a problem for each state that ``stale`` or ``newer`` names and no task touches."""
     touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
     rule = f"which no task touches (touched are: {listed(sorted(touched))})"
     mend = "correct the name, or take it out"
-    unknown = [state for state in plan.stale if state not in touched]
-    return [Problem(f"stale names state {shown(state)}, {rule}: {mend}") for state in unknown]
+    named = [("stale", state) for state in plan.stale] + [("newer", state) for state in plan.newer]
+    unknown = [(what, state) for what, state in named if state not in touched]
+    return [
+        Problem(f"{what} names state {shown(state)}, {rule}: {mend}") for what, state in unknown
+    ]
 
 
 # --------------------------------------------------------------------------------------- in words
@@ -344,9 +355,9 @@ def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
     what = f"both touch {', '.join(places[:SHOWN_PLACES])}{more}"
     if violation.either:
         return (
-            f"{consumer} may come before or after {producer}, and {what}: stale reads are allowed, "
-            f"but must be the same in every run: {_mend(plan, violation, mends)}"
-            f"{_mend_reversed(plan, violation, mends)}"
+            f"{consumer} may come before or after {producer}, and {what}: "
+            f"{' and '.join(_shifted(violation))} reads are allowed, but must be the same in every "
+            f"run: {_mend(plan, violation, mends)}{_mend_reversed(plan, violation, mends)}"
         )
     fault = "always comes before it" if violation.reversed else "may come before it"
     mend = _mend(plan, violation, mends)
@@ -412,7 +423,8 @@ def _mend_reversed(plan: PipelinePlan, violation: Violation, mends: Mends | None
     apart = plan.schedule[violation.producer].stage - plan.schedule[violation.consumer].stage
     if violation.distance == 0 or apart != violation.distance:
         return ""
-    return f"; or, to read the older one, add {mends.reverse}"
+    which = " and ".join("newer" if what == "newer" else "older" for what in _shifted(violation))
+    return f"; or, to read the {which} one, add {mends.reverse}"
 
 
 def _meant(
@@ -421,13 +433,27 @@ def _meant(
     violation: Violation,
     guaranteed: Iterable[HappensBefore],
 ) -> str:
-    """How to allow it, where what is read is old, but always equally old."""
+    """Return how to allow reads that are always equally many iterations older or newer."""
     persistent = all(conflict.place.persistent for conflict in violation.conflicts)
     if violation.either or not (violation.reversed and persistent):
-        return ""  # to allow staleness would not help
-    for behind in range(1, plan.depth + 1):
-        stale = {conflict.place.name: behind for conflict in violation.conflicts}
-        required = required_orders(pair, {**plan.stale, **stale})
+        return ""  # no shift would help
+    shifted = _shifted(violation)
+    for count in range(1, plan.depth + 1):
+        shifts = {what: dict.fromkeys(states, count) for what, states in shifted.items()}
+        stale = {**plan.stale, **shifts.get("stale", {})}
+        newer = {**plan.newer, **shifts.get("newer", {})}
+        required = required_orders(pair, stale, newer)
         if not violations(required, guaranteed):
-            return f"; or, if reads may be {behind} behind, say stale={stale}"
+            said = ", ".join(f"{what}={states}" for what, states in shifts.items())
+            ways = " and ".join("ahead" if what == "newer" else "behind" for what in shifts)
+            return f"; or, if reads may be {count} {ways}, say {said}"
     return ""
+
+
+def _shifted(violation: Violation) -> dict[str, list[str]]:
+    """Return the states on which the two conflict, by the plan's field that would allow it."""
+    found: dict[str, list[str]] = {}
+    for conflict in violation.conflicts:
+        what = "newer" if conflict.hazard == "write after read" else "stale"
+        found.setdefault(what, []).append(conflict.place.name)
+    return found

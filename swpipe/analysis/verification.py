@@ -126,7 +126,7 @@ def verify(
     # With streams memory comes back later: the bound is larger.
     footprint = None if memory is None else bytes_in_flight(guaranteed[0], memory)
     return Verified(
-        orders=len(set(required_orders(table, plan.stale))),
+        orders=len(set(required_orders(table, plan.stale, plan.newer))),
         footprint=footprint,
         undeclared=tuple(n for n in table if table[n].undeclared and n not in OTHERS),
     )

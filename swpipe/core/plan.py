@@ -40,7 +40,7 @@ DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 
 MOST_ITERATIONS = 1_000
-"""The largest pipeline depth, distance of a dependence, and staleness; stages are below it."""
+"""The largest depth, distance of a dependence, and shift of a read; stages are below it."""
 
 MOST_TASKS = 10_000
 MOST_WORK = 100_000
@@ -112,8 +112,11 @@ class PipelinePlan:
             batch, also between two calls of the caller's: that it reads nothing that these may
             change is its author's word. Its own group, or one that tasks have. None: the caller's
             thread calls the loader, at the beginning of an iteration.
-        stale: State to how many iterations behind tasks may intentionally read it. It changes no
-            order; ``swpipe.analysis.verification`` refuses any other staleness.
+        stale: State to how many iterations older than in a serial run the tasks that only read it
+            may find it. It changes no order; ``swpipe.analysis.verification`` refuses any other
+            staleness.
+        newer: State to how many iterations newer these tasks may find it. A task that looks at the
+            batches behind its own, as far as they are there, reads such a state.
         within_calls: Worker groups run within the caller's calls only: in each period they begin
             when the call does, and it returns when they have done their tasks of the period.
             Otherwise they run on between two calls.
@@ -142,6 +145,7 @@ class PipelinePlan:
     pipeline_depth: int | None = None
     pull_group: str | None = None
     stale: Mapping[str, int] = field(default_factory=dict)
+    newer: Mapping[str, int] = field(default_factory=dict)
     within_calls: bool = False
     keep: Sequence[str] | None = None
     run_ahead: int | None = None
@@ -159,6 +163,7 @@ class PipelinePlan:
         pipeline_depth: int | None = None,
         pull_group: str | None = None,
         stale: Mapping[str, int] | None = None,
+        newer: Mapping[str, int] | None = None,
         within_calls: bool = False,
         keep: Iterable[str] | None = None,
         run_ahead: int | None = None,
@@ -175,7 +180,8 @@ class PipelinePlan:
             "streams": dict(streams or {}),
             "pipeline_depth": pipeline_depth,
             "pull_group": pull_group,
-            "stale": _stale(stale, problems) if stale else {},
+            "stale": _shifts("stale", stale or {}, problems),
+            "newer": _shifts("newer", newer or {}, problems),
             "within_calls": within_calls,
             "keep": None if keep is None else _keep(keep, problems),
             "run_ahead": run_ahead,
@@ -289,8 +295,11 @@ class PipelinePlan:
         for key, value in rest.items():
             if key not in _NO_LISTS and not isinstance(value, list):
                 problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
-        if not isinstance(rest.get("stale", {}), Mapping):
-            problems.append(Problem(f"stale is {shown(rest['stale'])}: it must be a table"))
+        problems += [
+            Problem(f"{key} is {shown(rest[key])}: it must be a table")
+            for key in ("stale", "newer")
+            if not isinstance(rest.get(key, {}), Mapping)
+        ]
         if problems:
             raise PlanError(problems)
         return cls(schedule=schedule, streams=streams, **rest)
@@ -366,11 +375,12 @@ class PipelinePlan:
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
-_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "within_calls", "run_ahead")
+_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "newer", "within_calls", "run_ahead")
 _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
     "run_ahead": "a rank that waits for its device orders nothing",
     "stale": "it allows reads, and changes no order",
+    "newer": "it allows reads, and changes no order",
 }
 """Fields that ``digest`` ignores, and why."""
 
@@ -428,13 +438,13 @@ def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _stale(stale: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
-    for state, behind in stale.items():
-        is_count = type(behind) is int and 1 <= behind <= MOST_ITERATIONS
+def _shifts(what: str, shifts: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
+    for state, count in shifts.items():
+        is_count = type(count) is int and 1 <= count <= MOST_ITERATIONS
         if not (is_count and isinstance(state, str)):
             rule = f"write state = iterations, 1 to {MOST_ITERATIONS}"
-            problems.append(Problem(f"stale entry {shown(state)}: {shown(behind)}: {rule}"))
-    return dict(stale)
+            problems.append(Problem(f"{what} entry {shown(state)}: {shown(count)}: {rule}"))
+    return dict(shifts)
 
 
 def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...]:
@@ -475,7 +485,7 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
         ("thread_group", values["pull_group"]),
         *[("stream", entry.stream) for entry in entries],
         *[("stream", name) for name in values["streams"]],
-        *[("stale", name) for name in values["stale"]],
+        *[(what, name) for what in ("stale", "newer") for name in values[what]],
     ]
     labels = [one for one in labels if isinstance(one[1], str) and one[1] != DEFAULT_GROUP]
     problems += [

@@ -89,10 +89,10 @@ class Comparison:
 def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Comparison:
     """Compare a validated plan with the effects of its tasks, on both kinds of device.
 
-    A conflict on a state that the plan allows to be stale needs no dependence.
+    A conflict that the plan allows by ``stale`` or ``newer`` needs no dependence.
     """
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
-    required = tuple(required_orders(effects, resolved.plan.stale))
+    required = tuple(required_orders(effects, resolved.plan.stale, resolved.plan.newer))
     for conflict, *_ in required:
         wanted[edge_of(conflict)].append(conflict)
     certain = dict.fromkeys(

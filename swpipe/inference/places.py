@@ -85,7 +85,7 @@ def locations_of(
     *,
     one_iteration: bool = False,
 ) -> list[Location]:
-    """What messages and ``PipelinePlan.stale`` call a place, the best name first.
+    """Return what messages, ``stale`` and ``newer`` call a place, the best name first.
 
     ``one_iteration`` says that it was touched in one iteration only, whose context is ``ctx``.
     """
@@ -217,8 +217,8 @@ class ComparedPlaces:
             return
         within = run.iteration == other.iteration
         locations = locations_of(place, self._tasks, ctx, self._gradients, one_iteration=within)
-        stale = [one for one in locations if one.name in self._plan.stale]
-        location = (stale or locations)[0]
+        shifted = self._plan.stale.keys() | self._plan.newer.keys()
+        location = next((one for one in locations if one.name in shifted), locations[0])
         found = [p for p in self._orders.problems(place, location) if {*p.tasks} == {*pair[:2]}]
         found.sort(key=lambda problem: problem.tasks != (then.task, first.task))
         if found:

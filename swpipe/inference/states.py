@@ -6,7 +6,7 @@ after each task, since optimizers create their state in their first step.
 
 Tensors in the memory that a task declares (``DeclaredIO(memory=...)``) belong to the declared
 state, whatever else refers to them: a model's parameter, a view that an object keeps, a shard. So
-observed and declared accesses are to the same state, and a plan can allow it to be stale by name.
+observed and declared accesses are to the same state, and a plan can name it in ``stale``.
 """
 
 from __future__ import annotations

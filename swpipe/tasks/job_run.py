@@ -252,9 +252,10 @@ def _equality(first: JobRun, other: JobRun) -> str:
             f"{names}: NOT EQUAL: {losses}",
             f"{len(found.parameters)} parameters differ",
             *(
-                f"{run.name} may read {state} {count} iteration{'s' * (count > 1)} old"
+                f"{run.name} may read {state} {count} iteration{'s' * (count > 1)} {age}"
                 for run in (first, other)
-                for state, count in run.plan.stale.items()
+                for age, shifts in (("old", run.plan.stale), ("early", run.plan.newer))
+                for state, count in shifts.items()
             ),
         ]
     )

@@ -16,6 +16,7 @@ from bench.emulated_link import EmulatedLink
 from tests.support.ranks import Ranks
 
 L_MS = 40.0
+BYTES_PER_S = 400.0  # a float a rank: 10 ms
 
 
 def _exchange(async_op: bool) -> tuple[torch.Tensor, dist.Work | None]:
@@ -138,3 +139,19 @@ def test_every_exchange_and_reduction_is_late(two_ranks: Ranks) -> None:
         # Ours agree on the end of the data once a pass, before these steps.
         assert {exchanged / 2 for exchanged, _ in issued.values()} == {5}
         assert min(reduced for _, reduced in issued.values()) == 2
+
+
+def _queued() -> list[float]:
+    with _slow_link() as (link, clock):
+        link.bytes_per_s = BYTES_PER_S
+        works = [_exchange(async_op=True)[1] for _ in range(2)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return clock.slept_ms
+
+
+def test_bytes_queue_up_behind_each_other(two_ranks: Ranks) -> None:
+    """What goes to the other rank takes its time; the latency comes on top, once for each."""
+    for slept_ms in two_ranks.run(_queued):
+        assert slept_ms == pytest.approx([L_MS + 10.0, 10.0])

@@ -42,6 +42,7 @@ PLANS = table(
     streams=mostly(st.dictionaries(KEY, mostly(table(priority=mostly(st.just(-1)))), max_size=1)),
     pipeline_depth=mostly(st.integers(4, 6) | st.just(1000)),
     stale=mostly(st.dictionaries(KEY, mostly(st.integers(1, 4)), max_size=2)),
+    newer=mostly(st.dictionaries(KEY, mostly(st.integers(1, 4)), max_size=2)),
 )
 COST = table(
     host_us=mostly(st.floats(0, 1e12)),

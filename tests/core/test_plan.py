@@ -27,13 +27,14 @@ FIELDS: dict[str, Any] = {
     "pipeline_depth": 7,
     "pull_group": "loader",
     "stale": {"model": 2},
+    "newer": {"ids": 1},
     "within_calls": True,
     "keep": [],
     "run_ahead": 0,
 }
 """A value of each field that a file may have, none of them a default."""
 
-MAY_DIFFER = {"streams", "stale", "run_ahead"}
+MAY_DIFFER = {"streams", "stale", "newer", "run_ahead"}
 """Fields that order nothing: ranks need not agree on them."""
 
 

@@ -144,18 +144,21 @@ def fights(
 def is_as_stale_as_allowed(
     plan: PipelinePlan, effects: EffectTable, *, streams: bool, iterations: tuple[int, ...]
 ) -> bool:
-    """The same where ``plan.stale`` lets reads come late: by so much, and always equally late."""
+    """Whether reads are shifted by as much as ``stale`` and ``newer`` allow, and always equally."""
     table = list(effects)
     for count in iterations:
         before = orders(plan, count, streams=streams)
         for first, then, place in meetings(effects, count):
-            behind = plan.stale.get(place.name, 0) if place.persistent else 0
-            # Only a read of what was written before may come late, and only of who only reads.
-            if place in effects[then[0]].writes:
-                behind = 0
-            ahead = then[1] - first[1] - (table.index(first[0]) > table.index(then[0]))
+            # Only a task that only reads may find a state shifted: older where it is serially the
+            # second of the two, newer where it is the first.
+            shift = 0
+            if place.persistent and place not in effects[then[0]].writes:
+                shift = plan.stale.get(place.name, 0)
+            elif place.persistent and place not in effects[first[0]].writes:
+                shift = plan.newer.get(place.name, 0)
+            apart = then[1] - first[1] - (table.index(first[0]) > table.index(then[0]))
             kept = first in before[then]
             turned = then in before[first]
-            if not (kept or (turned and ahead < behind)):
+            if not (kept or (turned and apart < shift)):
                 return False
     return True

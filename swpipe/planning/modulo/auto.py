@@ -93,8 +93,8 @@ def auto_plan(
 
     Stages, thread groups, order and depth are chosen; and ``run_ahead``, if ``plan`` does not say
     it and more than the default makes iterations shorter. Dependences, streams, global order and
-    meant staleness stay as they are. A pair of ``same_period_deps`` keeps the distance that the
-    stages of ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations
+    ``stale`` and ``newer`` stay as they are. A pair of ``same_period_deps`` keeps the distance that
+    the stages of ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations
     shorter, a thread group of its own pulls the batches: the loader must use nothing that the tasks
     change. Where a thread is always busy, and ``effects`` let its tasks run on several iterations
     at once, it gets as many workers as make iterations shorter.
@@ -303,7 +303,7 @@ def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
         before = HappensBefore.of(validate(plan), streams=streams)
     except PlanError:
         return False
-    return not violations(required_orders(effects, plan.stale), [before])
+    return not violations(required_orders(effects, plan.stale, plan.newer), [before])
 
 
 def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:

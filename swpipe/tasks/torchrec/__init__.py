@@ -36,9 +36,14 @@ if TYPE_CHECKING:
         TrainPipelineSparseDistLite,
         TrainPipelineSparseDistT,
     )
+    from swpipe.tasks.torchrec.pipelines.pec_pipeline import TrainPipelinePEC
     from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
     from swpipe.tasks.torchrec.pipelines.semi_sync import TrainPipelineSemiSync
     from swpipe.tasks.torchrec.pipelines.staged import SparseDataDistUtil, StagedTrainPipeline
+    from swpipe.tasks.torchrec.pipelines.stashed import (
+        TrainPipelineSparseDistEmbStash,
+        TrainPipelineSparseDistOptStash,
+    )
     from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
     from swpipe.tasks.torchrec.rewriting.rewrite import RewriteReport
     from swpipe.tasks.torchrec.shuffling.shuffle import (
@@ -74,9 +79,12 @@ __all__ = [
     "TrainEvalHybridPipelineBase",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
+    "TrainPipelinePEC",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistEmbStash",
     "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistOptStash",
     "TrainPipelineSparseDistT",
     "TrainStep",
     "UnevenDataError",
@@ -101,6 +109,10 @@ _WHERE = {
         ("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffling.shuffle"
     ),
     **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".pipelines.staged"),
+    "TrainPipelinePEC": ".pipelines.pec_pipeline",
+    **dict.fromkeys(
+        (f"TrainPipelineSparseDist{what}Stash" for what in ("Emb", "Opt")), ".pipelines.stashed"
+    ),
 }
 
 

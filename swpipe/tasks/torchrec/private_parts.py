@@ -153,6 +153,25 @@ PARTS: tuple[Part, ...] = (
     ),
 )  # fmt: skip
 
+PEC_PARTS: tuple[Part, ...] = (
+    *_parts(
+        f"{_DISTRIBUTED}.pec_embedding",
+        ShardedPECEmbeddingCollection={
+            "calls": {"overlap_dist": "ctx, dist_input, prev_ctx, prev_dist_input"},
+            "has": "_embedding_collection _env _overlap_handlers",
+        },
+    ),
+    *_parts(
+        f"{_DISTRIBUTED}.embedding",
+        ShardedEmbeddingCollection={
+            "calls": {"_embedding_dim_for_sharding_type": "sharding_type"},
+            "has": "_lookups _output_dists _sharding_type_to_sharding _need_indices "
+                   "_embedding_names_per_sharding _features_to_permute_indices",
+        },
+    ),
+)  # fmt: skip
+"""What the exchange in two parts uses: since TorchRec 1.8."""
+
 
 def problems(parts: tuple[Part, ...] = PARTS) -> list[str]:
     """What of the parts is not as expected in the TorchRec that is imported; one line each."""

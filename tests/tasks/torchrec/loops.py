@@ -35,8 +35,12 @@ with warnings.catch_warnings():
     )
 
 PIPELINES = tuple(
-    name for name in ours.__all__ if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
+    name
+    for name in ours.__all__
+    if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
+    and any(hasattr(module, name) for module in (train_pipelines, experimental_pipelines))
 )
+"""Those that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:

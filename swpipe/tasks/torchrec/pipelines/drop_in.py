@@ -320,7 +320,7 @@ class SparseDistPipeline(PassPipeline):
             plan = plans.with_postproc(plan)
         self.pipe = SWPipeline(
             plan,
-            tasks.tasks(),
+            plan.tasks or tasks.tasks(),
             device=tasks.device,
             stall_timeout_s=stall_timeout_s,
             seed=seed,

@@ -103,13 +103,13 @@ def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
         module = forward._module
         if type(module) not in PLAIN_TABLES:
             yield f"{forward.name} is a {type(module).__name__}, and ids may change it"
-        elif looks_up_early and _counts(module):
+        elif looks_up_early and counts(module):
             yield f"the optimizer fused into {forward.name} counts look-ups"
     if tasks.table_state is not None and runs_early(plan, tasks.task_of(tasks.prefetch)):
         yield "a prefetch has changed tables whose rows lie in no parameter or buffer"
 
 
-def _counts(module: Any) -> bool:
+def counts(module: Any) -> bool:
     """Whether some tables of fbgemm below have counted look-ups, as for Adam."""
     counts = (getattr(part, "iter", None) for part in modules_in(module))
     return any(isinstance(count, Tensor) and bool(count.any()) for count in counts)

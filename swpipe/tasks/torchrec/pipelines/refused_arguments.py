@@ -41,6 +41,7 @@ TAKEN = frozenset(
         "stash_gradients", "enable_embedding_lookup_prefetch",
         "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs",
         "inplace_copy_batch_to_gpu", "async_inplace_copy",  # in TorchRec 1.5; since 1.9
+        "site_fqn", "sharding_type", "delay_stash", "stash_site_fqn",  # the plan says when
     }
 )  # fmt: skip
 """The arguments of pipelines that have a counterpart."""
@@ -120,8 +121,6 @@ _SAME = "has the same numbers; keep TorchRec's class where memory does not suffi
 INSTEAD = {
     "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
     "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
-    "TrainPipelinePEC": "it looks up ahead those rows that the batch before does not update, and "
-    "needs collections of its own: TrainPipelineFusedSparseDist is exact with any collection",
     "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
     "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
     "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
@@ -131,10 +130,6 @@ INSTEAD = {
     "batch's embeddings are exchanged, where the optimizer has no tables",
     "TrainPipelineSparseDistCompAutograd": "it compiles backward: call progress() of "
     "TrainPipelineSparseDist under torch._dynamo.compiled_autograd, or keep TorchRec's class",
-    "TrainPipelineSparseDistEmbStash": "it moves tables to the host during the dense part: "
-    f"TrainPipelineSparseDist {_SAME}",
-    "TrainPipelineSparseDistOptStash": "it moves the optimizer's state to the host between steps: "
-    f"TrainPipelineSparseDist {_SAME}",
 }
 """Class to what it does, and what to use."""
 

@@ -1,0 +1,454 @@
+"""Memory that is moved to the host between two uses, and back before the second, by two tasks.
+
+    compute   forward 1   forward 2 (1) forward 3   ...   backward 3   backward 2 (3) backward 1
+    stash                 [ 1 to the host ][ 2 ...
+    restore                                                        (2)[ 1 to the device ]
+
+Guarantees
+    - Memory goes in the order of the compute stream, which waits for the copy first (1), and comes
+      from that stream again, which the copy back waits for (2). So its later work can use it, and
+      the peak is the same however far the host is ahead of the device.
+    - What is used again is there: the plan orders the restore before its user (3). What autograd
+      has saved is refused if it was modified before it was copied.
+    - Memory that outlives an iteration is whole at the iteration's end, so that the loop's body
+      and a checkpoint find it; after a failure, too.
+
+Assumptions
+    - The two tasks are in the thread group of those between which they stand.
+    - Only tasks that name the pair's state use memory that outlives an iteration.
+
+Without streams, as on a CPU, the two tasks do nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from swpipe.core.messages import shown
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.resolved import resolve_plan
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.core.task_memory import Block
+from swpipe.device.choose import resolve
+from swpipe.device.protocol import Device, Event, Stream
+from swpipe.errors import PlanError, Problem
+
+__all__ = ["Offload", "offloaded", "with_offload"]
+
+_uses = torch._C._storage_Use_Count
+
+STASH, RESTORE = "stash", "restore"
+"""The names of the streams, and the first words of the tasks' names."""
+
+HELD = "stashed"
+"""The attribute of the context that has what autograd has saved in an iteration."""
+
+LEAST_BYTES = 2**16
+"""Smaller tensors stay on the device: a copy of them takes longer than it is worth."""
+
+
+class _Memory:
+    """The bytes of one storage, on the device or on the host.
+
+    Attributes:
+        storage: None while they are on the host, unless the storage is emptied in place.
+        home: The stream that uses it.
+        saved: What autograd has saved of it, with the version that it then had.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, home: Stream, *, in_place: bool) -> None:
+        self.storage: Any = storage
+        self.home = home
+        self.saved: list[tuple[Tensor, int]] = []
+        self.on_host = False
+        self._size, self._in_place = storage.nbytes(), in_place
+        self._host: Any = None
+
+    @property
+    def copied(self) -> bool:
+        """Whether the host has a copy."""
+        return self._host is not None and not self._in_place
+
+    def copy_out(self, device: Device) -> None:
+        """Copy the bytes to the host on the current stream."""
+        for tensor, version in self.saved:
+            _check_version(tensor, version)
+        if self._host is None:
+            pinned = device.pins_memory
+            self._host = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._host.copy_(self.bytes(), non_blocking=device.pins_memory)
+
+    def free(self) -> None:
+        """Give the device's memory back; the copy has been waited for."""
+        if self._in_place:
+            self.storage.resize_(0)
+        elif _uses(self.storage._cdata) > 1 + len(self.saved):
+            self.forget_copy()  # others hold it: to let go would free nothing
+            return
+        else:
+            self.storage = None
+            self.saved.clear()
+        self.on_host = True
+
+    def copy_in(self, device: Device) -> None:
+        """Copy the bytes back on the current stream, into memory of the home stream."""
+        with device.on(self.home):
+            if self.storage is None:
+                made = torch.empty(self._size, dtype=torch.uint8, device=device.name)
+                self.storage = made.untyped_storage()
+            else:
+                self.storage.resize_(self._size)
+            event = device.new_event()
+            event.record(self.home)
+        event.wait(device.current_stream())  # (2) earlier work of that stream may use the memory
+        with _unwatched():
+            self.bytes().copy_(self._host, non_blocking=device.pins_memory)
+        self.on_host = False
+        self.forget_copy()
+
+    def forget_copy(self) -> None:
+        """Let go of the copy; that of memory which outlives iterations is written again."""
+        if not self._in_place:
+            self._host = None
+
+    def bytes(self) -> Tensor:
+        """Return a tensor of the storage, with a version counter of its own."""
+        device = self.storage.device
+        with _unwatched(), torch.no_grad():
+            return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage)
+
+
+class _Saved:
+    """A tensor that autograd has saved, as a view of a memory."""
+
+    def __init__(self, memory: _Memory, tensor: Tensor) -> None:
+        self._memory = memory
+        self._number = len(memory.saved)
+        self._dtype, self._place = tensor.dtype, tensor.storage_offset()
+        self._size, self._stride = tensor.size(), tensor.stride()
+        memory.saved.append((tensor.detach(), tensor._version))
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, for the backward."""
+        memory = self._memory
+        if memory.saved:
+            tensor, version = memory.saved[self._number]
+            _check_version(tensor, version)
+            return tensor
+        if memory.on_host:
+            raise RuntimeError(
+                "backward needs a tensor that is on the host: the plan must run the pair's restore "
+                "before it, as with_offload(plan, pairs) does"
+            )
+        whole = memory.bytes()
+        values = whole[: len(whole) // self._dtype.itemsize * self._dtype.itemsize]
+        return values.view(self._dtype).as_strided(self._size, self._stride, self._place)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor that backward needs was modified in place ({tensor.dtype}, "
+            f"{list(tensor.shape)}): it is at version {tensor._version}, and was saved at {version}"
+        )
+
+
+class _Stashes:
+    """What one iteration, or one pair, has given to the host."""
+
+    def __init__(self) -> None:
+        self.of_pair: dict[str, list[_Memory]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, ref[_Memory], int]] = {}
+        self._copying: deque[tuple[Event, list[_Memory]]] = deque()
+
+    def memory_of(self, tensor: Tensor, home: Stream) -> _Memory:
+        """Return the memory of a tensor; layers may save one storage several times."""
+        storage = tensor.untyped_storage()
+        place, memory, version = self._known.get(storage._cdata, (None, lambda: None, 0))
+        found = memory() if place is not None and not place.expired() else None  # type: ignore[no-untyped-call]
+        # What was freed, or copied with other values, cannot stand for this tensor.
+        if found is None or found.on_host or (found.copied and version != tensor._version):
+            found = _Memory(storage, home, in_place=False)
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._known[storage._cdata] = weak, ref(found), tensor._version
+        return found
+
+    def copy_out(self, memories: Iterable[_Memory], device: Device) -> None:
+        """Copy memories to the host on the current stream."""
+        memories = [*memories]
+        with _unwatched():  # copies on the host are not counted among what iterations hold
+            for memory in memories:
+                memory.copy_out(device)
+        event = device.new_event()
+        event.record(device.current_stream())
+        self._copying.append((event, memories))
+
+    def free(self, all_but: int = 0) -> None:
+        """Free what was copied, but for the last copies, which may still be under way."""
+        while len(self._copying) > all_but:
+            event, memories = self._copying.popleft()
+            for home in {memory.home for memory in memories}:
+                event.wait(home)  # (1)
+            for memory in memories:
+                memory.free()
+
+    def copy_in(self, memories: Iterable[_Memory], device: Device) -> None:
+        """Copy memories back on the current stream; what was not freed yet stays."""
+        memories = [*memories]
+        for _, copying in self._copying:
+            for memory in [one for one in copying if one in memories]:
+                copying.remove(memory)
+                memory.forget_copy()
+        self.free()
+        for memory in memories:
+            if memory.on_host:
+                memory.copy_in(device)
+
+
+class Offload:
+    """Two tasks, ``stash`` and ``restore``, that keep memory on the host between two other tasks.
+
+    Without ``tensors``, the memory is what autograd saves in the task ``after`` for the backward in
+    the task ``before``. With it, the memory outlives iterations, as an optimizer's state does. Add
+    the tasks by ``offloaded``, and schedule them by ``with_offload``.
+
+    Args:
+        name: Of the pair, as in "stash layer3".
+        after: The task after which the memory goes to the host.
+        before: The task that uses it again.
+        device: The pipeline's device.
+        tensors: Returns the tensors whose memory it is, each time it is stashed.
+        freed: The task before which the device's memory goes, for work between the two. None, for
+            what autograd saves: the task ``after`` of the pair after the next.
+        during: The task that the copy back overlaps; None for the one directly before ``before``.
+        state: The state's name, for memory that outlives iterations. The tasks of the pair,
+            ``freed`` and ``before`` then declare it; all others that use the memory have to.
+        least_bytes: Smaller tensors stay on the device.
+
+    Raises:
+        ValueError: ``tensors`` are given without ``freed`` and ``state``, or a state without them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        after: str,
+        before: str,
+        device: Device | torch.device | str | None = None,
+        *,
+        tensors: Callable[[], Iterable[Tensor]] | None = None,
+        freed: str | None = None,
+        during: str | None = None,
+        state: str | None = None,
+        least_bytes: int = LEAST_BYTES,
+    ) -> None:
+        if (tensors is None) != (state is None) or (freed is None and state is not None):
+            raise ValueError(
+                f"offload {name!r}: tensors, freed and state say that the memory outlives an "
+                "iteration: give all three, or none for what autograd saves"
+            )
+        self.name, self.after, self.before, self.freed = name, after, before, freed
+        self.during = during
+        self._device, self._tensors, self._least = resolve(device), tensors, least_bytes
+        self._place = torch.device(self._device.name)
+        self._own = _Stashes()
+        self._kept: dict[int, _Memory] = {}
+        self.io: tuple[DeclaredIO, ...] = ()
+        if state is not None:
+            # Whoever else looks at the state, such as the loop's body, does so between iterations.
+            self.io = (DeclaredIO(state=state, others="", reset=self._bring_back),)
+        pure, reads = not self.io, () if self.io else (HELD,)
+        self.stash, self.restore = (
+            PipelineTask(f"{what} {name}", run, self.io, pure=pure, reads=reads)
+            for what, run in ((STASH, self._stash), (RESTORE, self._restore))
+        )
+
+    def watching(self, task: PipelineTask) -> PipelineTask:
+        """Return a task that hands over what autograd saves, or before which memory goes."""
+        saves, frees = not self.io and task.name == self.after, task.name == self.freed
+        if self.io and (frees or task.name == self.before):
+            task = replace(task, io=(*task.io, *self.io), pure=False)
+        if not self._device.has_streams or not (saves or frees):
+            return task
+
+        def save(ctx: Any) -> None:
+            if not hasattr(ctx, HELD):
+                setattr(ctx, HELD, _Stashes())
+            stashes: _Stashes = getattr(ctx, HELD)
+            stashes.free(all_but=1)
+            memories = stashes.of_pair.setdefault(self.name, [])
+            home = self._device.current_stream()
+
+            def pack(tensor: Tensor) -> Any:
+                if not self._takes(tensor):
+                    return tensor
+                memory = stashes.memory_of(tensor, home)
+                if not any(memory is other for other in memories):
+                    memories.append(memory)
+                return _Saved(memory, tensor)
+
+            with saved_tensors_hooks(pack, _unpacked):
+                task.fn(ctx)
+
+        def free(ctx: Any) -> None:
+            for memory in self._kept.values():
+                memory.home = self._device.current_stream()
+            stashes = self._own if self.io else getattr(ctx, HELD, self._own)
+            stashes.free()
+            task.fn(ctx)
+
+        reads = None if task.reads is None else (*task.reads, HELD)
+        return replace(task, fn=save if saves else free, reads=reads)
+
+    def resident(self) -> Block | None:
+        """Return the memory that outlives iterations, as a block; None of activations."""
+        if self._tensors is None:
+            return None
+        size = sum(storage.nbytes() for storage in self._storages())
+        return Block(self.restore.name, str(self.freed), size, self.name, later=1)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages on the device that outlive iterations, each once."""
+        storages = [
+            tensor.untyped_storage()
+            for tensor in (self._tensors or tuple)()
+            if tensor.device == self._place and tensor.nbytes >= self._least
+        ]
+        return [*{storage._cdata: storage for storage in storages}.values()]
+
+    def _takes(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor goes to the host."""
+        return (
+            type(tensor) is Tensor  # no parameter, nor a view of one
+            and not isinstance(tensor._base, nn.Parameter)
+            and tensor.device == self._place
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= self._least
+        )
+
+    def _stash(self, ctx: Any) -> None:
+        if not self._device.has_streams:
+            return
+        if self._tensors is None:
+            stashes: _Stashes | None = getattr(ctx, HELD, None)
+            if stashes is not None:  # else the task before was replayed, and has saved nothing
+                memories = stashes.of_pair[self.name]
+                stashes.copy_out([one for one in memories if not one.copied], self._device)
+            return
+        home = self._device.current_stream()
+        before = self._kept
+        self._kept = {
+            storage._cdata: before.get(storage._cdata) or _Memory(storage, home, in_place=True)
+            for storage in self._storages()
+        }
+        self._own.copy_out(self._kept.values(), self._device)
+
+    def _restore(self, ctx: Any) -> None:
+        if not self._device.has_streams:
+            return
+        if self._tensors is None:
+            stashes: _Stashes | None = getattr(ctx, HELD, None)
+            if stashes is not None:
+                stashes.copy_in(stashes.of_pair.pop(self.name), self._device)
+        else:
+            self._own.copy_in(self._kept.values(), self._device)
+
+    def _bring_back(self) -> None:
+        """Restore what a failure has left on the host."""
+        self._device.synchronize()
+        self._own.copy_in(self._kept.values(), self._device)
+        self._device.synchronize()
+
+
+def _unpacked(saved: Any) -> Any:
+    return saved.unpack() if isinstance(saved, _Saved) else saved
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Hide operators from those who watch what tasks do."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        yield
+    finally:
+        del guard
+
+
+def offloaded(tasks: Iterable[PipelineTask], pairs: Iterable[Offload]) -> tuple[PipelineTask, ...]:
+    """Return the tasks in serial order, with those of the pairs among them.
+
+    Raises:
+        PlanError: A pair names a task that is not there.
+    """
+    found = list(tasks)
+    for pair in pairs:
+        _check_names(pair, [task.name for task in found])
+        found = [pair.watching(task) for task in found]
+        names = [task.name for task in found]
+        found.insert(names.index(pair.before), pair.restore)
+        found.insert(names.index(pair.after) + 1, pair.stash)
+    return tuple(found)
+
+
+def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
+    """Return the plan with the tasks of the pairs, on two streams.
+
+    A restore begins one task before its user, or ``during``, and overlaps it. Memory goes before
+    the task ``freed``, or else before the task ``after`` of the pair after the next.
+
+    Args:
+        plan: A plan for the tasks without those of the pairs.
+        pairs: In the order of ``after``.
+
+    Raises:
+        PlanError: A pair names a task that the plan does not have, or nothing runs between the two.
+    """
+    resolved = resolve_plan(plan)
+    names, order = resolved.period_order, [*resolved.period_order]
+    schedule, deps = dict(plan.schedule), [*plan.deps]
+    saving = [pair for pair in pairs if not pair.io]
+    frees = {pair.name: later.after for pair, later in zip(saving, saving[2:], strict=False)}
+    for pair in pairs:
+        _check_names(pair, names)
+        stash, restore = pair.stash.name, pair.restore.name
+        first, last = schedule[pair.after], schedule[pair.before]
+        schedule[stash] = TaskSchedule(first.stage, STASH, first.thread_group)
+        schedule[restore] = TaskSchedule(last.stage, RESTORE, last.thread_group)
+        alike = [n for n in names if plan.schedule[n].stage == last.stage]
+        begin = max(0, alike.index(pair.before) - 1)
+        begin = begin if pair.during is None else alike.index(pair.during)
+        if first.stage == last.stage and alike.index(pair.after) >= begin:
+            raise PlanError(
+                [
+                    Problem(
+                        f"offload {pair.name!r}: no task runs between {pair.after!r} and "
+                        f"{pair.before!r}, so the memory would be back at once: leave the pair out"
+                    )
+                ]
+            )
+        deps += [(stash, pair.after), (restore, stash), (pair.before, restore)]
+        deps += [(restore, alike[begin - 1])] if begin else []
+        freeing = pair.freed or frees.get(pair.name)
+        deps += [(freeing, stash)] if freeing else []
+        order.insert(order.index(pair.after) + 1, stash)
+        order.insert(order.index(alike[begin]), restore)
+    tasks = offloaded(plan.tasks, pairs) if plan.tasks else ()
+    return replace(plan, schedule=schedule, deps=deps, order=order, tasks=tasks)
+
+
+def _check_names(pair: Offload, names: Sequence[str]) -> None:
+    named = (pair.after, pair.before, pair.freed, pair.during)
+    unknown = [name for name in named if name not in (None, *names)]
+    if unknown:
+        text = f"offload {pair.name!r} names {shown(unknown[0])}, which is none of the tasks"
+        raise PlanError([Problem(f"{text}: {', '.join(names)}")])

@@ -1,0 +1,67 @@
+"""A plan in which only rows that two successive batches share are exchanged between them (PEC).
+
+One period from left to right, with the iteration of each task (i is the one that is returned)::
+
+    embed prefetch overlap wait copy dense late early loss dense' start embed' finalize step
+    i     i+1      i+1     i+2  i+3  i     i    i+1   i    i      i+3   i      i        i
+
+"early" looks up the rows of batch i + 1 that batch i does not have, and "embed" all others, after
+batch i has updated them. "dense'" sends the gradients of rows that batch i + 1 has, whose ids it
+finds newer than in a serial run; "embed" of i + 1 sends the others, and "late" of i + 1 applies
+them. So between two steps there is the exchange of shared rows alone, in both directions.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.plans.torchrec.sparse_dist import (
+    COPY,
+    DENSE,
+    DENSE_BACK,
+    EMBED,
+    EMBED_BACK,
+    LAST,
+    LOSS,
+    ORDERED,
+    PREFETCH,
+    START,
+    STEP,
+    STREAMS,
+    WAIT,
+)
+
+__all__ = ["TASKS", "pec"]
+
+OVERLAP, EARLY, LATE = "EmbOverlap", "EmbEarly", "EmbLate"
+
+TASKS = (COPY, START, WAIT, PREFETCH, OVERLAP, EARLY, EMBED, DENSE, LATE, *LAST)
+"""The fourteen tasks, in serial order."""
+
+
+def pec() -> PipelinePlan:
+    """Four stages: copy, exchange of ids, early look-up, compute."""
+    stages = dict.fromkeys(TASKS, 3) | dict.fromkeys((PREFETCH, OVERLAP, EARLY), 2)
+    stages |= {COPY: 0, START: 0, WAIT: 1}
+    streams = {**STREAMS, PREFETCH: "prefetch"}
+    ordered = ORDERED | {OVERLAP, EARLY, LATE}
+    dense = (DENSE, LATE, EARLY, LOSS, DENSE_BACK, START)
+    return PipelinePlan(
+        schedule={
+            name: TaskSchedule(
+                stage=stages[name], stream=streams.get(name), globally_ordered=name in ordered
+            )
+            for name in TASKS
+        },
+        deps=[(after, before) for before, after in pairwise(TASKS)],
+        cross_iter_deps=[
+            *[(EMBED, EMBED_BACK), (EMBED, STEP), (DENSE, STEP), (PREFETCH, EMBED), (EARLY, LATE)],
+            (OVERLAP, EARLY),
+        ],
+        same_period_deps=[(DENSE_BACK, EARLY), (DENSE_BACK, PREFETCH)],
+        order=(EMBED, PREFETCH, OVERLAP, WAIT, COPY, *dense, *LAST[2:]),
+        streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
+        stale={"tables": 1},
+        newer={"overlap": 1},
+    )

@@ -1,0 +1,104 @@
+"""TorchRec's pipelines that keep tables, or the optimizer's state, on the host between two uses.
+
+    period      EmbForward   DenseForward, LossPostprocess   DenseBackward   EmbBackward   OptimStep
+    tables         used      ------ on the host ----------    copied back       used
+    optimizer                ------ on the host ---------------------------  copied back     used
+
+Both are whole between two calls of ``progress``: the loop may save them there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from swpipe._values.stateful import modules_in
+from swpipe._values.walk import tensors_in
+from swpipe.core.plan import PipelinePlan
+from swpipe.device.offload import Offload, with_offload
+from swpipe.plans.torchrec import sparse_dist as plans
+from swpipe.tasks.torchrec._torchrec import FusedOptimizer
+from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+
+
+class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: the optimizer's state is on the host until the embeddings' backward.
+
+    The dense forward begins when it has been copied there. ``site_fqn`` and ``sharding_type`` have
+    no effect. The state of optimizers that are fused into tables stays on the device.
+    """
+
+    form = replace(TrainPipelineSparseDist.form, kind="split")
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        pair = Offload(
+            "optimizer state",
+            plans.PREFETCH,
+            plans.STEP,
+            tasks.device,
+            tensors=partial(_states, tasks.step.optimizers),
+            freed=plans.DENSE,
+            during=plans.EMBED_BACK,
+            state="optimizer state",
+        )
+        return with_offload(replace(super()._plan(tasks), tasks=tasks.tasks()), [pair])
+
+
+class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
+    """As TorchRec's: tables that have ``stash_weights=True`` are on the host during the dense part.
+
+    The dense forward begins when they have been copied there. ``site_fqn``, ``delay_stash`` and
+    ``stash_site_fqn`` have no effect.
+    """
+
+    form = replace(TrainPipelineSparseDist.form, kind="split")
+
+    def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        modules = tuple(tasks.rewrite.sharded.values())
+        if not [*_stashed(modules)]:
+            warnings.warn(
+                f"{type(self).__name__}: no table of this rank has stash_weights=True in its "
+                "configuration, so none is moved to the host",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        pair = Offload(
+            "tables",
+            plans.EMBED,
+            plans.EMBED_BACK,
+            tasks.device,
+            tensors=partial(_stashed, modules),
+            freed=plans.DENSE,
+            state="rows on the device",
+        )
+        return with_offload(replace(super()._plan(tasks), tasks=tasks.tasks()), [pair])
+
+
+def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the state of the optimizers that step the dense part."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, FusedOptimizer):
+            continue
+        if hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
+            yield from _states(inner for _, inner in optimizer.optimizers)
+        elif hasattr(optimizer, "_optimizer"):  # its wrappers
+            yield from _states([optimizer._optimizer])
+        else:
+            yield from tensors_in([*optimizer.state.values()])
+
+
+def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the rows of fbgemm's tables that are to be stashed, as TorchRec chooses them."""
+    for module in modules:
+        for part in modules_in(module):
+            kernel, config = getattr(part, "_emb_module", None), getattr(part, "_config", None)
+            tables = getattr(config, "embedding_tables", ())
+            if any(getattr(table, "stash_weights", False) for table in tables):
+                rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))
+                yield from (one for one in rows if isinstance(one, Tensor))

@@ -1,0 +1,460 @@
+"""Rows that a batch shares with the one before are exchanged late, all others early (PEC).
+
+    batch i + 1      EmbOverlap ~~ masks ~~> EmbEarly           EmbForward     rows, to the ranks
+    batch i                                    DenseBackward ~~> EmbBackward   gradients, of rows
+    batch i + 1                                                 EmbForward ~~> EmbLate     that
+                                                                             batch i + 1 has not
+
+The rank that has a row knows whether two successive batches have it, and tells the others
+(``EmbOverlap``). Rows that batch i does not have are looked up before batch i updates its own, and
+rows that batch i + 1 does not have may be updated after batch i + 1 was looked up. All others keep
+their order. So each look-up reads, and each update adds, what it would in a serial run.
+
+What batch i + 1 shares with batch i is known to the backward of batch i only where the plan is
+ahead (``PipelinePlan.newer``). Else, as under a serial plan or for the last batch, no gradient is
+left for later.
+
+The collections are TorchRec's ``ShardedPECEmbeddingCollection``; its parts that find and split the
+rows are used, and its exchange of gradients is not: it lacks the order of several features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swpipe.core.context import IterContext
+from swpipe.core.messages import in_bytes
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.plans.torchrec import sparse_dist as names
+from swpipe.plans.torchrec.pec_plan import EARLY, LATE, OVERLAP
+from swpipe.tasks.torchrec._torchrec import VERSION, LazyAwaitable, check_parts
+from swpipe.tasks.torchrec.embedding_tables.table_state import rates_of, set_rates
+from swpipe.tasks.torchrec.pipelines.mid_flight import counts
+from swpipe.tasks.torchrec.private_parts import PEC_PARTS, problems
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+
+
+class Sizes(NamedTuple):
+    """Bytes of embeddings and gradients that a rank gets from others, in one step on average.
+
+    Attributes:
+        early: Of rows that the batch beside does not have.
+        late: Of rows that two successive batches share: between two steps.
+        steps: How many steps that is the mean of.
+    """
+
+    early: float = 0.0
+    late: float = 0.0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        shares = f"{in_bytes(round(self.late))} late, {in_bytes(round(self.early))} early"
+        return f"a rank gets {shares} per step, over {self.steps} steps"
+
+
+class Partition(NamedTuple):
+    """One sharding group's values in two parts; the overlapped one comes first in each pair.
+
+    Attributes:
+        features: The ids of this rank's rows.
+        sent: How many of its own ids' embeddings each rank sends.
+        got: For how many ids each rank has asked.
+        order: Indices of this rank's own ids: one tensor to merge what comes, or one per part.
+    """
+
+    features: tuple[Any, Any]
+    sent: tuple[list[int], list[int]]
+    got: tuple[list[int], list[int]]
+    order: tuple[Tensor, ...]
+
+
+@dataclass
+class Batch:
+    """One batch at one module.
+
+    Attributes:
+        index: The iteration.
+        context: The module's context, which has the exchange of ids.
+        features: The ids of this rank's rows, from all ranks, per sharding group.
+        masks: Under way, or None where they have been waited for.
+        before: The batch before, where it is known.
+        forward: The parts by what the batch before has.
+        backward: The parts by what the batch after has; None where that is not known.
+        early: Embeddings under way, per group.
+        merged: The embeddings of the batch, leaves of the dense part's graph.
+        rates: The learning rates of its look-up.
+    """
+
+    index: int
+    context: Any
+    features: Any
+    masks: Any
+    before: Batch | None
+    forward: list[Partition] = field(default_factory=list)
+    backward: list[Partition] | None = None
+    early: list[Any] = field(default_factory=list)
+    merged: list[Tensor] = field(default_factory=list)
+    rates: Sequence[float] = ()
+
+
+class Sent(NamedTuple):
+    """Gradients of one part of one group; ``work`` is None where they have not been sent."""
+
+    batch: Batch
+    group: int
+    features: Any
+    gradient: Tensor
+    sent: list[int]
+    got: list[int]
+    work: Any = None
+
+
+class PecModule:
+    """One collection, with what batches in flight have of it."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+        self.inner = module._embedding_collection
+        self.group = module._env.process_group
+        self.last: Batch | None = None
+        self.deferred: list[Sent] = []
+        module.compute_and_output_dist = self._look_up_late
+        self.early_bytes = self.late_bytes = self.steps = 0
+
+    def close(self) -> None:
+        """Give the module its own look-up back."""
+        vars(self.module).pop("compute_and_output_dist", None)
+
+    def forget(self) -> None:
+        """Let go of the batches that were dropped."""
+        self.last = None
+        self.deferred.clear()
+
+    def start_masks(self, index: int, context: Any, features: Any) -> Batch:
+        """Find the rows that the batch before has, and start to tell the other ranks."""
+        before = self.last
+        if before is not None and before.index != index - 1:
+            before = None
+        masks = self.module.overlap_dist(
+            ctx=context,
+            dist_input=features,
+            prev_ctx=None if before is None else before.context,
+            prev_dist_input=None if before is None else before.features,
+        )
+        self.last = batch = Batch(index, context, features, masks, before)
+        context.pec_batch = batch
+        return batch
+
+    def look_up_early(self, batch: Batch) -> None:
+        """Wait for the masks; look up and send the rows that the batch before does not have."""
+        results = [mask.wait() for mask in batch.masks]
+        batch.forward = [
+            Partition((part.ol_features, part.nol_features), *_splits(part.splits), (part.permute,))
+            for part, _ in results
+        ]
+        if batch.before is not None:
+            batch.before.backward = [
+                Partition(
+                    (part.ol_features, part.nol_features),
+                    *_splits(part.splits),
+                    (part.ol_permute, part.nol_permute),
+                )
+                for _, part in results
+            ]
+            batch.before = None
+        batch.masks = None
+        batch.early = [*self._look_up(batch, 1)]
+
+    def _look_up_late(self, context: Any, features: Any) -> Any:
+        """Look up and send the rows that the batch before has; called as the module's own."""
+        batch: Batch | None = getattr(context, "pec_batch", None)
+        if batch is None:  # another pipeline of the model, or the model by itself
+            return type(self.module).compute_and_output_dist(self.module, context, features)
+        late = [*self._look_up(batch, 0)]
+        batch.rates = rates_of([self.module])
+        return _Merged(self, batch, late)
+
+    def _look_up(self, batch: Batch, part: int) -> Iterator[Any]:
+        inner = self.inner
+        groups = zip(
+            inner._lookups,
+            inner._output_dists,
+            batch.context.sharding_contexts,
+            batch.forward,
+            strict=True,
+        )
+        with torch.no_grad():
+            for number, (lookup, output_dist, context, partition) in enumerate(groups):
+                features = partition.features[part]
+                own = copy.copy(context)
+                own.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+                own.input_splits = partition.sent[part]
+                own.output_splits = partition.got[part]
+                own.unbucketize_permute_tensor = None
+                rows = lookup(features).view(-1, self._dim(number))
+                self._count(partition.sent[part], number, part)
+                self.steps += part and number == 0
+                yield output_dist(rows, own)
+
+    def start_backward(self, batch: Batch) -> list[Sent]:
+        """Send the gradients of rows that the batch after has, and keep the others."""
+        parts = batch.backward or [*self._whole(batch)]
+        sent = []
+        for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
+            gradient = merged.grad
+            if gradient is None:  # the model has not used them; other ranks may wait for it
+                gradient = torch.zeros_like(merged)
+            pair = [
+                Sent(batch, number, features, gradient.index_select(0, order), out, got)
+                for features, order, out, got in zip(
+                    partition.features, partition.order, partition.sent, partition.got, strict=True
+                )
+            ]
+            sent.append(self._started(pair[0], 0))
+            if batch.backward is not None:
+                self.deferred.append(pair[1])
+        batch.merged.clear()
+        return sent
+
+    def start_deferred(self) -> None:
+        """Send the gradients that were kept."""
+        self.deferred = [self._started(one, 1) for one in self.deferred]
+
+    def _started(self, one: Sent, part: int) -> Sent:
+        dim = self._dim(one.group)
+        got = one.gradient.new_empty(sum(one.got) * dim)
+        work = dist.all_to_all_single(
+            got,
+            one.gradient.reshape(-1),
+            output_split_sizes=[count * dim for count in one.got],
+            input_split_sizes=[count * dim for count in one.sent],
+            group=self.group,
+            async_op=True,
+        )
+        self._count(one.got, one.group, part)
+        return one._replace(gradient=got, work=work)
+
+    def update(self, sent: Iterable[Sent]) -> None:
+        """Wait for gradients, and update their rows with the rate of their batch's look-up."""
+        for one in sent:
+            one.work.wait()
+            if not one.features.values().numel():
+                continue
+            gradient = one.gradient.view(-1, self._dim(one.group))
+            context = one.batch.context.sharding_contexts[one.group]
+            # Gradients come by rank, then feature; rows are looked up by feature, then rank.
+            recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
+            places = torch.arange(len(gradient), device=gradient.device)
+            lengths = one.features.lengths().view(recat.shape[0], -1)
+            _, order, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                recat, lengths, places, None, len(gradient)
+            )
+            ordered = torch.empty_like(gradient).index_copy_(0, order, gradient)
+            if _divides():
+                ordered.div_(dist.get_world_size(self.group))
+            before = rates_of([self.module])
+            set_rates([self.module], one.batch.rates)
+            with torch.enable_grad():
+                rows = self.inner._lookups[one.group](one.features)
+                rows.view(-1, self._dim(one.group)).backward(ordered)
+            set_rates([self.module], before)
+
+    def update_deferred(self) -> None:
+        """Update the rows whose gradients were kept."""
+        self.update(self.deferred)
+        self.deferred = []
+
+    def _whole(self, batch: Batch) -> Iterator[Partition]:
+        """Yield partitions in which all rows count as shared."""
+        handlers = self.module._overlap_handlers
+        groups = zip(handlers, batch.context.sharding_contexts, batch.features, strict=True)
+        for handler, context, features in groups:
+            device = features.values().device
+            every = torch.ones(sum(context.input_splits), dtype=torch.bool, device=device)
+            orders = handler.compute_backward_permutes(every, context)
+            none = [0] * len(context.input_splits)
+            sent = (list(context.input_splits), none)
+            got = (list(context.output_splits), none)
+            yield Partition((features, features), sent, got, orders)
+
+    def _dim(self, group: int) -> int:
+        kinds = [*self.inner._sharding_type_to_sharding]
+        dim: int = self.inner._embedding_dim_for_sharding_type(kinds[group])
+        return dim
+
+    def _count(self, rows: Sequence[int], group: int, part: int) -> None:
+        """Count what comes from other ranks."""
+        mine = dist.get_rank(self.group)
+        size = 4 * self._dim(group) * (sum(rows) - rows[mine])
+        if part:
+            self.early_bytes += size
+        else:
+            self.late_bytes += size
+
+
+class _Merged(LazyAwaitable):  # type: ignore[misc]
+    """The embeddings of both parts, in the order of the batch's ids."""
+
+    def __init__(self, module: PecModule, batch: Batch, late: list[Any]) -> None:
+        super().__init__()
+        self._module, self._batch, self._late = module, batch, late
+
+    def _wait_impl(self) -> dict[str, Any]:
+        from torchrec.modules.utils import construct_jagged_tensors
+
+        batch, inner = self._batch, self._module.inner
+        found: dict[str, Any] = {}
+        for number, (late, early) in enumerate(zip(self._late, batch.early, strict=True)):
+            with torch.no_grad():
+                both = torch.cat([late.wait(), early.wait()])
+                merged = both.index_select(0, batch.forward[number].order[0])
+            batch.merged.append(merged.requires_grad_(torch.is_grad_enabled()))
+            found |= construct_jagged_tensors(
+                embeddings=merged,
+                features=batch.context.sharding_contexts[number].features_before_input_dist,
+                embedding_names=inner._embedding_names_per_sharding[number],
+                need_indices=inner._need_indices,
+                features_to_permute_indices=inner._features_to_permute_indices,
+            )
+        batch.early = []
+        return found
+
+
+class PecTasks:
+    """The fourteen tasks of a step with PEC, made of the eleven of ``tasks``.
+
+    Args:
+        tasks: Their forward is "split".
+        modules: The collections of TorchRec's that are exchanged in two parts, by name.
+
+    Raises:
+        ImportError: The installed TorchRec has other parts than these tasks use.
+        ValueError: A table's optimizer counts its look-ups, which are more with PEC.
+    """
+
+    def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any]) -> None:
+        if lacks := problems(PEC_PARTS):
+            check_parts(str(VERSION), lacks)
+        counting = [name for name, module in modules.items() if counts(module)]
+        if counting:
+            raise ValueError(
+                f"the optimizer fused into {', '.join(counting)} counts look-ups, which PEC makes "
+                "more of: take TrainPipelineFusedSparseDist, or SGD or Adagrad for the tables"
+            )
+        self._tasks = tasks
+        self.modules = [PecModule(name, module) for name, module in modules.items()]
+
+    @property
+    def sizes(self) -> Sizes:
+        """What is exchanged, on average since the beginning."""
+        steps = max((module.steps for module in self.modules), default=0)
+        early = sum(module.early_bytes for module in self.modules)
+        late = sum(module.late_bytes for module in self.modules)
+        return Sizes(early / max(1, steps), late / max(1, steps), steps)
+
+    def close(self) -> None:
+        """Give the modules their own look-ups back."""
+        for module in self.modules:
+            module.close()
+
+    def tasks(self) -> tuple[PipelineTask, ...]:
+        """Return the tasks, in serial order."""
+        reset = partial(_forget, self.modules)
+        overlap = DeclaredIO(state="overlap", others="", reset=reset)
+        deferred = DeclaredIO(state="late gradients", others="")
+        reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
+        added = {
+            names.PREFETCH: [
+                PipelineTask(OVERLAP, self._overlap, [overlap]),
+                PipelineTask(EARLY, self._early, [overlap, reads]),
+            ],
+            names.DENSE: [PipelineTask(LATE, self._late, [deferred, updates])],
+        }
+        seen = DeclaredIO(state="overlap", mode="r")
+        wrapped = {
+            names.EMBED: (self._after_look_up, [deferred]),
+            names.DENSE_BACK: (self._send, [seen, deferred]),
+            names.EMBED_BACK: (self._update, []),
+        }
+        found = []
+        for own in self._tasks.tasks():
+            task = own
+            if own.name in wrapped:
+                then, io = wrapped[own.name]
+                task = replace(own, fn=partial(_in_turn, own.fn, then), io=(*own.io, *io))
+            found += [task, *added.get(own.name, ())]
+        return tuple(found)
+
+    def _overlap(self, ctx: IterContext) -> None:
+        """Start to tell the other ranks which rows the batch before has."""
+        context = ctx.pipeline
+        ctx.pec = {
+            module.name: module.start_masks(
+                ctx.iter_idx,
+                context.module_contexts_post_prefetch[module.name],
+                context.module_input_post_prefetch[module.name],
+            )
+            for module in self.modules
+        }
+
+    def _early(self, ctx: IterContext) -> None:
+        """Look up and send the rows that the batch before does not have."""
+        for module in self.modules:
+            module.look_up_early(ctx.pec[module.name])
+
+    def _after_look_up(self, ctx: IterContext) -> None:
+        """Send the gradients that the batch before has kept, behind this batch's shared rows."""
+        for module in self.modules:
+            module.start_deferred()
+
+    def _late(self, ctx: IterContext) -> None:
+        """Update the rows of the batch before that this one does not have."""
+        for module in self.modules:
+            module.update_deferred()
+
+    def _send(self, ctx: IterContext) -> None:
+        """Send the gradients of rows that the batch after has."""
+        ctx.pec_sent = []
+        for module in self.modules if ctx.training else ():
+            batch: Batch = ctx.pec[module.name]
+            cuts = [*ctx.pipeline.seams.pop(module.name).take()]
+            if cuts:
+                outputs, gradients = zip(*cuts, strict=True)
+                torch.autograd.backward(outputs, gradients)
+            ctx.pec_sent.append((module, module.start_backward(batch)))
+
+    def _update(self, ctx: IterContext) -> None:
+        """Update the rows that the batch after has."""
+        for module, sent in ctx.pec_sent:
+            module.update(sent)
+        del ctx.pec, ctx.pec_sent
+
+
+def _in_turn(first: Any, then: Any, ctx: IterContext) -> None:
+    first(ctx)
+    then(ctx)
+
+
+def _forget(modules: Iterable[PecModule]) -> None:
+    for module in modules:
+        module.forget()
+
+
+def _splits(splits: Any) -> tuple[Any, Any]:
+    return splits.input_splits, splits.output_splits
+
+
+def _divides() -> bool:
+    """Return whether TorchRec divides gradients of embeddings by the number of ranks."""
+    from torchrec.distributed.comm_ops import get_gradient_division
+
+    divides: bool = get_gradient_division()
+    return divides
