@@ -73,8 +73,8 @@ MEASURED = {
 What else they say, such as which task bounds a step, is what was found on one machine.
 """
 
-DRAWN = ("for x, y in loader:", "io       ▌", "comm   --")
-"""How blocks begin that nothing printed as they stand."""
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ")
+"""How blocks begin that are drawings, or one example of what may be printed."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
