@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, islice, repeat
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -27,7 +28,7 @@ _COMPARED_BYTES = 1024
 """About so many show that a tensor or array was written; all of them if there are fewer."""
 
 _SAMPLED_BYTES = 256
-"""About so many of a tensor or array tell a batch from others."""
+"""So many of a string are looked at."""
 
 _MOST_LEAVES = 256
 """So many numbers, strings, arrays and other objects of a batch are looked at."""
@@ -52,55 +53,53 @@ def _is_flat(batch: Any) -> bool:
     return all(type(one) is Tensor for one in several)
 
 
-def _layout(buffer: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """Address, 0 where none is on the host; shape; steps in bytes; bytes of an item."""
+def _piece(buffer: Any) -> tuple[int, int] | None:
+    """Return address and size of memory in one piece, 0 if it is not on the host; else None."""
     if isinstance(buffer, Tensor):
-        there = buffer.layout is torch.strided and buffer.is_cpu
-        size = buffer.element_size()
-        steps = tuple(step * size for step in buffer.stride()) if there else ()
-        return buffer.data_ptr() if there else 0, tuple(buffer.shape), steps, size
-    there = buffer.size and not buffer.dtype.hasobject
-    address = buffer.__array_interface__["data"][0] if there else 0
-    return address, buffer.shape, buffer.strides, buffer.itemsize
+        if buffer.layout is not torch.strided or not buffer.is_cpu:
+            return 0, 0
+        return (buffer.data_ptr(), buffer.nbytes) if buffer.is_contiguous() else None
+    if buffer.dtype.hasobject:
+        return 0, 0
+    if buffer.flags.c_contiguous:
+        return buffer.__array_interface__["data"][0], buffer.nbytes
+    return None
 
 
-def _is_whole(shape: tuple[int, ...], steps: tuple[int, ...], size: int) -> bool:
-    """Whether the items lie in one piece, in their order."""
-    for length, step in zip(reversed(shape), reversed(steps), strict=True):
-        if length != 1 and step != size:
-            return False
-        size *= length
-    return True
+def _pieces(buffer: Any) -> tuple[int, tuple[int, ...]]:
+    """Return the address of the first item, and the steps between items, in bytes."""
+    if isinstance(buffer, Tensor):
+        return buffer.data_ptr(), tuple(step * buffer.itemsize for step in buffer.stride())
+    return buffer.__array_interface__["data"][0], buffer.strides
 
 
 def span_of(buffer: Any) -> tuple[int, int]:
-    """The addresses of its first byte, and of the first one behind it; the same for none."""
-    address, shape, steps, size = _layout(buffer)
-    if not address or 0 in shape:
-        return 0, 0
-    if _is_whole(shape, steps, size):
-        return address, address + math.prod(shape) * size
-    far = [(length - 1) * step for length, step in zip(shape, steps, strict=True)]
-    return address + sum(min(0, one) for one in far), address + sum(map(max, far, repeat(0))) + size
+    """Return the addresses of its first byte, and behind its last one; the same for none."""
+    piece = _piece(buffer)
+    if piece is not None:
+        return piece[0], sum(piece)
+    address, steps = _pieces(buffer)
+    far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
+    before, behind = sum(min(0, way) for way in far), sum(max(0, way) for way in far)
+    return address + before, address + behind + buffer.itemsize
 
 
 def _sample(buffer: Any, most: int) -> bytes:
     """About so many bytes of what is on the host, from all over it; all if there are fewer."""
-    address, shape, steps, size = _layout(buffer)
-    items = math.prod(shape)
-    if not address or not items:
-        return b""
-    if _is_whole(shape, steps, size):
-        if items * size <= most:
-            return ctypes.string_at(address, items * size)
-        memory = memoryview((ctypes.c_ubyte * (items * size)).from_address(address))
-        sample = memory[:: max(1, items * size // most) | 1].tobytes()
+    piece, size = _piece(buffer), buffer.itemsize
+    if piece is not None:
+        address, total = piece
+        if total <= most:
+            return ctypes.string_at(address, total)
+        memory = memoryview((ctypes.c_ubyte * total).from_address(address))
+        sample = memory[:: total // most | 1].tobytes()
         return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
+    address, steps = _pieces(buffer)
+    items = math.prod(buffer.shape)
     found = []
     for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
-        place = address
-        rest = number
-        for length, step in zip(reversed(shape), reversed(steps), strict=True):
+        place, rest = address, number
+        for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
             rest, index = divmod(rest, length)
             place += index * step
         found.append(ctypes.string_at(place, size))
@@ -116,6 +115,36 @@ def content_of(buffer: Any) -> Content:
         except RuntimeError:  # an inference tensor; is_inference() lets go of the interpreter lock
             version = 0
     return version, crc32(_sample(buffer, _COMPARED_BYTES))
+
+
+class Buffer(NamedTuple):
+    """A tensor or array as it was.
+
+    Attributes:
+        reference: To it, weak: one that is gone nobody else has.
+        content: What it had.
+        form: Its shape and dtype.
+        begin: The address of its first byte on the host.
+        end: Behind its last one.
+    """
+
+    reference: weakref.ref[Any]
+    content: Content
+    form: tuple[Sequence[int], Any]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, buffer: Any) -> Buffer:
+        """Return a tensor or array as it is now."""
+        form = buffer.shape, buffer.dtype
+        return cls(weakref.ref(buffer), content_of(buffer), form, *span_of(buffer))
+
+    @property
+    def checksum(self) -> int:
+        """What tells it from others, in another process, too."""
+        shape, dtype = self.form
+        return crc32(repr((*shape, str(dtype), self.content[1])).encode())
 
 
 def structure_of(batch: Any, leaves: list[Any]) -> int:
@@ -137,24 +166,23 @@ def structure_of(batch: Any, leaves: list[Any]) -> int:
     return crc32(repr(([len(node.children) for node in nodes], plain)).encode())
 
 
-def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
-    """Return a checksum of a sample of its bytes on the host, of shapes, numbers and strings.
+def part_checksums(batch: Any, most: int = _COMPARED_BYTES) -> list[int]:
+    """Return a checksum of each part of a batch: ``structure_of``, then each tensor and array.
 
-    It includes the length and the keys of each container, and tells a batch from others in another
-    process, too.
+    They tell a batch from others in another process, too.
 
     Args:
         batch: The batch.
         most: About so many bytes of each tensor or array.
     """
-    return crc32(repr(part_checksums(batch, most)).encode())
-
-
-def part_checksums(batch: Any, most: int = _SAMPLED_BYTES) -> list[int]:
-    """Return the same of each part: first ``structure_of``, then each tensor and array."""
     buffers, leaves = memory_parts(batch)
-    described = [(*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers]
-    return [structure_of(batch, leaves), *(crc32(repr(one).encode()) for one in described)]
+    parts = ((*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers)
+    return [structure_of(batch, leaves), *(crc32(repr(part).encode()) for part in parts)]
+
+
+def checksum_of(parts: Sequence[int]) -> int:
+    """Return one checksum of all parts of a batch."""
+    return crc32(repr([*parts]).encode())
 
 
 def has_parts(batch: Any, saved: Sequence[int]) -> bool:

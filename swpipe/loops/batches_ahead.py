@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swpipe._values.fingerprint import same_node
 from swpipe._values.walk import ValueNode, nodes_in
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import Content, content_of, memory_parts, span_of, structure_of
+from swpipe.loops.batch_memory import Buffer, content_of, memory_parts, structure_of
 from swpipe.loops.live_loaders import goes_on
 
 
@@ -36,15 +36,19 @@ class BatchAsPulled:
         self.number = number
         self.batch = batch if keep else None
         buffers, leaves = memory_parts(batch)
-        self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
-        self._spans = [span_of(buffer) for buffer in buffers]
+        self._buffers = [Buffer.of(buffer) for buffer in buffers]
         self._nodes = [*nodes_in(batch)] if keep else []
         self._structure = structure_of(batch, leaves)
 
+    @property
+    def parts(self) -> list[int]:
+        """The batch's ``part_checksums``, as it was."""
+        return [self._structure, *(buffer.checksum for buffer in self._buffers)]
+
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
-        for (reference, content), (begin, end) in zip(self._contents, self._spans, strict=True):
-            if any(first < end and begin < last for first, last in later._spans):
+        for reference, content, _, begin, end in self._buffers:
+            if any(other.begin < end and begin < other.end for other in later._buffers):
                 buffer = reference()
                 if buffer is not None and content_of(buffer) != content:
                     return True
@@ -55,7 +59,7 @@ class BatchAsPulled:
         buffers, leaves = memory_parts(batch)
         if structure_of(batch, leaves) != self._structure:
             return False
-        return [content for _, content in self._contents] == [*map(content_of, buffers)]
+        return [buffer.content for buffer in self._buffers] == [*map(content_of, buffers)]
 
     def is_refilled(self, batch: Any) -> bool:
         """Return whether the batch has other containers, numbers or strings than it had."""
@@ -64,26 +68,20 @@ class BatchAsPulled:
 
     def renew(self) -> None:
         """Take the content for what it is now."""
-        self._contents = [
-            (reference, content if buffer is None else content_of(buffer))
-            for reference, content in self._contents
-            for buffer in [reference()]
+        there = ((one, one.reference()) for one in self._buffers)
+        self._buffers = [
+            one._replace(content=content_of(now)) for one, now in there if now is not None
         ]
 
     def written(self) -> list[Any]:
-        """The tensors and arrays that were written since."""
-        return [buffer for buffer, content in self._parts() if content_of(buffer) != content]
+        """The tensors and arrays that were written since, and are still there."""
+        there = ((one.content, one.reference()) for one in self._buffers)
+        return [now for content, now in there if now is not None and content_of(now) != content]
 
     def changed(self) -> list[Any]:
         """Return these, and the containers that hold other values than before."""
         now = [(node, ValueNode.of(node.value)) for node in self._nodes]
         return self.written() + [node.value for node, after in now if not same_node(node, after)]
-
-    def _parts(self) -> Iterator[tuple[Any, Content]]:
-        """Those that are still there: one that is gone nobody else has."""
-        for reference, content in self._contents:
-            if (buffer := reference()) is not None:
-                yield buffer, content
 
 
 class BatchesAhead:

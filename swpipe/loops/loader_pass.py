@@ -33,6 +33,7 @@ from swpipe._engine.waiting import Cancelled
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
+from swpipe.loops.batch_memory import part_checksums
 from swpipe.loops.batches_ahead import BatchesAhead
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.first_pass import FirstPass
@@ -102,7 +103,7 @@ class LoaderPass:
         self._open = False  # the pipeline asks the iterator
         self.first: FirstPass | None = None
         self._part = 0  # how often it was left, and gone on with
-        self._asked = self._at_end = self._end_is_known = self.ended = False
+        self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
         of.draws.begin()
@@ -135,7 +136,7 @@ class LoaderPass:
         if places and draws:
             after_pull = of.draws.drawn(places[-1].after)
         loader = places[0].loader if places else self._loader_at_start
-        again = [(one.before, one.checksum) for one in places if one.before is not None]
+        again = self._places.again(handed_out)
         coming = self._places.coming(handed_out, of.most if of.beside else 0)
         return {
             "batches": handed_out,
@@ -214,6 +215,8 @@ class LoaderPass:
     @property
     def is_in_turn(self) -> bool:
         """Whether the next batch is to be taken by the caller; no other is in flight then."""
+        if not self._wants_turn():
+            return False
         with self._lock:
             # The pipeline may be about to find that its iterator ends here.
             ahead = self.is_ahead or self._pulling or self._again or self._open
@@ -429,11 +432,12 @@ class LoaderPass:
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader, and note what it did."""
         of, failure, ended, batch = self._of, None, False, None
+        watched = of.draws.watches(number)
         data = None if of.draws.in_turn else of.data
         if data is not None:
             data.before_pull()
         try:
-            if of.draws.watches(number):
+            if watched:
                 with of.draws.watching(number):
                     batch = next(self._batches)
             else:
@@ -449,17 +453,18 @@ class LoaderPass:
             failure, ended = error, True
         with self._lock:
             of.draws.after_pull(number, before, self.handed_out, alone=alone)
-        if self._prepared is not None and not self._asked:
+        if self._prepared is not None:
             self._prepared.after_pull()
-        self._asked = True
+            self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-            if of.draws.watches(number):
+            if watched:
                 of.draws.tensors.end_pull(batch)
         looks = not (ended or (alone and of.draws.in_turn))
         pulled = self._ahead.as_pulled(batch, number) if looks else None
         if not ended:  # it may take a while, and the caller must not wait for it
-            self._places.note(number, self.handed_out, batch, before, of.draws.after)
+            parts = part_checksums(batch) if pulled is None else pulled.parts
+            self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
             if ended and not self._left:
                 self.failure, self._batches, self._at_end = failure, iter(()), True

@@ -57,14 +57,12 @@ class PlaceInPass:
         before: The states of the generators that the loader draws from, before the pull; None if
             the loader's state is that after it.
         after: After it.
-        checksum: Of the batch; None if any is good.
-        parts: Of its parts, as it was pulled; none of a batch that this pass did not hand out.
+        parts: Checksums of the batch's parts, as it was pulled.
     """
 
     loader: Any
     before: States | None
     after: States
-    checksum: int | None
     parts: Sequence[int] = ()
 
 
@@ -111,7 +109,7 @@ class PlacesPulled:
         batches, places = _led_back(self._loader, generators, saved)
         after = {**saved["generators"], **(saved["after_pull"] or {})}
         generators.write(after)
-        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
+        places = places or [PlaceInPass(saved["loader"], None, {})]
         places[-1] = replace(places[-1], after=after)
         self._known = dict(enumerate(places, handed_out - len(places) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
@@ -124,7 +122,12 @@ class PlacesPulled:
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
     def note(
-        self, number: int, handed_out: int, batch: Any, before: States | None, after: States
+        self,
+        number: int,
+        handed_out: int,
+        parts: Sequence[int],
+        before: States | None,
+        after: States,
     ) -> None:
         """A batch was pulled, so many were before, and so many of these were handed out."""
         state, self._state = self._state, None
@@ -132,13 +135,23 @@ class PlacesPulled:
             state, before = self.ask(), None
         elif number % _ASKED == 0:
             self._state = self.ask()
-        checksum = None if self._is_data or before is None else checksum_of(batch)
-        place = PlaceInPass(state, before, after, checksum, part_checksums(batch))
         with self._lock:
-            self._known[number] = place
+            self._known[number] = PlaceInPass(state, before, after, parts)
             if number % _ASKED == 0:
                 first = self._first(handed_out)
                 self._known = {place: one for place, one in self._known.items() if place >= first}
+
+    def again(self, handed_out: int) -> list[tuple[States, int | None]]:
+        """Return what a state has of the batches that are compared: generators, and a checksum.
+
+        The checksum of data that is at hand is None: any is good.
+        """
+        places = self.up_to(handed_out)
+        return [
+            (place.before, None if self._is_data else checksum_of(place.parts))
+            for place in places
+            if place.before is not None
+        ]
 
     def up_to(self, handed_out: int) -> list[PlaceInPass]:
         """Those from which a state leads to the batch handed out last, and are compared."""
@@ -233,8 +246,9 @@ def _pulled_again(
         state = copy.deepcopy(loader.state_dict()) if asked else own
         generators.write(before)
         for batch in islice(batches, 1):
-            same = same and checksum in (None, checksum_of(batch))
-            places.append(PlaceInPass(state, before, {}, checksum))
+            parts = part_checksums(batch)
+            same = same and checksum in (None, checksum_of(parts))
+            places.append(PlaceInPass(state, before, {}, parts))
     return places, same
 
 

@@ -317,13 +317,13 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
     """Also that of a number in reserve, as every second normal one is."""
     generators = PassGenerators([1], resolve("cpu"))
     seed()
-    before = generators.look(generators.defaults)
+    before = generators.read(generators.defaults)
     for _ in range(5):
         DRAWS[name]()
-        now = generators.look(generators.defaults)
+        now = generators.read(generators.defaults)
         assert len(changed(before, now)) == 1
         before = now
-    assert not changed(before, generators.look(generators.defaults))
+    assert not changed(before, generators.read(generators.defaults))
 
 
 def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(

@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.loops import OverlappedLoop, ResumableLoop
-from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.batch_memory import part_checksums
 from swpipe.loops.place_in_pass import PlacesPulled
 from swpipe.plans import prefetch_plan
 from tests.contract.test_contract import Act, check
@@ -349,7 +349,7 @@ def test_batches_are_told_apart_by_what_is_in_them() -> None:
         ({"x": torch.ones(2)}, {"y": torch.ones(2)}, False),
     ]
     for one, other, same in pairs:
-        assert (checksum_of(one) == checksum_of(other)) is same, (one, other)
+        assert (part_checksums(one) == part_checksums(other)) is same, (one, other)
 
 
 # ------------------------------------------------------------------- a pipeline alone
