@@ -32,7 +32,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import part_checksums
+from swpipe.loops.batch_memory import Parts
 from swpipe.loops.batches_ahead import BatchAsPulled
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
@@ -82,7 +82,7 @@ class AheadTasks:
         self._after: dict[int, Tensor] = {}  # the last iteration that was handed over
         self._twice = _TWICE if workers > 1 else 0
         self._copies: dict[int, Any] = {}
-        self._again: list[tuple[Any, list[int]]] = []  # contexts as given, what was left
+        self._again: list[tuple[Any, Parts]] = []  # contexts as given, what was left
         self._functions = [task.fn for task in tasks[:ahead]]
         self._names = [task.name for task in tasks[:ahead]]
         self._mends = [
@@ -148,7 +148,7 @@ class AheadTasks:
         given = self._copies.pop(number, None)
         if given is not None and number not in self._failures:
             self._twice -= 1
-            self._again.append((given, part_checksums(values, _WHOLE)))
+            self._again.append((given, Parts.of(values, _WHOLE)))
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
         @wraps(task.fn)
@@ -204,7 +204,7 @@ class AheadTasks:
                 # It may fail now for a reason of its own (a file that has gone), and the plain
                 # loop does not call it here: there is nothing to compare.
                 continue
-            if part_checksums([*attributes(ctx).values()], _WHOLE) != left:
+            if Parts.of([*attributes(ctx).values()], _WHOLE) != left:
                 raise self._problem(
                     f"{self._listed} left something else of iteration {ctx.iter_idx} when run on "
                     "the same batch again, after those of other iterations: it keeps something "

@@ -37,20 +37,27 @@ Content = tuple[int, int]
 """A version counter, and a checksum."""
 
 
-def memory_parts(batch: Any) -> tuple[list[Any], list[Any]]:
-    """A batch's tensors and arrays of numpy; and its other numbers, strings and objects."""
-    if _is_flat(batch):
-        return [*batch] if type(batch) in (tuple, list) else [batch], []
+def parts_of(batch: Any) -> tuple[list[Any], int]:
+    """Return a batch's tensors and arrays, and a checksum of its other parts.
+
+    These are its containers, numbers and strings: how many parts each container has, its keys, and
+    the values.
+    """
+    several = batch if type(batch) in (tuple, list) else (batch,)
+    if all(type(part) is Tensor for part in several):  # nothing to search
+        return [*several], 0
     leaves = [*islice(leaves_in(batch), _MOST_LEAVES)]
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
-    buffers = [one for one in leaves if isinstance(one, arrays)]
-    return [*tensors_held(batch), *buffers], [one for one in leaves if not isinstance(one, arrays)]
-
-
-def _is_flat(batch: Any) -> bool:
-    """Return whether there is nothing to search: it is a tensor, or a list or tuple of tensors."""
-    several = batch if type(batch) in (tuple, list) else (batch,)
-    return all(type(one) is Tensor for one in several)
+    buffers = [*tensors_held(batch), *(leaf for leaf in leaves if isinstance(leaf, arrays))]
+    nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
+    keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
+    plain = [
+        value[:_SAMPLED_BYTES] if isinstance(value, str | bytes) else value
+        for value in (*leaves, *keys)
+        if isinstance(value, PLAIN)
+    ]
+    shape = [len(node.children) for node in nodes]
+    return buffers, crc32(repr((shape, plain)).encode())
 
 
 def _piece(buffer: Any) -> tuple[int, int] | None:
@@ -123,74 +130,58 @@ class Buffer(NamedTuple):
     Attributes:
         reference: To it, weak: one that is gone nobody else has.
         content: What it had.
-        form: Its shape and dtype.
         begin: The address of its first byte on the host.
         end: Behind its last one.
     """
 
     reference: weakref.ref[Any]
     content: Content
-    form: tuple[Sequence[int], Any]
     begin: int
     end: int
 
+
+def described(buffer: Any) -> Buffer:
+    """Return a tensor or array as it is now."""
+    return Buffer(weakref.ref(buffer), content_of(buffer), *span_of(buffer))
+
+
+class Parts(NamedTuple):
+    """What tells a batch from others, in another process, too.
+
+    Attributes:
+        structure: A checksum of its containers, numbers and strings.
+        buffers: Shape, dtype and a checksum of a sample of each tensor and array.
+    """
+
+    structure: int
+    buffers: list[tuple[Sequence[int], Any, int]]
+
     @classmethod
-    def of(cls, buffer: Any) -> Buffer:
-        """Return a tensor or array as it is now."""
-        form = buffer.shape, buffer.dtype
-        return cls(weakref.ref(buffer), content_of(buffer), form, *span_of(buffer))
+    def of(cls, batch: Any, most: int = _COMPARED_BYTES) -> Parts:
+        """Return those of a batch, from about so many bytes of each tensor or array."""
+        buffers, structure = parts_of(batch)
+        return cls(
+            structure, [(one.shape, one.dtype, crc32(_sample(one, most))) for one in buffers]
+        )
 
     @property
-    def checksum(self) -> int:
-        """What tells it from others, in another process, too."""
-        shape, dtype = self.form
-        return crc32(repr((*shape, str(dtype), self.content[1])).encode())
+    def checksums(self) -> list[int]:
+        """One of each part, the structure first."""
+        forms = ((*shape, str(dtype), sample) for shape, dtype, sample in self.buffers)
+        return [self.structure, *(crc32(repr(form).encode()) for form in forms)]
 
 
-def structure_of(batch: Any, leaves: list[Any]) -> int:
-    """Return a checksum of all but the tensors and arrays: containers, numbers and strings.
-
-    Args:
-        batch: The batch.
-        leaves: What ``memory_parts`` returns besides tensors and arrays.
-    """
-    if not leaves and _is_flat(batch):
-        return 0
-    nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
-    keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
-    plain = [
-        one[:_SAMPLED_BYTES] if isinstance(one, str | bytes) else one
-        for one in (*leaves, *keys)
-        if isinstance(one, PLAIN)
-    ]
-    return crc32(repr(([len(node.children) for node in nodes], plain)).encode())
-
-
-def part_checksums(batch: Any, most: int = _COMPARED_BYTES) -> list[int]:
-    """Return a checksum of each part of a batch: ``structure_of``, then each tensor and array.
-
-    They tell a batch from others in another process, too.
-
-    Args:
-        batch: The batch.
-        most: About so many bytes of each tensor or array.
-    """
-    buffers, leaves = memory_parts(batch)
-    parts = ((*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers)
-    return [structure_of(batch, leaves), *(crc32(repr(part).encode()) for part in parts)]
-
-
-def checksum_of(parts: Sequence[int]) -> int:
+def checksum_of(parts: Parts) -> int:
     """Return one checksum of all parts of a batch."""
-    return crc32(repr([*parts]).encode())
+    return crc32(repr(parts.checksums).encode())
 
 
 def has_parts(batch: Any, saved: Sequence[int]) -> bool:
-    """Return whether a batch still has the parts of which ``part_checksums`` were saved.
+    """Return whether a batch still has the parts of which checksums were saved.
 
     An object with a ``record_stream`` method may have computed attributes since, when it was read.
     """
-    now = part_checksums(batch)
+    now = Parts.of(batch).checksums
     if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
         return Counter(saved[1:]) <= Counter(now[1:])
     return [*saved] == now

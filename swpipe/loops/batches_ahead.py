@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swpipe._values.fingerprint import same_node
 from swpipe._values.walk import ValueNode, nodes_in
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import Buffer, content_of, memory_parts, structure_of
+from swpipe.loops.batch_memory import Parts, content_of, described, parts_of
 from swpipe.loops.live_loaders import goes_on
 
 
@@ -25,6 +25,7 @@ class BatchAsPulled:
     Attributes:
         number: Of its pull, in the pass from 1.
         batch: The batch, if it may be given again.
+        parts: What tells it from others, as it was.
 
     Args:
         batch: The batch.
@@ -35,36 +36,33 @@ class BatchAsPulled:
     def __init__(self, batch: Any, *, keep: bool, number: int = 0) -> None:
         self.number = number
         self.batch = batch if keep else None
-        buffers, leaves = memory_parts(batch)
-        self._buffers = [Buffer.of(buffer) for buffer in buffers]
-        self._nodes = [*nodes_in(batch)] if keep else []
-        self._structure = structure_of(batch, leaves)
-
-    @property
-    def parts(self) -> list[int]:
-        """The batch's ``part_checksums``, as it was."""
-        return [self._structure, *(buffer.checksum for buffer in self._buffers)]
+        buffers, structure = parts_of(batch)
+        self._buffers = [described(buffer) for buffer in buffers]
+        self._nodes = [*nodes_in(batch)] if keep and not isinstance(batch, Tensor) else []
+        samples = zip(buffers, self._buffers, strict=True)
+        self.parts = Parts(
+            structure, [(one.shape, one.dtype, buffer.content[1]) for one, buffer in samples]
+        )
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
-        for reference, content, _, begin, end in self._buffers:
-            if any(other.begin < end and begin < other.end for other in later._buffers):
-                buffer = reference()
-                if buffer is not None and content_of(buffer) != content:
-                    return True
+        for reference, content, begin, end in self._buffers:
+            for _, _, later_begin, later_end in later._buffers:
+                if later_begin < end and begin < later_end:
+                    buffer = reference()
+                    if buffer is not None and content_of(buffer) != content:
+                        return True
         return False
 
     def is_as_pulled(self, batch: Any) -> bool:
         """Return whether the batch has the same structure, numbers and contents of buffers."""
-        buffers, leaves = memory_parts(batch)
-        if structure_of(batch, leaves) != self._structure:
-            return False
-        return [buffer.content for buffer in self._buffers] == [*map(content_of, buffers)]
+        buffers, structure = parts_of(batch)
+        contents = [buffer.content for buffer in self._buffers]
+        return structure == self.parts.structure and contents == [*map(content_of, buffers)]
 
     def is_refilled(self, batch: Any) -> bool:
         """Return whether the batch has other containers, numbers or strings than it had."""
-        _, leaves = memory_parts(batch)
-        return structure_of(batch, leaves) != self._structure
+        return parts_of(batch)[1] != self.parts.structure
 
     def renew(self) -> None:
         """Take the content for what it is now."""

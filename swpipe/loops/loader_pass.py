@@ -33,7 +33,7 @@ from swpipe._engine.waiting import Cancelled
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.batch_memory import part_checksums
+from swpipe.loops.batch_memory import Parts
 from swpipe.loops.batches_ahead import BatchesAhead
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.first_pass import FirstPass
@@ -193,7 +193,6 @@ class LoaderPass:
             self._use.begin()
 
     def _end_body(self) -> None:
-        tensors = self._of.draws.tensors
         use = self._use
         self.stop_watching()
         if use is not None and use.found:
@@ -204,7 +203,7 @@ class LoaderPass:
             )
         draws = self._of.draws
         if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
-            _refuse_changed(tensors.changed())
+            _refuse_changed(draws.tensors.changed())
 
     def stop_watching(self) -> None:
         """The body has ended, or the pass is left."""
@@ -452,7 +451,7 @@ class LoaderPass:
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure, ended = error, True
         with self._lock:
-            of.draws.after_pull(number, before, self.handed_out, alone=alone)
+            of.draws.after_pull(number, before, alone=alone)
         if self._prepared is not None:
             self._prepared.after_pull()
             self._prepared = None  # only the first pull is checked
@@ -463,7 +462,7 @@ class LoaderPass:
         looks = not (ended or (alone and of.draws.in_turn))
         pulled = self._ahead.as_pulled(batch, number) if looks else None
         if not ended:  # it may take a while, and the caller must not wait for it
-            parts = part_checksums(batch) if pulled is None else pulled.parts
+            parts = Parts.of(batch) if pulled is None else pulled.parts
             self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
             if ended and not self._left:

@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,6 +48,7 @@ class PassGenerators:
         self._device = device
         self._known = self.own | self.defaults
         self._last: dict[str, tuple[bytes | None, Any]] = {}  # by name, the mark and the state
+        self._has_reserve = False  # numpy's, a normal number whose use changes no bits
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def named(self, generators: Collection[Any]) -> set[str]:
@@ -85,9 +86,19 @@ class PassGenerators:
                 states[name] = state
         return states
 
+    def marks(self) -> tuple[bytes | None, ...] | None:
+        """Return what each use of a default generator changes, in less time than ``read`` takes.
+
+        None if only ``read`` tells.
+        """
+        if self.own or self._has_reserve:
+            return None
+        marks = _torchs_mark(), _pythons_mark(), _numpys_mark()
+        return None if None in marks else marks
+
     def _state(self, name: str) -> Any:
         """Return the state of a generator of the host; None if there is none of that name."""
-        mark = _mark(name)
+        mark = _MARKS[name]() if name in _MARKS else None
         last_mark, last = self._last.get(name, (None, None))
         if mark is not None and mark == last_mark:
             return last
@@ -99,12 +110,11 @@ class PassGenerators:
             state = None if generator is None else _state_of(generator)
         # Another thread may have used torch's or numpy's since the mark was read.
         is_its_mark = name != _HOST or mark == _bytes_of(state)
-        if name == "numpy" and mark is not None:
+        if name == "numpy" and mark:
             *numbers, place = struct.unpack(_STATE, mark)
-            is_its_mark = state.get("has_gauss") == 0 and state["state"] == {
-                "key": numbers,
-                "pos": place,
-            }
+            twister = {"key": numbers, "pos": place}
+            is_its_mark = state.get("has_gauss") == 0 and state["state"] == twister
+            self._has_reserve = bool(state.get("has_gauss"))
         self._last[name] = mark if is_its_mark else None, state
         return state
 
@@ -125,21 +135,32 @@ _STATE_BYTES = struct.calcsize(_STATE)
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
-def _mark(name: str) -> bytes | None:
-    """Return what each use of a generator changes, from its memory; None if it is not known.
+def _torchs_mark() -> bytes:
+    return _bytes_of(torch.default_generator.get_state())
 
-    To use the normal number that Python or numpy has in reserve changes no bits: a state with one
-    has no mark.
-    """
-    if name == _HOST:
-        return _bytes_of(torch.default_generator.get_state())
-    if name == "python" and _OFFSET and _PYTHONS.gauss_next is None:
+
+def _pythons_mark() -> bytes | None:
+    """None where it has a normal number in reserve, whose use changes no bits."""
+    if _OFFSET and _PYTHONS.gauss_next is None:
         return ctypes.string_at(id(_PYTHONS) + _OFFSET, _STATE_BYTES)
-    if name == "numpy" and "numpy.random" in sys.modules:
-        bits = sys.modules["numpy.random"].get_bit_generator()
-        if type(bits).__name__ == "MT19937":
-            return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
     return None
+
+
+def _numpys_mark() -> bytes | None:
+    """Of its bits, also where it has a number in reserve; empty where nobody has loaded it."""
+    if (numpy := sys.modules.get("numpy.random")) is None:
+        return b""
+    bits = numpy.get_bit_generator()
+    if type(bits).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
+
+
+_MARKS: dict[str, Callable[[], bytes | None]] = {
+    _HOST: _torchs_mark,
+    "python": _pythons_mark,
+    "numpy": _numpys_mark,
+}
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:

@@ -30,7 +30,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES
-from swpipe.loops.batch_memory import checksum_of, has_parts, part_checksums
+from swpipe.loops.batch_memory import Parts, checksum_of, has_parts
 from swpipe.loops.live_loaders import (
     end_workers,
     goes_on,
@@ -57,13 +57,13 @@ class PlaceInPass:
         before: The states of the generators that the loader draws from, before the pull; None if
             the loader's state is that after it.
         after: After it.
-        parts: Checksums of the batch's parts, as it was pulled.
+        parts: Those of the batch, as it was pulled; None if it is not known.
     """
 
     loader: Any
     before: States | None
     after: States
-    parts: Sequence[int] = ()
+    parts: Parts | None = None
 
 
 class PlacesPulled:
@@ -125,7 +125,7 @@ class PlacesPulled:
         self,
         number: int,
         handed_out: int,
-        parts: Sequence[int],
+        parts: Parts,
         before: States | None,
         after: States,
     ) -> None:
@@ -150,7 +150,7 @@ class PlacesPulled:
         return [
             (place.before, None if self._is_data else checksum_of(place.parts))
             for place in places
-            if place.before is not None
+            if place.before is not None and place.parts is not None
         ]
 
     def up_to(self, handed_out: int) -> list[PlaceInPass]:
@@ -169,11 +169,11 @@ class PlacesPulled:
         """
         with self._lock:
             pulled = takewhile(self._known.__contains__, count(handed_out + 1))
-            found = [self._known[number].parts for number in pulled]
+            parts = [self._known[number].parts for number in pulled]
             if type(self._loader) in (list, tuple):
-                rest = self._loader[handed_out + len(found) : handed_out + most]
-                found += map(part_checksums, rest)
-        return found
+                rest = self._loader[handed_out + len(parts) : handed_out + most]
+                parts += map(Parts.of, rest)
+        return [one.checksums for one in parts if one is not None]
 
     def check_coming(self, number: int, batch: Any) -> None:
         """Refuse a batch that is not what it was when the state was saved.
@@ -246,7 +246,7 @@ def _pulled_again(
         state = copy.deepcopy(loader.state_dict()) if asked else own
         generators.write(before)
         for batch in islice(batches, 1):
-            parts = part_checksums(batch)
+            parts = Parts.of(batch)
             same = same and checksum in (None, checksum_of(parts))
             places.append(PlaceInPass(state, before, {}, parts))
     return places, same

@@ -402,14 +402,14 @@ def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() ->
     draws.asked(0, pulling=False)
     draws.before_pull(7, 5, alone=False)
     random.random()
-    draws.after_pull(7, {}, 5, alone=False)
+    draws.after_pull(7, {}, alone=False)
     assert draws.in_turn
     draws.asked(8, pulling=False)
     random.random()
     draws.asked(9, pulling=False)  # the body has; whether the loader had is not known
     before = draws.before_pull(10, 9, alone=True)
     random.random()
-    draws.after_pull(10, before, 9, alone=True)
+    draws.after_pull(10, before, alone=True)
     with pytest.raises(RuntimeError, match="both draw from Python's.*batch 5 of the pass"):
         draws.asked(10, pulling=False)
 
