@@ -117,13 +117,8 @@ class OverlappedLoop(ResumableLoop[C]):
         """What runs ahead, and the plan, for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>{self.pipe._repr_html_()}"
 
-    def state_dict(self, *, rest: bool | None = None, check: bool = True) -> dict[str, Any]:
-        """See ``ResumableLoop.state_dict``.
-
-        Raises:
-            RuntimeError: Also where a task that runs ahead draws from a generator of its own.
-        """
-        if check and self._ahead.drawn:
+    def _check_tasks(self) -> None:
+        if self._ahead.drawn:
             names = listed([repr(name) for name in dict.fromkeys(self._ahead.drawn.values())])
             raise RuntimeError(
                 f"{names}: draws from a torch.Generator of its own, which is in no state of the "
@@ -131,7 +126,6 @@ class OverlappedLoop(ResumableLoop[C]):
                 "loader give a seed with each batch; or, if other numbers do not matter, or you "
                 "save the generator between two passes yourself, say state_dict(check=False)"
             )
-        return super().state_dict(rest=rest, check=check)
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         loader, inner = self._loader, torchs(self._loader)
