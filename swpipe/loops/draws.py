@@ -33,8 +33,9 @@ Assumptions
     - ``draws=`` is true. ``draws=False`` is checked in watched pulls, ``draws=True`` at each pull
       and hand-over.
     - A body that draws only in the moment in which a pull has seeded a generator, and sets it back,
-      leaves no trace. So a loader that is seen to do this takes turns.
-    - Of two that both draw only once, at the same time, the states do not tell that they were two.
+      leaves no trace, nor does a pull beside such a body. So a loader that is seen to do this takes
+      turns.
+    - The first draw of one side, at the same time as the only one of the other, is taken for one.
     - What the body draws on an accelerator the loader does not, unless it is seen to.
 """
 

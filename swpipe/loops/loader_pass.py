@@ -305,7 +305,7 @@ class LoaderPass:
                 self._open = False
                 self._again = deque(kept)
                 self.iterator = self._pull()
-                return frozenset()
+                return self._of.draws.untold_after(self.handed_out)
             self.lost = self.is_ahead or self._pulling
         return self._set_back()
 

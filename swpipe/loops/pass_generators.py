@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import random
-import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,8 +47,8 @@ class PassGenerators:
         self.own = frozenset(self._places)
         self._device = device
         self._known = self.own | self.defaults
-        self._last: dict[str, tuple[bytes | None, Any]] = {}  # by name, the mark and the state
-        self._has_reserve = False  # numpy's, a normal number whose use changes no bits
+        # By name, what was read last: the mark and the state.
+        self._last: dict[str, tuple[bytes | None, Any]] = defaultdict(lambda: (None, None))
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def named(self, generators: Collection[Any]) -> set[str]:
@@ -91,31 +91,28 @@ class PassGenerators:
 
         None if only ``read`` tells.
         """
-        if self.own or self._has_reserve:
-            return None
-        marks = _torchs_mark(), _pythons_mark(), _numpys_mark()
-        return None if None in marks else marks
+        marks = tuple(map(self._mark, _MARKS))
+        return None if self.own or None in marks else marks
+
+    def _mark(self, name: str) -> bytes | None:
+        """Return a generator's mark; None if it has none.
+
+        To use the normal number that numpy has in reserve changes none of its bits.
+        """
+        reserve = name == "numpy" and self._last[name][1] and self._last[name][1].get("has_gauss")
+        return None if reserve or name not in _MARKS else _MARKS[name]()
 
     def _state(self, name: str) -> Any:
         """Return the state of a generator of the host; None if there is none of that name."""
-        mark = _MARKS[name]() if name in _MARKS else None
-        last_mark, last = self._last.get(name, (None, None))
+        mark = self._mark(name)
+        last_mark, last = self._last[name]
         if mark is not None and mark == last_mark:
             return last
         generator = self._generator(name)
-        if name == "python" and mark is not None:
-            place, *numbers = struct.unpack(_STATE, mark)
-            state: Any = (generator.VERSION, (*numbers, place), None)
-        else:
-            state = None if generator is None else _state_of(generator)
-        # Another thread may have used torch's or numpy's since the mark was read.
-        is_its_mark = name != _HOST or mark == _bytes_of(state)
-        if name == "numpy" and mark:
-            *numbers, place = struct.unpack(_STATE, mark)
-            twister = {"key": numbers, "pos": place}
-            is_its_mark = state.get("has_gauss") == 0 and state["state"] == twister
-            self._has_reserve = bool(state.get("has_gauss"))
-        self._last[name] = mark if is_its_mark else None, state
+        state = None if generator is None else _state_of(generator)
+        self._last[name] = None, state
+        # Another thread may have used it since the mark was read.
+        self._last[name] = mark if mark == self._mark(name) else None, state
         return state
 
     def write(self, states: Mapping[str, Any]) -> None:
@@ -127,16 +124,15 @@ class PassGenerators:
                 _set(generator, states[name])
 
 
-_STATE = "625I"
+_STATE_BYTES = 625 * 4
 """Of the Mersenne twister in Python and numpy: 624 numbers, and the place among them."""
-
-_STATE_BYTES = struct.calcsize(_STATE)
 
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
 def _torchs_mark() -> bytes:
-    return _bytes_of(torch.default_generator.get_state())
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _pythons_mark() -> bytes | None:
@@ -147,7 +143,7 @@ def _pythons_mark() -> bytes | None:
 
 
 def _numpys_mark() -> bytes | None:
-    """Of its bits, also where it has a number in reserve; empty where nobody has loaded it."""
+    """Empty where nobody has loaded it."""
     if (numpy := sys.modules.get("numpy.random")) is None:
         return b""
     bits = numpy.get_bit_generator()
@@ -156,15 +152,7 @@ def _numpys_mark() -> bytes | None:
     return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
 
 
-_MARKS: dict[str, Callable[[], bytes | None]] = {
-    _HOST: _torchs_mark,
-    "python": _pythons_mark,
-    "numpy": _numpys_mark,
-}
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+_MARKS = {_HOST: _torchs_mark, "python": _pythons_mark, "numpy": _numpys_mark}
 
 
 def _offset_of_state() -> int:

@@ -191,6 +191,16 @@ def test_a_body_that_begins_to_draw_late_beside_a_loader_that_has_drawn_is_an_er
         both_draw(contexts)
 
 
+def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
+    """What comes after the loop draws other numbers than in a plain loop."""
+    loop = swpipe.ahead(pulls(30, lambda number: random.random() if number > 5 else 0.0))
+    with pytest.warns(RuntimeWarning, match="the loader has drawn ahead from Python's default"):
+        for number, _ in enumerate(loop):
+            loop.pipe.settle()
+            if number == 5:
+                break
+
+
 def test_draws_true_is_an_error_where_the_body_draws() -> None:
     """At the first hand-over that shows it."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random()), draws=True, device="cpu")
@@ -319,7 +329,9 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
     seed()
     before = generators.read(generators.defaults)
     for _ in range(5):
+        marks = generators.marks()
         DRAWS[name]()
+        assert marks is None or marks != generators.marks()
         now = generators.read(generators.defaults)
         assert len(changed(before, now)) == 1
         before = now
