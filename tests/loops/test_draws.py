@@ -338,6 +338,26 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
     assert not changed(before, generators.read(generators.defaults))
 
 
+def test_a_state_that_changes_while_it_is_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another thread, which sets it back."""
+    from swpipe.loops import pass_generators
+
+    state_of = pass_generators._state_of
+
+    def drawn(generator: Any) -> Any:
+        random.random()
+        return state_of(generator)
+
+    generators, before = PassGenerators([1], resolve("cpu")), random.getstate()
+    monkeypatch.setattr(pass_generators, "_state_of", drawn)
+    assert generators.read(["python"]) != {"python": before}
+    monkeypatch.undo()
+    random.setstate(before)
+    assert generators.read(["python"]) == {"python": before}
+
+
 def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
