@@ -193,7 +193,8 @@ class AheadTasks:
         Raises:
             PlanError: They leave something else than the first time.
         """
-        again, self._again = self._again, []
+        again = self._again
+        self._again = []
         self._twice = 0
         # The workers have completed them in any order: the first one that differs is named.
         for ctx, left in sorted(again, key=lambda run: run[0].iter_idx):

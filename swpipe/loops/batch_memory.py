@@ -87,13 +87,15 @@ def span_of(buffer: Any) -> tuple[int, int]:
         return piece[0], sum(piece)
     address, steps = _pieces(buffer)
     far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
-    before, behind = sum(min(0, way) for way in far), sum(max(0, way) for way in far)
+    before = sum(min(0, way) for way in far)
+    behind = sum(max(0, way) for way in far)
     return address + before, address + behind + buffer.itemsize
 
 
 def _sample(buffer: Any, most: int) -> bytes:
     """About so many bytes of what is on the host, from all over it; all if there are fewer."""
-    piece, size = _piece(buffer), buffer.itemsize
+    piece = _piece(buffer)
+    size = buffer.itemsize
     if piece is not None:
         address, total = piece
         if total <= most:
@@ -105,7 +107,8 @@ def _sample(buffer: Any, most: int) -> bytes:
     items = math.prod(buffer.shape)
     found = []
     for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
-        place, rest = address, number
+        place = address
+        rest = number
         for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
             rest, index = divmod(rest, length)
             place += index * step

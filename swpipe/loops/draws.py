@@ -94,17 +94,16 @@ _IN_TURN = (
 
 _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
-_told: dict[int, weakref.ref[Any]] = {}
-"""The loaders of which was told that they take turns, by id."""
+_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The loaders of which a warning has said that they take turns, by id."""
 
 
 def told_once(loader: Any) -> bool:
-    """Whether this is the first time that it is told of a loader."""
-    number = id(loader)
-    if number in _told and _told[number]() is loader:
+    """Return whether this is the first call for a loader."""
+    if _told.get(id(loader)) is loader:
         return False
-    with suppress(TypeError):  # a class with slots: it is told again by the next loop
-        _told[number] = weakref.ref(loader, lambda _: _told.pop(number, None))
+    with suppress(TypeError):  # a class with slots: the next loop warns again
+        _told[id(loader)] = loader
     return True
 
 
@@ -148,7 +147,9 @@ class LoaderDraws:
         self.body: set[str] = set()
         self.in_turn = False
         self.after: States = {}
-        self._generators, self._said, self._known = generators, said, known
+        self._generators = generators
+        self._said = said
+        self._known = known
         self._all = generators.own | generators.defaults
         self._passes = 0
         self._seen: dict[str, Any] = {}
@@ -164,7 +165,8 @@ class LoaderDraws:
 
     def begin(self) -> None:
         """A new pass begins: what was drawn before it was drawn in a plain loop, too."""
-        self.after, self._seen = {}, {}
+        self.after = {}
+        self._seen = {}
         self._marks = None
         self._untold = {name: _Untold(one.batch, 0) for name, one in self._untold.items()}
         self._passes += 1
@@ -220,7 +222,8 @@ class LoaderDraws:
         if not pulling and (found := self._changes()):
             self._note_body(found, handed_out)
         if self._refused:
-            refused, self._refused = self._refused, ""
+            refused = self._refused
+            self._refused = ""
             raise RuntimeError(refused)
 
     # --------------------------------------------------------------------------------- a pull
@@ -286,7 +289,7 @@ class LoaderDraws:
             drawn = found | changed(before, self.after) | (use.names if use else frozenset())
             self._note_loader(drawn, number, use)
         elif found and self._said is None and not self._known:
-            self._note_untold(found, self._handed_out, number)
+            self._note_untold(found - self._generators.own, number)
 
     def drawn(self, states: States) -> States:
         """Of these states, those of the generators that the loader draws from."""
@@ -319,7 +322,8 @@ class LoaderDraws:
         if marks is not None and marks == self._marks:
             return frozenset()
         self._marks = marks
-        before, self._seen = self._seen, self._generators.read(compared)
+        before = self._seen
+        self._seen = self._generators.read(compared)
         return changed(before, self._seen)
 
     def _compared(self) -> frozenset[str]:
@@ -355,9 +359,9 @@ class LoaderDraws:
             self.in_turn = True
         self._check_untold()
 
-    def _note_untold(self, names: frozenset[str], handed_out: int, number: int) -> None:
-        for name in names - self._generators.own:
-            first = self._untold.get(name, _Untold(handed_out, 0)).batch
+    def _note_untold(self, names: frozenset[str], number: int) -> None:
+        for name in names:
+            first = self._untold.get(name, _Untold(self._handed_out, 0)).batch
             self._untold[name] = _Untold(first, number)
             self.in_turn = True
         self._check_untold()

@@ -113,7 +113,8 @@ class LoaderPass:
             self._at_start = of.generators.read()
             self._batches, self._loader_at_start = self._places.begin()
         else:
-            self._at_start, self._loader_at_start = saved["at_start"], saved["loader_at_start"]
+            self._at_start = saved["at_start"]
+            self._loader_at_start = saved["loader_at_start"]
             self._batches = self._places.begin_again(of.generators, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
@@ -410,7 +411,8 @@ class LoaderPass:
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
-        of, number = self._of, self.pulled + 1
+        of = self._of
+        number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
             if self._left:
@@ -430,7 +432,10 @@ class LoaderPass:
 
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader, and note what it did."""
-        of, failure, ended, batch = self._of, None, False, None
+        of = self._of
+        failure = None
+        ended = False
+        batch = None
         watched = of.draws.watches(number)
         data = None if of.draws.in_turn else of.data
         if data is not None:
@@ -449,7 +454,8 @@ class LoaderPass:
             raise
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
-            failure, ended = error, True
+            failure = error
+            ended = True
         with self._lock:
             of.draws.after_pull(number, before, alone=alone)
         if self._prepared is not None:
@@ -466,7 +472,9 @@ class LoaderPass:
             self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
             if ended and not self._left:
-                self.failure, self._batches, self._at_end = failure, iter(()), True
+                self.failure = failure
+                self._batches = iter(())
+                self._at_end = True
                 self._end_is_known = failure is None
             if ended or self._left:
                 return False

@@ -105,7 +105,8 @@ class OverlappedLoop(ResumableLoop[C]):
         keep_nothing: bool,
     ) -> None:
         self.overlap = overlap
-        self._ahead, self._draws = ahead, draws
+        self._ahead = ahead
+        self._draws = draws
         self._keep_nothing = keep_nothing
         super().__init__(pipe, loader)
 
@@ -128,7 +129,8 @@ class OverlappedLoop(ResumableLoop[C]):
             )
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        loader, inner = self._loader, torchs(self._loader)
+        loader = self._loader
+        inner = torchs(self._loader)
         apart = is_apart(inner, draws_watched=True)
         known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
@@ -344,7 +346,8 @@ def loop_over(
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
-        leading, behind = (loader.unpack, *leading), (loader.show, *behind)
+        leading = (loader.unpack, *leading)
+        behind = (loader.show, *behind)
     if ahead and not behind:  # the body of the loop is what they run ahead of
         behind = (HAND_OVER,)
     given = (*leading, *behind)

@@ -14,6 +14,7 @@ import torch
 
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
 from swpipe._engine.waiting import ProgressCounter
+from swpipe._values.generators import NUMPY, PYTHON, TORCH
 from swpipe.core.loaders import own_generators
 from swpipe.core.messages import listed
 from swpipe.device import Device
@@ -25,7 +26,7 @@ _TORCHS = "torch "
 
 _HOST = f"{_TORCHS}cpu"
 
-_TOLD = {"python": "Python's default generator", "numpy": "numpy's default generator"}
+_TOLD = {"python": PYTHON, "numpy": NUMPY}
 
 
 class PassGenerators:
@@ -223,6 +224,5 @@ def _differ(one: Any, other: Any) -> bool:
 
 def names_told(names: Iterable[str]) -> str:
     """What a message calls these generators."""
-    torchs = "torch's default generators"
-    words = (torchs if _is_torchs(one) else _TOLD.get(one, one) for one in sorted(names))
+    words = (TORCH if _is_torchs(name) else _TOLD.get(name, name) for name in sorted(names))
     return listed([*dict.fromkeys(words)])

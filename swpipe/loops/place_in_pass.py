@@ -76,7 +76,8 @@ class PlacesPulled:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._has_state = loader, has_own_state(loader)
+        self._loader = loader
+        self._has_state = has_own_state(loader)
         self._known: dict[int, PlaceInPass] = {}  # by batches pulled
         self._lock = threading.Lock()  # of these
         torch_s = torchs(loader)
@@ -130,9 +131,11 @@ class PlacesPulled:
         after: States,
     ) -> None:
         """A batch was pulled, so many were before, and so many of these were handed out."""
-        state, self._state = self._state, None
+        state = self._state
+        self._state = None
         if self._has_state and not self._known and state is None:
-            state, before = self.ask(), None
+            state = self.ask()
+            before = None
         elif number % _ASKED == 0:
             self._state = self.ask()
         with self._lock:
@@ -204,7 +207,8 @@ def _led_back(
     loader: Any, generators: PassGenerators, saved: Mapping[str, Any]
 ) -> tuple[Iterator[Any], list[PlaceInPass]]:
     """The rest of a pass, and what was pulled again."""
-    again, own = saved["again"], saved["loader"]
+    again = saved["again"]
+    own = saved["loader"]
     for way, (state, number) in enumerate(_beginnings(loader, saved)):
         if way and number > len(again):
             warnings.warn(
@@ -240,7 +244,9 @@ def _pulled_again(
     loader: Any, generators: PassGenerators, batches: Iterator[Any], saved: Mapping[str, Any]
 ) -> tuple[list[PlaceInPass], bool]:
     """What is pulled to be compared, and whether it is the same."""
-    own, same, places = saved["loader"], True, list[PlaceInPass]()
+    own = saved["loader"]
+    same = True
+    places = list[PlaceInPass]()
     asked = own is not None and isinstance(torchs(loader), DataLoader)
     for before, checksum in saved["again"]:
         state = copy.deepcopy(loader.state_dict()) if asked else own
@@ -254,7 +260,9 @@ def _pulled_again(
 
 def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
     """States to begin with, None for none, and the number of batches to pull then."""
-    own, compared, handed_out = saved["loader"], len(saved["again"]), saved["batches"]
+    own = saved["loader"]
+    compared = len(saved["again"])
+    handed_out = saved["batches"]
     if own is None:
         yield None, handed_out
         return

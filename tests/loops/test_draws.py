@@ -194,11 +194,15 @@ def test_a_body_that_begins_to_draw_late_beside_a_loader_that_has_drawn_is_an_er
 def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
     """What comes after the loop draws other numbers than in a plain loop."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random() if number > 5 else 0.0))
-    with pytest.warns(RuntimeWarning, match="the loader has drawn ahead from Python's default"):
+
+    def leave_after_six() -> None:
         for number, _ in enumerate(loop):
             loop.pipe.settle()
             if number == 5:
                 break
+
+    with pytest.warns(RuntimeWarning, match="the loader has drawn ahead from Python's default"):
+        leave_after_six()
 
 
 def test_draws_true_is_an_error_where_the_body_draws() -> None:
