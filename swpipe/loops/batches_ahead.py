@@ -98,17 +98,22 @@ class BatchesAhead:
         self._looks = most > 0 and (made_here or self._keeps)
         self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
+        self._in_use: tuple[BatchAsPulled, ...] = ()  # when the last pull began
         self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified
 
     def as_pulled(self, batch: Any, number: int) -> BatchAsPulled | None:
         """A batch as it is now; None where nobody asks for it."""
         return BatchAsPulled(batch, keep=self._keeps, number=number) if self._looks else None
 
+    def begin_pull(self) -> None:
+        """A pull begins: it must not write what is in use now, whoever comes to its end first."""
+        self._in_use = (*self._of_body, *self._batches) if self._makes else ()
+
     def add(self, pulled: BatchAsPulled | None) -> None:
         """A batch was pulled."""
         if pulled is None:
             return
-        for earlier in (*self._of_body, *self._batches) if self._makes else ():
+        for earlier in self._in_use:
             if earlier.is_used_again_by(pulled):
                 raise RuntimeError(
                     "the loader has made a batch in the memory of an earlier one, which was "
@@ -128,6 +133,10 @@ class BatchesAhead:
                     f"the loader ({self._kind}) make new tensors, arrays and containers for each "
                     "batch, and write none of them after it has handed it out"
                 )
+
+    def end_body(self) -> None:
+        """The body has ended, and with it the use of its batch."""
+        self._of_body = []
 
     def hand_out(self) -> None:
         """The body gets the oldest."""
@@ -149,6 +158,7 @@ class BatchesAhead:
         """Let them go."""
         self._batches.clear()
         self._of_body.clear()
+        self._in_use = ()
 
     def check_modified(self) -> None:
         """Refuse to go on where the loader has batches that were dropped, and may give them again.

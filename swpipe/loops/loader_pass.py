@@ -178,6 +178,7 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
+            self._ahead.end_body()
             if self._sampling is None:
                 self._sampling = read_in_pass(torchs(of.loader))
             elif self._sampling or type(of.loader) is list:
@@ -417,6 +418,7 @@ class LoaderPass:
         with self._lock:
             if self._left:
                 raise Cancelled
+            self._ahead.begin_pull()
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
         begin_s = time.perf_counter()

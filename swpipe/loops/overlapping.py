@@ -156,6 +156,7 @@ class OverlappedLoop(ResumableLoop[C]):
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
+        self._ahead.end_body()
         current.make_ready()
         draws = self._pulled.draws
         if draws.takes_turns_with_body and told_once(self._loader):

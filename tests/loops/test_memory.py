@@ -204,6 +204,39 @@ def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> No
         list(batches)
 
 
+@pytest.mark.parametrize(("by_a_function", "batch", "ring"), [(False, 5, 2), (True, 0, 3)])
+def test_what_is_written_while_the_body_has_it_is_refused_though_the_body_has_gone_on(
+    by_a_function: bool, batch: int, ring: int
+) -> None:
+    """The body of a batch ends before the pull, or the function, that has written its memory."""
+    buffers = [np.zeros(3) for _ in range(ring)]
+    writes = batch + ring
+    body, written, gone_on = threading.Event(), threading.Event(), threading.Event()
+
+    def fill(number: int) -> Any:
+        if number == writes:
+            assert body.wait(PATIENCE_S)
+        buffer = buffers[number % ring]
+        buffer[:] = number
+        if number == writes:
+            written.set()
+            assert gone_on.wait(PATIENCE_S)
+        return buffer
+
+    if by_a_function:
+        batches = iter(swpipe.ahead(range(12), fill, prefetch=3, device="cpu"))
+    else:
+        batches = iter(swpipe.ahead(map(fill, range(12)), device="cpu"))
+    for _ in range(batch + 1):
+        next(batches)
+    body.set()
+    assert written.wait(PATIENCE_S)
+    next(batches)
+    gone_on.set()
+    with pytest.raises((PlanError, RuntimeError), match="memory of an earlier"):
+        list(batches)
+
+
 def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None:
     """By torch's functions, in the first bodies, which run alone."""
     mean = torch.zeros(2)
