@@ -97,7 +97,7 @@ class LoaderPass:
         self._again: deque[Any] = deque()
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
-        self._pulling = self._left = self.lost = False
+        self._pulling = self.lost = False
         self._use: BodyUse | None = None
         self._first = 0
         self._open = False  # the pipeline asks the iterator
@@ -239,7 +239,7 @@ class LoaderPass:
     def go_on(self) -> bool:
         """The iterator has ended: whether there are more batches, in turn or by another one."""
         with self._lock:
-            if self._at_end or self._left:
+            if self._at_end:
                 return False
             self.iterator = self._pull()
             return True
@@ -354,7 +354,6 @@ class LoaderPass:
     def release(self) -> None:
         """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
         with self._lock:
-            self._left = True
             self._batches = iter(())
             self._again.clear()
             self._ahead.clear()
@@ -416,7 +415,7 @@ class LoaderPass:
         number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._left:
+            if self._at_end:  # released since the thread looked
                 raise Cancelled
             self._ahead.begin_pull()
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
@@ -473,12 +472,13 @@ class LoaderPass:
             parts = Parts.of(batch) if pulled is None else pulled.parts
             self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
-            if ended and not self._left:
+            if self._at_end:  # released meanwhile
+                return False
+            if ended:
                 self.failure = failure
                 self._batches = iter(())
                 self._at_end = True
                 self._end_is_known = failure is None
-            if ended or self._left:
                 return False
             self._ahead.add(pulled)
             self.pulled = number

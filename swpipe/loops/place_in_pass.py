@@ -23,9 +23,8 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -48,8 +47,7 @@ _ASKED = 8
 """After so many pulls a loader is asked for its state again."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceInPass:
+class PlaceInPass(NamedTuple):
     """What was known when a batch was pulled.
 
     Attributes:
@@ -111,7 +109,7 @@ class PlacesPulled:
         after = {**saved["generators"], **(saved["after_pull"] or {})}
         generators.write(after)
         places = places or [PlaceInPass(saved["loader"], None, {})]
-        places[-1] = replace(places[-1], after=after)
+        places[-1] = places[-1]._replace(after=after)
         self._known = dict(enumerate(places, handed_out - len(places) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
         if self._has_state and (saved["again"] or isinstance(self._loader, DataLoader)):
