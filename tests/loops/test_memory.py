@@ -196,7 +196,7 @@ def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> No
             filled.set()
         return buffers[number % 3]
 
-    batches = iter(swpipe.ahead(range(6), decode, prefetch=3, device="cpu"))
+    batches = iter(swpipe.ahead(range(4), decode, prefetch=3, device="cpu"))
     assert next(batches).tolist() == [0.0] * 3
     body.set()
     assert filled.wait(PATIENCE_S)
@@ -224,9 +224,9 @@ def test_what_is_written_while_the_body_has_it_is_refused_though_the_body_has_go
         return buffer
 
     if by_a_function:
-        batches = iter(swpipe.ahead(range(12), fill, prefetch=3, device="cpu"))
+        batches = iter(swpipe.ahead(range(writes + 1), fill, prefetch=3, device="cpu"))
     else:
-        batches = iter(swpipe.ahead(map(fill, range(12)), device="cpu"))
+        batches = iter(swpipe.ahead(map(fill, range(writes + 1)), device="cpu"))
     for _ in range(batch + 1):
         next(batches)
     body.set()
