@@ -337,8 +337,7 @@ class SWPipeline(ShortcutControl[C]):
         """Wait until the loader is not called any more, before the next call for an iteration.
 
         For a plan with a ``pull_group``, which calls it between two calls, too. The batches of all
-        iterations that were begun have been pulled then, or the data has ended. A pull that waits
-        for its turn goes on out of turn.
+        iterations that were begun have been pulled then, or the data has ended.
         """
         with self._driver:
             if self._driver.run is not None:
@@ -347,23 +346,6 @@ class SWPipeline(ShortcutControl[C]):
     def agree(self) -> None:
         """Compare the plan across ranks, as the first ``progress`` does; once."""
         self._driver.agree()
-
-    def await_turn(self) -> None:
-        """For the iterator, within a pull: wait until the caller asks for this batch's iteration.
-
-        Nothing else of the loop runs then, neither a task nor its body: all earlier iterations have
-        been handed out. So a loader that draws, or reads what the loop changes, finds what it would
-        find in a plain loop. Where the caller's thread pulls, it returns at once. It also returns
-        out of turn, and ``is_in_turn`` is False then, for ``settle``, ``fill_pipeline``,
-        ``state_dict`` and a call with another iterator, which wait for the loader.
-        """
-        if self._driver.run is not None:
-            self._driver.run.admission.await_turn()
-
-    @property
-    def is_in_turn(self) -> bool:
-        """For the iterator: whether the caller has asked for this batch's iteration."""
-        return self._driver.run is None or self._driver.run.admission.is_in_turn
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
         """Yield the context of every iteration over ``loader``, in order.

@@ -9,9 +9,6 @@ Guarantees
       ``depth`` ahead of the one that the caller has.
     - An iteration that was admitted is in flight: its batch is pulled, and it is handed out, also
       by ``drain``, unless the data ends before it.
-    - A pull that waits for its turn (``await_turn``) goes on when the caller has asked for its
-      iteration. All earlier ones have been handed out then, and the caller is within a call: no
-      task runs, nor does the loop's body.
     - An error of the iterator ends the run as the end of the data does: the iterations before it
       are handed out, and the driver raises it then. Only ``OutOfStepError`` fails the run at once:
       the tasks before could not finish, since the other ranks have other iterations in flight.
@@ -34,8 +31,8 @@ from swpipe._distributed.even_data import EvenIterator, OutOfStepError
 from swpipe._engine import release
 from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.program import ADMIT, OWN, Instruction
-from swpipe._engine.randomness import putting_off, this_thread
+from swpipe._engine.program import ADMIT, Instruction
+from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
@@ -72,8 +69,6 @@ class Admission:
         self.source = source
         self.failure: Exception | None = None
         self.admitted = self.pulled = 0
-        self.asked = 0  # so many iterations the caller has asked for
-        self._turns = iterations.engine.host.counter()  # of so many batches the pull may go on
         self.data_ended = False
         self.state: TorchState | None = None
         self.variables: Context | None = None
@@ -156,23 +151,8 @@ class Admission:
             self._mark_source(i, iteration)
         self.pulled = i + 1
 
-    @property
-    def is_in_turn(self) -> bool:
-        """Whether the caller has asked for the iteration whose batch is pulled next, or is now."""
-        return self.asked > self.pulled
-
-    def ask(self, iterations: int) -> None:
-        """The caller asks for so many iterations in all."""
-        self.asked = max(iterations, self.asked)
-        self.go_on(iterations)
-
-    def go_on(self, iterations: int) -> None:
-        """Let so many batches be pulled, in turn or not."""
-        self._turns.advance(max(iterations, self._turns.count))
-
     def cancel(self) -> None:
-        """Wake whoever waits for its turn, or for the other ranks."""
-        self._turns.cancel()
+        """Wake whoever waits for the other ranks."""
         if self._agreed is not None:
             self._agreed.left = True
 
@@ -183,26 +163,6 @@ class Admission:
             return None
         error: Exception = iteration.errors.pop(0)
         return error
-
-    def await_turn(self) -> None:
-        """Within a pull, or before it: wait until it is in turn, or ``go_on``.
-
-        Raises:
-            Cancelled: The run stops.
-            RuntimeError: It never is: the caller's thread has tasks that need the batch earlier.
-        """
-        if self.is_in_turn:
-            return
-        program = self._iterations.engine.program
-        for ins in program.lanes[0].instructions:
-            if ins.task not in OWN and ins.stage < program.depth - 1:
-                raise RuntimeError(
-                    f"the iterator waits for its turn, until all earlier iterations are handed "
-                    f"out, and task {ins.task!r} needs its batch before, on the caller's thread: "
-                    "give the tasks of this thread the last stage, as prefetch_plan does"
-                )
-        with putting_off():
-            self._turns.wait(self.pulled + 1)
 
     def _mark_source(self, i: int, iteration: InFlight) -> None:
         iterations, device = self._iterations, self._iterations.engine.device

@@ -248,13 +248,11 @@ class Driver(Generic[C]):
 
     def _drain(self, run: Run) -> None:
         # The data may turn out to have ended before the last iteration that was admitted.
-        run.ask()
         while not run.over:
             while (error := run.admission.take_error(run.retired)) is not None:
                 self._errors.append(error)
             if (ctx := self._advance(run)) is not None:
                 self.drained.append(ctx)
-                run.ask()
         if self.run is run:
             self._end(run)
 
@@ -486,7 +484,6 @@ class Driver(Generic[C]):
 
     def _next(self, run: Run) -> C | None:
         """The next context; None where there is no further one."""
-        run.ask()
         while not run.over:
             if (error := run.admission.take_error(run.retired)) is not None:
                 self._errors.append(error)

@@ -52,8 +52,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from types import FrameType
 
@@ -182,13 +181,6 @@ class _Access(AbstractContextManager[None]):
         self._request = request
         self.take()
 
-    def put_off(self) -> None:
-        """Let others of the run have access, too, until the next ``request``."""
-        self.lend()
-        if self._request is not None:
-            self._run.counter.advance(self._request + 1)
-            self._request = None
-
     def take(self) -> None:
         """Wait for access, and put this block's states in place.
 
@@ -281,18 +273,6 @@ class LentAccess:
             self._access.give_back()
             if failure is None or failure is StopIteration:  # an error goes first
                 raise
-
-
-@contextmanager
-def putting_off() -> Iterator[None]:
-    """Within the block others have the access that the calling thread has, if any."""
-    access = _innermost()
-    if access is None:
-        yield
-        return
-    access.put_off()
-    yield
-    access.request()
 
 
 class _Thread(threading.local):

@@ -314,21 +314,16 @@ class Run:
     def settle(self) -> None:
         """Wait until the batches of all iterations that were admitted are pulled, or the data ends.
 
-        Also if the pulls wait for their turn. Where the run fails meanwhile, the next call says so.
+        If the run fails meanwhile, the next call says so.
         """
         pull = self.engine.program.instructions.get(PULL)
         if pull is None or self.finished:
             return
         admitted, (lane,) = self.admission.admitted, self.groups[pull.lane]
         self.in_call = True  # else nobody looks whether it stalls
-        self.admission.go_on(admitted)
         with suppress(Cancelled):
             lane.progress.wait((admitted - 1 + pull.stage) * lane.size + pull.position + 1)
         self.in_call = False
-
-    def ask(self) -> None:
-        """The caller asks for the next iteration."""
-        self.admission.ask(self.retired + 1)
 
     def stop_admitting(self) -> None:
         """Stop admitting; finish what is in flight."""

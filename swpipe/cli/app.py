@@ -78,8 +78,8 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: Always: 0 when all went well, 2 for a mistake of the user.
     """
     given = [*(sys.argv[1:] if args is None else args)] or ["--help"]
-    spread = options.declare_workload_options(given)
-    run = partial(app, args=spread, prog_name="swpipe", standalone_mode=False)
+    options.declare_workload_options(given)
+    run = partial(app, args=given, prog_name="swpipe", standalone_mode=False)
     if ranks.joins(given):
         sys.exit(exit_code(lambda: ranks.run_on_ranks(lambda rank: run(obj=rank))))
     sys.exit(exit_code(run))

@@ -125,16 +125,6 @@ class Rank:
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
-    def first(self, fn: Callable[[], T]) -> T:
-        """Call ``fn`` on each node's first rank, and then on the others."""
-        key = f"swpipe/first/{os.environ.get('GROUP_RANK', '0')}"
-        if self._local_rank:
-            self._store.wait([key], timedelta(seconds=_FIRST_S))
-            return fn()
-        result = fn()
-        self._store.set(key, "done")
-        return result
-
     def join(self, device: str) -> str:
         """Form the process group for a kind of device; the device of this rank.
 

@@ -61,7 +61,7 @@ _DEVICE = inspect.Parameter(
     ],
 )
 
-_KINDS = {list: "PATH...", int: "N", str: "NAME", Path: "PATH"}
+_KINDS = {int: "N", str: "NAME", Path: "PATH"}
 """What stands for an option's value."""
 
 _RANGE = re.compile(r"x>=([\d.]+)|([\d.]+)<=x<=([\d.]+)")
@@ -108,13 +108,10 @@ def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def declare_workload_options(args: Sequence[str]) -> list[str]:
+def declare_workload_options(args: Sequence[str]) -> None:
     """Give the decorated commands the options of the workload that a command line names.
 
     Typer reads a command's signature each time that it parses a command line.
-
-    Returns:
-        The command line as the parser wants it: ``--data a --data b`` for ``--data a b``.
     """
     known = workloads()
     named = [arg.partition("=")[2] for arg in args if arg.startswith("--workload=")]
@@ -128,11 +125,10 @@ def declare_workload_options(args: Sequence[str]) -> list[str]:
     for command, own in _TAKES_OPTIONS:
         command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}
-    return spread_lists(args, {flag(option.name) for option in declared if option.kind is list})
 
 
 def _parameter(option: Option, workload: str) -> inspect.Parameter:
-    kind: Any = list[Path] if option.kind is list else option.kind
+    kind: Any = option.kind
     declared = typer.Option(
         flag(option.name),
         help=option.help,
@@ -152,17 +148,3 @@ def _parameter(option: Option, workload: str) -> inspect.Parameter:
 def flag(name: str) -> str:
     """The option of a parameter: ``--batch-size`` of ``batch_size``."""
     return f"--{name.replace('_', '-')}"
-
-
-def spread_lists(args: Sequence[str], lists: set[str]) -> list[str]:
-    """``--data a b`` as ``--data a --data b``, for options of ``lists``."""
-    spread: list[str] = []
-    current = ""  # the option whose values may still follow
-    for arg in args:
-        if arg.startswith("-"):
-            current = ""
-        elif current and spread[-1] != current:
-            spread.append(current)
-        spread.append(arg)
-        current = arg if arg in lists else current
-    return spread

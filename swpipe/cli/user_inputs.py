@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from inspect import signature
 from itertools import islice
@@ -212,20 +212,16 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
 
 
 def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
-    """The workload's configuration, on this rank's device.
-
-    On ranks, each node's first rank makes what is missing before the others look for it.
-    """
+    """Return the workload's configuration, with this rank's device."""
     if (device := options["device"]) is not None:
         try:
             resolve(device)
             torch.empty(0, device=device)
         except (RuntimeError, ValueError, AssertionError) as error:  # torch without CUDA asserts
             raise UserError(f"--device {plain(device)}: {str(error).splitlines()[0]}") from error
-    make = partial(workload.configure, options)
+    config = workload.configure(options)
     if rank is None:
-        return make()
-    config = rank.first(make)
+        return config
     return replace(config, device=rank.join(config.device or resolve(None).type))
 
 

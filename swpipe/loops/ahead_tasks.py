@@ -32,7 +32,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import checksum_of
+from swpipe.loops.batch_memory import Parts
 from swpipe.loops.batches_ahead import BatchAsPulled
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
@@ -48,6 +48,7 @@ _WHOLE = 1 << 40
 class _Left(NamedTuple):
     """An iteration as the tasks ahead have left it: its batch, and all that its context has."""
 
+    number: int
     given: BatchAsPulled
     returned: BatchAsPulled
     names: list[str]
@@ -76,13 +77,14 @@ class AheadTasks:
         self._failures: dict[int, BaseException] = {}
         self._given: dict[int, BatchAsPulled] = {}  # by iteration
         self._left: dict[int, _Left] = {}
+        self._in_use: dict[int, dict[int, _Left]] = {}  # when it began, by their iterations
         self._of_body: _Left | None = None
         self._states: dict[int, dict[int, Tensor]] = {}  # of generators, by iteration
         self._generators: dict[int, torch.Generator] = {}
         self._after: dict[int, Tensor] = {}  # the last iteration that was handed over
         self._twice = _TWICE if workers > 1 else 0
         self._copies: dict[int, Any] = {}
-        self._again: list[tuple[Any, int]] = []  # contexts as they were given, what was left
+        self._again: list[tuple[Any, Parts]] = []  # contexts as given, what was left
         self._functions = [task.fn for task in tasks[:ahead]]
         self._names = [task.name for task in tasks[:ahead]]
         self._mends = [
@@ -106,6 +108,7 @@ class AheadTasks:
             if first:
                 self._check_batch(ctx)
                 self._given[number] = _contents(ctx.batch)
+                self._in_use[number] = self._used_now()
                 if self._twice:
                     self._copies[number] = _copied(ctx)
             try:
@@ -137,10 +140,12 @@ class AheadTasks:
         number = ctx.iter_idx
         names = [*attributes(ctx)]
         values = [*attributes(ctx).values()]
-        left = _Left(self._given.pop(number), _contents(values), names)
+        left = _Left(number, self._given.pop(number), _contents(values), names)
         left.given.renew()
-        for earlier in (self._of_body, *self._left.copy().values()):
-            if earlier is not None and earlier.returned.is_used_again_by(left.returned):
+        # The body may have gone on since the first of these tasks began.
+        in_use = self._in_use.pop(number) | self._used_now()
+        for earlier in in_use.values():
+            if earlier.returned.is_used_again_by(left.returned):
                 again = not earlier.given.written()
                 error = self._used_again(number) if again else self._modified(number)
                 self._failures.setdefault(number, error)
@@ -148,7 +153,16 @@ class AheadTasks:
         given = self._copies.pop(number, None)
         if given is not None and number not in self._failures:
             self._twice -= 1
-            self._again.append((given, checksum_of(values, _WHOLE)))
+            self._again.append((given, Parts.of(values, _WHOLE)))
+
+    def end_body(self) -> None:
+        """The body has ended, and with it the use of what the tasks left."""
+        self._of_body = None
+
+    def _used_now(self) -> dict[int, _Left]:
+        """Return what the body and later iterations have, by the iteration."""
+        of_body = self._of_body
+        return self._left.copy() if of_body is None else {of_body.number: of_body, **self._left}
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
         @wraps(task.fn)
@@ -193,7 +207,8 @@ class AheadTasks:
         Raises:
             PlanError: They leave something else than the first time.
         """
-        again, self._again = self._again, []
+        again = self._again
+        self._again = []
         self._twice = 0
         # The workers have completed them in any order: the first one that differs is named.
         for ctx, left in sorted(again, key=lambda run: run[0].iter_idx):
@@ -204,7 +219,7 @@ class AheadTasks:
                 # It may fail now for a reason of its own (a file that has gone), and the plain
                 # loop does not call it here: there is nothing to compare.
                 continue
-            if checksum_of([*attributes(ctx).values()], _WHOLE) != left:
+            if Parts.of([*attributes(ctx).values()], _WHOLE) != left:
                 raise self._problem(
                     f"{self._listed} left something else of iteration {ctx.iter_idx} when run on "
                     "the same batch again, after those of other iterations: it keeps something "
@@ -240,7 +255,8 @@ class AheadTasks:
         """The iterations in flight are dropped: generators are set back to before their draws."""
         for name, state in self._after.items():
             self._generators[name].set_state(state)
-        for kept in (self._failures, self._given, self._left, self._states, self._copies):
+        by_iteration = self._failures, self._given, self._left, self._in_use, self._states
+        for kept in (*by_iteration, self._copies):
             kept.clear()
         self._of_body = None
 

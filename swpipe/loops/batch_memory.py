@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, islice, repeat
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -27,7 +28,7 @@ _COMPARED_BYTES = 1024
 """About so many show that a tensor or array was written; all of them if there are fewer."""
 
 _SAMPLED_BYTES = 256
-"""About so many of a tensor or array tell a batch from others."""
+"""So many of a string are looked at."""
 
 _MOST_LEAVES = 256
 """So many numbers, strings, arrays and other objects of a batch are looked at."""
@@ -36,71 +37,79 @@ Content = tuple[int, int]
 """A version counter, and a checksum."""
 
 
-def memory_parts(batch: Any) -> tuple[list[Any], list[Any]]:
-    """A batch's tensors and arrays of numpy; and its other numbers, strings and objects."""
-    if _is_flat(batch):
-        return [*batch] if type(batch) in (tuple, list) else [batch], []
+def parts_of(batch: Any) -> tuple[list[Any], int]:
+    """Return a batch's tensors and arrays, and a checksum of its other parts.
+
+    These are its containers, numbers and strings: how many parts each container has, its keys, and
+    the values.
+    """
+    several = batch if type(batch) in (tuple, list) else (batch,)
+    if all(type(part) is Tensor for part in several):  # nothing to search
+        return [*several], 0
     leaves = [*islice(leaves_in(batch), _MOST_LEAVES)]
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
-    buffers = [one for one in leaves if isinstance(one, arrays)]
-    return [*tensors_held(batch), *buffers], [one for one in leaves if not isinstance(one, arrays)]
+    buffers = [*tensors_held(batch), *(leaf for leaf in leaves if isinstance(leaf, arrays))]
+    nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
+    keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
+    plain = [
+        value[:_SAMPLED_BYTES] if isinstance(value, str | bytes) else value
+        for value in (*leaves, *keys)
+        if isinstance(value, PLAIN)
+    ]
+    shape = [len(node.children) for node in nodes]
+    return buffers, crc32(repr((shape, plain)).encode())
 
 
-def _is_flat(batch: Any) -> bool:
-    """Return whether there is nothing to search: it is a tensor, or a list or tuple of tensors."""
-    several = batch if type(batch) in (tuple, list) else (batch,)
-    return all(type(one) is Tensor for one in several)
-
-
-def _layout(buffer: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """Address, 0 where none is on the host; shape; steps in bytes; bytes of an item."""
+def _piece(buffer: Any) -> tuple[int, int] | None:
+    """Return address and size of memory in one piece, 0 if it is not on the host; else None."""
     if isinstance(buffer, Tensor):
-        there = buffer.layout is torch.strided and buffer.is_cpu
-        size = buffer.element_size()
-        steps = tuple(step * size for step in buffer.stride()) if there else ()
-        return buffer.data_ptr() if there else 0, tuple(buffer.shape), steps, size
-    there = buffer.size and not buffer.dtype.hasobject
-    address = buffer.__array_interface__["data"][0] if there else 0
-    return address, buffer.shape, buffer.strides, buffer.itemsize
+        if buffer.layout is not torch.strided or not buffer.is_cpu:
+            return 0, 0
+        return (buffer.data_ptr(), buffer.nbytes) if buffer.is_contiguous() else None
+    if buffer.dtype.hasobject:
+        return 0, 0
+    if buffer.flags.c_contiguous:
+        return buffer.__array_interface__["data"][0], buffer.nbytes
+    return None
 
 
-def _is_whole(shape: tuple[int, ...], steps: tuple[int, ...], size: int) -> bool:
-    """Whether the items lie in one piece, in their order."""
-    for length, step in zip(reversed(shape), reversed(steps), strict=True):
-        if length != 1 and step != size:
-            return False
-        size *= length
-    return True
+def _pieces(buffer: Any) -> tuple[int, tuple[int, ...]]:
+    """Return the address of the first item, and the steps between items, in bytes."""
+    if isinstance(buffer, Tensor):
+        return buffer.data_ptr(), tuple(step * buffer.itemsize for step in buffer.stride())
+    return buffer.__array_interface__["data"][0], buffer.strides
 
 
 def span_of(buffer: Any) -> tuple[int, int]:
-    """The addresses of its first byte, and of the first one behind it; the same for none."""
-    address, shape, steps, size = _layout(buffer)
-    if not address or 0 in shape:
-        return 0, 0
-    if _is_whole(shape, steps, size):
-        return address, address + math.prod(shape) * size
-    far = [(length - 1) * step for length, step in zip(shape, steps, strict=True)]
-    return address + sum(min(0, one) for one in far), address + sum(map(max, far, repeat(0))) + size
+    """Return the addresses of its first byte, and behind its last one; the same for none."""
+    piece = _piece(buffer)
+    if piece is not None:
+        return piece[0], sum(piece)
+    address, steps = _pieces(buffer)
+    far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
+    before = sum(min(0, way) for way in far)
+    behind = sum(max(0, way) for way in far)
+    return address + before, address + behind + buffer.itemsize
 
 
 def _sample(buffer: Any, most: int) -> bytes:
     """About so many bytes of what is on the host, from all over it; all if there are fewer."""
-    address, shape, steps, size = _layout(buffer)
-    items = math.prod(shape)
-    if not address or not items:
-        return b""
-    if _is_whole(shape, steps, size):
-        if items * size <= most:
-            return ctypes.string_at(address, items * size)
-        memory = memoryview((ctypes.c_ubyte * (items * size)).from_address(address))
-        sample = memory[:: max(1, items * size // most) | 1].tobytes()
+    piece = _piece(buffer)
+    size = buffer.itemsize
+    if piece is not None:
+        address, total = piece
+        if total <= most:
+            return ctypes.string_at(address, total)
+        memory = memoryview((ctypes.c_ubyte * total).from_address(address))
+        sample = memory[:: total // most | 1].tobytes()
         return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
+    address, steps = _pieces(buffer)
+    items = math.prod(buffer.shape)
     found = []
     for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
         place = address
         rest = number
-        for length, step in zip(reversed(shape), reversed(steps), strict=True):
+        for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
             rest, index = divmod(rest, length)
             place += index * step
         found.append(ctypes.string_at(place, size))
@@ -118,51 +127,64 @@ def content_of(buffer: Any) -> Content:
     return version, crc32(_sample(buffer, _COMPARED_BYTES))
 
 
-def structure_of(batch: Any, leaves: list[Any]) -> int:
-    """Return a checksum of all but the tensors and arrays: containers, numbers and strings.
+class Buffer(NamedTuple):
+    """A tensor or array as it was.
 
-    Args:
-        batch: The batch.
-        leaves: What ``memory_parts`` returns besides tensors and arrays.
+    Attributes:
+        reference: To it, weak: one that is gone nobody else has.
+        content: What it had.
+        begin: The address of its first byte on the host.
+        end: Behind its last one.
     """
-    if not leaves and _is_flat(batch):
-        return 0
-    nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
-    keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
-    plain = [
-        one[:_SAMPLED_BYTES] if isinstance(one, str | bytes) else one
-        for one in (*leaves, *keys)
-        if isinstance(one, PLAIN)
-    ]
-    return crc32(repr(([len(node.children) for node in nodes], plain)).encode())
+
+    reference: weakref.ref[Any]
+    content: Content
+    begin: int
+    end: int
 
 
-def checksum_of(batch: Any, most: int = _SAMPLED_BYTES) -> int:
-    """Return a checksum of a sample of its bytes on the host, of shapes, numbers and strings.
+def described(buffer: Any) -> Buffer:
+    """Return a tensor or array as it is now."""
+    return Buffer(weakref.ref(buffer), content_of(buffer), *span_of(buffer))
 
-    It includes the length and the keys of each container, and tells a batch from others in another
-    process, too.
 
-    Args:
-        batch: The batch.
-        most: About so many bytes of each tensor or array.
+class Parts(NamedTuple):
+    """What tells a batch from others, in another process, too.
+
+    Attributes:
+        structure: A checksum of its containers, numbers and strings.
+        buffers: Shape, dtype and a checksum of a sample of each tensor and array.
     """
-    return crc32(repr(part_checksums(batch, most)).encode())
+
+    structure: int
+    buffers: list[tuple[Sequence[int], Any, int]]
+
+    @classmethod
+    def of(cls, batch: Any, most: int = _COMPARED_BYTES) -> Parts:
+        """Return those of a batch, from about so many bytes of each tensor or array."""
+        buffers, structure = parts_of(batch)
+        return cls(
+            structure, [(one.shape, one.dtype, crc32(_sample(one, most))) for one in buffers]
+        )
+
+    @property
+    def checksums(self) -> list[int]:
+        """One of each part, the structure first."""
+        forms = ((*shape, str(dtype), sample) for shape, dtype, sample in self.buffers)
+        return [self.structure, *(crc32(repr(form).encode()) for form in forms)]
 
 
-def part_checksums(batch: Any, most: int = _SAMPLED_BYTES) -> list[int]:
-    """Return the same of each part: first ``structure_of``, then each tensor and array."""
-    buffers, leaves = memory_parts(batch)
-    described = [(*one.shape, str(one.dtype), crc32(_sample(one, most))) for one in buffers]
-    return [structure_of(batch, leaves), *(crc32(repr(one).encode()) for one in described)]
+def checksum_of(parts: Parts) -> int:
+    """Return one checksum of all parts of a batch."""
+    return crc32(repr(parts.checksums).encode())
 
 
 def has_parts(batch: Any, saved: Sequence[int]) -> bool:
-    """Return whether a batch still has the parts of which ``part_checksums`` were saved.
+    """Return whether a batch still has the parts of which checksums were saved.
 
     An object with a ``record_stream`` method may have computed attributes since, when it was read.
     """
-    now = part_checksums(batch)
+    now = Parts.of(batch).checksums
     if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
         return Counter(saved[1:]) <= Counter(now[1:])
     return [*saved] == now

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swpipe._values.fingerprint import same_node
 from swpipe._values.walk import ValueNode, nodes_in
 from swpipe.core.loaders import are_same
-from swpipe.loops.batch_memory import Content, content_of, memory_parts, span_of, structure_of
+from swpipe.loops.batch_memory import Parts, content_of, described, parts_of
 from swpipe.loops.live_loaders import goes_on
 
 
@@ -25,6 +25,7 @@ class BatchAsPulled:
     Attributes:
         number: Of its pull, in the pass from 1.
         batch: The batch, if it may be given again.
+        parts: What tells it from others, as it was.
 
     Args:
         batch: The batch.
@@ -35,55 +36,50 @@ class BatchAsPulled:
     def __init__(self, batch: Any, *, keep: bool, number: int = 0) -> None:
         self.number = number
         self.batch = batch if keep else None
-        buffers, leaves = memory_parts(batch)
-        self._contents = [(weakref.ref(buffer), content_of(buffer)) for buffer in buffers]
-        self._spans = [span_of(buffer) for buffer in buffers]
-        self._nodes = [*nodes_in(batch)] if keep else []
-        self._structure = structure_of(batch, leaves)
+        buffers, structure = parts_of(batch)
+        self._buffers = [described(buffer) for buffer in buffers]
+        self._nodes = [*nodes_in(batch)] if keep and not isinstance(batch, Tensor) else []
+        samples = zip(buffers, self._buffers, strict=True)
+        self.parts = Parts(
+            structure, [(one.shape, one.dtype, buffer.content[1]) for one, buffer in samples]
+        )
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
         """Whether a later batch is in memory of this one, with another content."""
-        for (reference, content), (begin, end) in zip(self._contents, self._spans, strict=True):
-            if any(first < end and begin < last for first, last in later._spans):
-                buffer = reference()
-                if buffer is not None and content_of(buffer) != content:
-                    return True
+        for reference, content, begin, end in self._buffers:
+            for _, _, later_begin, later_end in later._buffers:
+                if later_begin < end and begin < later_end:
+                    buffer = reference()
+                    if buffer is not None and content_of(buffer) != content:
+                        return True
         return False
 
     def is_as_pulled(self, batch: Any) -> bool:
         """Return whether the batch has the same structure, numbers and contents of buffers."""
-        buffers, leaves = memory_parts(batch)
-        if structure_of(batch, leaves) != self._structure:
-            return False
-        return [content for _, content in self._contents] == [*map(content_of, buffers)]
+        buffers, structure = parts_of(batch)
+        contents = [buffer.content for buffer in self._buffers]
+        return structure == self.parts.structure and contents == [*map(content_of, buffers)]
 
     def is_refilled(self, batch: Any) -> bool:
         """Return whether the batch has other containers, numbers or strings than it had."""
-        _, leaves = memory_parts(batch)
-        return structure_of(batch, leaves) != self._structure
+        return parts_of(batch)[1] != self.parts.structure
 
     def renew(self) -> None:
         """Take the content for what it is now."""
-        self._contents = [
-            (reference, content if buffer is None else content_of(buffer))
-            for reference, content in self._contents
-            for buffer in [reference()]
+        there = ((one, one.reference()) for one in self._buffers)
+        self._buffers = [
+            one._replace(content=content_of(now)) for one, now in there if now is not None
         ]
 
     def written(self) -> list[Any]:
-        """The tensors and arrays that were written since."""
-        return [buffer for buffer, content in self._parts() if content_of(buffer) != content]
+        """The tensors and arrays that were written since, and are still there."""
+        there = ((one.content, one.reference()) for one in self._buffers)
+        return [now for content, now in there if now is not None and content_of(now) != content]
 
     def changed(self) -> list[Any]:
         """Return these, and the containers that hold other values than before."""
         now = [(node, ValueNode.of(node.value)) for node in self._nodes]
         return self.written() + [node.value for node, after in now if not same_node(node, after)]
-
-    def _parts(self) -> Iterator[tuple[Any, Content]]:
-        """Those that are still there: one that is gone nobody else has."""
-        for reference, content in self._contents:
-            if (buffer := reference()) is not None:
-                yield buffer, content
 
 
 class BatchesAhead:
@@ -102,17 +98,22 @@ class BatchesAhead:
         self._looks = most > 0 and (made_here or self._keeps)
         self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
+        self._in_use: tuple[BatchAsPulled, ...] = ()  # when the last pull began
         self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified
 
     def as_pulled(self, batch: Any, number: int) -> BatchAsPulled | None:
         """A batch as it is now; None where nobody asks for it."""
         return BatchAsPulled(batch, keep=self._keeps, number=number) if self._looks else None
 
+    def begin_pull(self) -> None:
+        """A pull begins: it must not write what is in use now, whoever comes to its end first."""
+        self._in_use = (*self._of_body, *self._batches) if self._makes else ()
+
     def add(self, pulled: BatchAsPulled | None) -> None:
         """A batch was pulled."""
         if pulled is None:
             return
-        for earlier in (*self._of_body, *self._batches) if self._makes else ():
+        for earlier in self._in_use:
             if earlier.is_used_again_by(pulled):
                 raise RuntimeError(
                     "the loader has made a batch in the memory of an earlier one, which was "
@@ -132,6 +133,10 @@ class BatchesAhead:
                     f"the loader ({self._kind}) make new tensors, arrays and containers for each "
                     "batch, and write none of them after it has handed it out"
                 )
+
+    def end_body(self) -> None:
+        """The body has ended, and with it the use of its batch."""
+        self._of_body = []
 
     def hand_out(self) -> None:
         """The body gets the oldest."""
@@ -153,6 +158,7 @@ class BatchesAhead:
         """Let them go."""
         self._batches.clear()
         self._of_body.clear()
+        self._in_use = ()
 
     def check_modified(self) -> None:
         """Refuse to go on where the loader has batches that were dropped, and may give them again.

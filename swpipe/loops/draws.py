@@ -18,7 +18,8 @@ earlier bodies have ended. Who uses it is known by the loader's type, or said (`
     WATCHED     pulls 2 to 5 of a loop (2 and 3, with draws=False), pull 2 of its later passes, and
                 pulls 16, 64, 256 ... are made in turn, under ``GeneratorWatch``: what changes in
                 them the loader has drawn, and what changes between two of them the body has
-    AHEAD       states are compared at the beginning and end of each pull, and at each hand-over
+    AHEAD       states are compared at the end of each pull, at its beginning unless the pull before
+                has just ended, and at each hand-over beside which there is no pull
 
 The first pull of a pass comes before any body, and may draw whatever it likes.
 
@@ -32,13 +33,15 @@ Assumptions
     - ``draws=`` is true. ``draws=False`` is checked in watched pulls, ``draws=True`` at each pull
       and hand-over.
     - A body that draws only in the moment in which a pull has seeded a generator, and sets it back,
-      leaves no trace. So a loader that is seen to do this takes turns.
-    - Of two that both draw only once, at the same time, the states do not tell that they were two.
+      leaves no trace, nor does a pull beside such a body. So a loader that is seen to do this takes
+      turns.
+    - The first draw of one side, at the same time as the only one of the other, is taken for one.
     - What the body draws on an accelerator the loader does not, unless it is seen to.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,8 +61,14 @@ from swpipe.loops.pulled_tensors import PulledTensors
 _ALONE = 5
 """Up to so many pulls of a loop's first pass are watched: four bodies run alone."""
 
+_TOUCH_S = 2e-4
+"""A pull that begins within so many seconds of the end of the one before has no look of its own."""
+
 _CHECKED = 3
 """The same where the user has said that the loader draws nothing."""
+
+_LATER = [4**power for power in range(2, 20)]
+"""These pulls of each pass are watched, too."""
 
 _BOTH_DRAW = (
     "the loader and the loop, a task or its body, both draw from {names}, and the loader has drawn "
@@ -85,17 +94,16 @@ _IN_TURN = (
 
 _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
-_told: dict[int, weakref.ref[Any]] = {}
-"""The loaders of which was told that they take turns, by id."""
+_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The loaders of which a warning has said that they take turns, by id."""
 
 
 def told_once(loader: Any) -> bool:
-    """Whether this is the first time that it is told of a loader."""
-    number = id(loader)
-    if number in _told and _told[number]() is loader:
+    """Return whether this is the first call for a loader."""
+    if _told.get(id(loader)) is loader:
         return False
-    with suppress(TypeError):  # a class with slots: it is told again by the next loop
-        _told[number] = weakref.ref(loader, lambda _: _told.pop(number, None))
+    with suppress(TypeError):  # a class with slots: the next loop warns again
+        _told[id(loader)] = loader
     return True
 
 
@@ -139,22 +147,33 @@ class LoaderDraws:
         self.body: set[str] = set()
         self.in_turn = False
         self.after: States = {}
-        self._generators, self._said, self._known = generators, said, known
+        self._generators = generators
+        self._said = said
+        self._known = known
         self._all = generators.own | generators.defaults
         self._passes = 0
         self._seen: dict[str, Any] = {}
         self._untold: dict[str, _Untold] = {}
         self._refused = ""
         self._ahead = False  # a pull of this pass was
+        self._handed_out = 0  # when the last pull began
+        self._looked_s = 0.0  # when it ended
         self._watch = GeneratorWatch(generators)
+        self._watched: set[int] = set()
+        self._marks: tuple[bytes | None, ...] | None = None
         self.tensors = PulledTensors()
 
     def begin(self) -> None:
         """A new pass begins: what was drawn before it was drawn in a plain loop, too."""
-        self.after, self._seen = {}, {}
+        self.after = {}
+        self._seen = {}
+        self._marks = None
         self._untold = {name: _Untold(one.batch, 0) for name, one in self._untold.items()}
         self._passes += 1
         self._ahead = False
+        if not self._known and self._said is not True:
+            first = 2 if self._passes > 1 else _ALONE if self._said is None else _CHECKED
+            self._watched = {*range(1, first + 1), *_LATER}
 
     # ------------------------------------------------------------------------ the caller asks
 
@@ -187,16 +206,11 @@ class LoaderDraws:
 
     def wants_turn(self, number: int) -> bool:
         """Whether a pull, by its number in the pass from 1, is made in turn."""
-        return self.in_turn or self.watches(max(2, number))
+        return self.in_turn or number in self._watched
 
     def watches(self, number: int) -> bool:
         """Whether a pull is watched."""
-        if self._known or self._said is True or number < 2:
-            return False
-        power = number >= 16 and number == 1 << (number.bit_length() - 1)
-        first = _ALONE if self._said is None else _CHECKED
-        first = first if self._passes == 1 else 2
-        return number <= first or (power and number.bit_length() % 2 == 1)
+        return number in self._watched and number > 1
 
     def asked(self, handed_out: int, *, pulling: bool) -> None:
         """The caller asks for an iteration: the body of the batch before has ended.
@@ -204,13 +218,12 @@ class LoaderDraws:
         Raises:
             RuntimeError: The loader and the body have drawn from the same generator.
         """
-        if found := self._changes():
-            if pulling:
-                self._note_untold(found, handed_out, handed_out + 1)
-            else:
-                self._note_body(found, handed_out)
+        # The look at the end of a pull that is under way sees what this one would.
+        if not pulling and (found := self._changes()):
+            self._note_body(found, handed_out)
         if self._refused:
-            refused, self._refused = self._refused, ""
+            refused = self._refused
+            self._refused = ""
             raise RuntimeError(refused)
 
     # --------------------------------------------------------------------------------- a pull
@@ -223,15 +236,21 @@ class LoaderDraws:
             handed_out: How many batches the caller has got.
             alone: Whether nothing runs beside it.
         """
-        found = self._changes()
-        if found and number > 1:
-            self._note_body(found, handed_out)
+        # What is drawn between two pulls that nearly touch counts as drawn in the second one.
+        if alone or time.perf_counter() - self._looked_s > _TOUCH_S:
+            found = self._changes()
+            if found and number > 1:
+                self._note_body(found, handed_out)
+        self._handed_out = handed_out
         self._ahead |= not alone
-        deep = not self._known and alone and (number <= _ALONE or self.watches(number))
-        if deep:
+        if alone and self._is_deep(number):
             return self._generators.read()
         names = self.names | self._generators.own
         return self._generators.read(names) if names else {}
+
+    def _is_deep(self, number: int) -> bool:
+        """Return whether all states are read around a pull that is made alone."""
+        return not self._known and (number <= _ALONE or self.watches(number))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
@@ -243,25 +262,34 @@ class LoaderDraws:
             yield
 
     def _looks_closely(self, number: int) -> bool:
-        """Whether a watched pull is looked at line by line: in later passes the first are not."""
+        """Return whether a watched pull is traced line by line.
+
+        The first ones of later passes are not; nor is one in turn of which nothing is said: what a
+        pull does to a generator for a moment, in turn, nobody sees.
+        """
+        if self.in_turn and self._said is None:
+            return False
         return self.watches(number) and (self._passes == 1 or number > _ALONE)
 
-    def after_pull(self, number: int, before: States, handed_out: int, *, alone: bool) -> None:
+    def after_pull(self, number: int, before: States, *, alone: bool) -> None:
         """Note what a pull has drawn, given the states before it.
 
         Raises:
             RuntimeError: The loader has drawn, and ``draws=False``.
         """
         found = self._changes()
-        self.after = self._generators.read(before) if before else {}
+        self._looked_s = time.perf_counter()
+        # In turn nothing is set back, nor is anything new seen, and states take some time.
+        unread = alone and self.in_turn and not self._is_deep(number)
+        self.after = {} if unread or not before else self._generators.read(before)
         if number == 1:
             return
         use = self._watch.use if self._looks_closely(number) else None
-        if not alone:
-            self._note_untold(found, handed_out, number)
-        else:
+        if alone:
             drawn = found | changed(before, self.after) | (use.names if use else frozenset())
             self._note_loader(drawn, number, use)
+        elif found and self._said is None and not self._known:
+            self._note_untold(found - self._generators.own, number)
 
     def drawn(self, states: States) -> States:
         """Of these states, those of the generators that the loader draws from."""
@@ -290,7 +318,12 @@ class LoaderDraws:
         compared = self._compared()
         if not compared:
             return frozenset()
-        before, self._seen = self._seen, self._generators.look(compared)
+        marks = self._generators.marks()
+        if marks is not None and marks == self._marks:
+            return frozenset()
+        self._marks = marks
+        before = self._seen
+        self._seen = self._generators.read(compared)
         return changed(before, self._seen)
 
     def _compared(self) -> frozenset[str]:
@@ -326,11 +359,9 @@ class LoaderDraws:
             self.in_turn = True
         self._check_untold()
 
-    def _note_untold(self, names: frozenset[str], handed_out: int, number: int) -> None:
-        if self._said is not None or self._known:
-            return
-        for name in names - self._generators.own:
-            first = self._untold.get(name, _Untold(handed_out, 0)).batch
+    def _note_untold(self, names: frozenset[str], number: int) -> None:
+        for name in names:
+            first = self._untold.get(name, _Untold(self._handed_out, 0)).batch
             self._untold[name] = _Untold(first, number)
             self.in_turn = True
         self._check_untold()

@@ -60,7 +60,7 @@ class GeneratorWatch:
         self.use = None
         self._left = _MOST_EVENTS
         self._names = self._generators.defaults
-        self._before = self._generators.look(self._names)
+        self._before = self._generators.read(self._names)
         if sys.gettrace() is None:
             sys.settrace(self._trace)
             self._end = sys.settrace
@@ -81,7 +81,7 @@ class GeneratorWatch:
         if self._left <= 0 or self.use is not None:
             self._end(None)
             return None
-        found = changed(self._before, self._generators.look(self._names))
+        found = changed(self._before, self._generators.read(self._names))
         if found:
             code = frame.f_code
             where = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"

@@ -33,6 +33,7 @@ from swpipe._engine.waiting import Cancelled
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
+from swpipe.loops.batch_memory import Parts
 from swpipe.loops.batches_ahead import BatchesAhead
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.first_pass import FirstPass
@@ -96,13 +97,13 @@ class LoaderPass:
         self._again: deque[Any] = deque()
         self._lock = threading.RLock()  # a condition takes and gives it in more steps
         self._pulled_last = threading.Condition(self._lock)
-        self._pulling = self._left = self.lost = False
+        self._pulling = self.lost = False
         self._use: BodyUse | None = None
         self._first = 0
         self._open = False  # the pipeline asks the iterator
         self.first: FirstPass | None = None
         self._part = 0  # how often it was left, and gone on with
-        self._asked = self._at_end = self._end_is_known = self.ended = False
+        self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
         of.draws.begin()
@@ -112,7 +113,8 @@ class LoaderPass:
             self._at_start = of.generators.read()
             self._batches, self._loader_at_start = self._places.begin()
         else:
-            self._at_start, self._loader_at_start = saved["at_start"], saved["loader_at_start"]
+            self._at_start = saved["at_start"]
+            self._loader_at_start = saved["loader_at_start"]
             self._batches = self._places.begin_again(of.generators, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
@@ -135,7 +137,7 @@ class LoaderPass:
         if places and draws:
             after_pull = of.draws.drawn(places[-1].after)
         loader = places[0].loader if places else self._loader_at_start
-        again = [(one.before, one.checksum) for one in places if one.before is not None]
+        again = self._places.again(handed_out)
         coming = self._places.coming(handed_out, of.most if of.beside else 0)
         return {
             "batches": handed_out,
@@ -176,6 +178,7 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
+            self._ahead.end_body()
             if self._sampling is None:
                 self._sampling = read_in_pass(torchs(of.loader))
             elif self._sampling or type(of.loader) is list:
@@ -192,7 +195,6 @@ class LoaderPass:
             self._use.begin()
 
     def _end_body(self) -> None:
-        tensors = self._of.draws.tensors
         use = self._use
         self.stop_watching()
         if use is not None and use.found:
@@ -203,7 +205,7 @@ class LoaderPass:
             )
         draws = self._of.draws
         if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
-            _refuse_changed(tensors.changed())
+            _refuse_changed(draws.tensors.changed())
 
     def stop_watching(self) -> None:
         """The body has ended, or the pass is left."""
@@ -214,6 +216,8 @@ class LoaderPass:
     @property
     def is_in_turn(self) -> bool:
         """Whether the next batch is to be taken by the caller; no other is in flight then."""
+        if not self._wants_turn():
+            return False
         with self._lock:
             # The pipeline may be about to find that its iterator ends here.
             ahead = self.is_ahead or self._pulling or self._again or self._open
@@ -235,7 +239,7 @@ class LoaderPass:
     def go_on(self) -> bool:
         """The iterator has ended: whether there are more batches, in turn or by another one."""
         with self._lock:
-            if self._at_end or self._left:
+            if self._at_end:
                 return False
             self.iterator = self._pull()
             return True
@@ -303,7 +307,7 @@ class LoaderPass:
                 self._open = False
                 self._again = deque(kept)
                 self.iterator = self._pull()
-                return frozenset()
+                return self._of.draws.untold_after(self.handed_out)
             self.lost = self.is_ahead or self._pulling
         return self._set_back()
 
@@ -350,7 +354,6 @@ class LoaderPass:
     def release(self) -> None:
         """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
         with self._lock:
-            self._left = True
             self._batches = iter(())
             self._again.clear()
             self._ahead.clear()
@@ -408,11 +411,13 @@ class LoaderPass:
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch; whether there is one."""
-        of, number = self._of, self.pulled + 1
+        of = self._of
+        number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._left:
+            if self._at_end:  # released since the thread looked
                 raise Cancelled
+            self._ahead.begin_pull()
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
         begin_s = time.perf_counter()
@@ -428,12 +433,16 @@ class LoaderPass:
 
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader, and note what it did."""
-        of, failure, ended, batch = self._of, None, False, None
+        of = self._of
+        failure = None
+        ended = False
+        batch = None
+        watched = of.draws.watches(number)
         data = None if of.draws.in_turn else of.data
         if data is not None:
             data.before_pull()
         try:
-            if of.draws.watches(number):
+            if watched:
                 with of.draws.watching(number):
                     batch = next(self._batches)
             else:
@@ -446,25 +455,30 @@ class LoaderPass:
             raise
         except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
-            failure, ended = error, True
+            failure = error
+            ended = True
         with self._lock:
-            of.draws.after_pull(number, before, self.handed_out, alone=alone)
-        if self._prepared is not None and not self._asked:
+            of.draws.after_pull(number, before, alone=alone)
+        if self._prepared is not None:
             self._prepared.after_pull()
-        self._asked = True
+            self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-            if of.draws.watches(number):
+            if watched:
                 of.draws.tensors.end_pull(batch)
         looks = not (ended or (alone and of.draws.in_turn))
         pulled = self._ahead.as_pulled(batch, number) if looks else None
         if not ended:  # it may take a while, and the caller must not wait for it
-            self._places.note(number, self.handed_out, batch, before, of.draws.after)
+            parts = Parts.of(batch) if pulled is None else pulled.parts
+            self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
-            if ended and not self._left:
-                self.failure, self._batches, self._at_end = failure, iter(()), True
+            if self._at_end:  # released meanwhile
+                return False
+            if ended:
+                self.failure = failure
+                self._batches = iter(())
+                self._at_end = True
                 self._end_is_known = failure is None
-            if ended or self._left:
                 return False
             self._ahead.add(pulled)
             self.pulled = number

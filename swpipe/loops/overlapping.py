@@ -105,7 +105,8 @@ class OverlappedLoop(ResumableLoop[C]):
         keep_nothing: bool,
     ) -> None:
         self.overlap = overlap
-        self._ahead, self._draws = ahead, draws
+        self._ahead = ahead
+        self._draws = draws
         self._keep_nothing = keep_nothing
         super().__init__(pipe, loader)
 
@@ -117,8 +118,19 @@ class OverlappedLoop(ResumableLoop[C]):
         """What runs ahead, and the plan, for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>{self.pipe._repr_html_()}"
 
+    def _check_tasks(self) -> None:
+        if self._ahead.drawn:
+            names = listed([repr(name) for name in dict.fromkeys(self._ahead.drawn.values())])
+            raise RuntimeError(
+                f"{names}: draws from a torch.Generator of its own, which is in no state of the "
+                "loop, and would draw other numbers after resuming. Let the dataset draw, or the "
+                "loader give a seed with each batch; or, if other numbers do not matter, or you "
+                "save the generator between two passes yourself, say state_dict(check=False)"
+            )
+
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        loader, inner = self._loader, torchs(self._loader)
+        loader = self._loader
+        inner = torchs(self._loader)
         apart = is_apart(inner, draws_watched=True)
         known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
@@ -144,6 +156,7 @@ class OverlappedLoop(ResumableLoop[C]):
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
+        self._ahead.end_body()
         current.make_ready()
         draws = self._pulled.draws
         if draws.takes_turns_with_body and told_once(self._loader):
@@ -334,7 +347,8 @@ def loop_over(
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
-        leading, behind = (loader.unpack, *leading), (loader.show, *behind)
+        leading = (loader.unpack, *leading)
+        behind = (loader.show, *behind)
     if ahead and not behind:  # the body of the loop is what they run ahead of
         behind = (HAND_OVER,)
     given = (*leading, *behind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds, this_thread
 from swpipe._engine.waiting import ProgressCounter
+from swpipe._values.generators import NUMPY, PYTHON, TORCH
 from swpipe.core.loaders import own_generators
 from swpipe.core.messages import listed
 from swpipe.device import Device
@@ -24,7 +26,7 @@ _TORCHS = "torch "
 
 _HOST = f"{_TORCHS}cpu"
 
-_TOLD = {"python": "Python's default generator", "numpy": "numpy's default generator"}
+_TOLD = {"python": PYTHON, "numpy": NUMPY}
 
 
 class PassGenerators:
@@ -45,7 +47,9 @@ class PassGenerators:
         self._places = own_generators(loader)
         self.own = frozenset(self._places)
         self._device = device
-        self._numpy: tuple[bytes, Any] = b"", None
+        self._known = self.own | self.defaults
+        # By name, what was read last: the mark and the state.
+        self._last: dict[str, tuple[bytes | None, Any]] = defaultdict(lambda: (None, None))
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def named(self, generators: Collection[Any]) -> set[str]:
@@ -57,50 +61,60 @@ class PassGenerators:
         return nullcontext() if this_thread.access is not None else self._access.exclusive()
 
     def _generator(self, name: str) -> Any:
-        """Any but torch's default ones; None if there is none of that name, or no numpy."""
+        """Any but those of devices; None if there is none of that name, or no numpy."""
         if name in self._places:
             owner, known = self._places[name]
             return getattr(owner, known)
+        if name == _HOST:
+            return torch.default_generator
         module: Any = {"python": random, "numpy": sys.modules.get("numpy.random")}.get(name)
         return None if module is None else module.random.__self__  # the generator's method
 
     def read(self, names: Collection[str] | None = None) -> States:
-        """The states now, of all or of some."""
-        found: States = {}
-        if names is None or any(map(_is_torchs, names)):
-            torchs = self._device.generator_states()
-            found = {f"{_TORCHS}{device}": state for device, state in torchs.items()}
-        for name in (*found, *_TOLD, *self._places) if names is None else names:
-            if not _is_torchs(name) and (generator := self._generator(name)) is not None:
-                found[name] = _state_of(generator)
-        return found if names is None else {n: one for n, one in found.items() if n in names}
+        """Return the states now, of all or of some.
 
-    def look(self, names: Collection[str]) -> dict[str, Any]:
-        """What tells that one of them was used, in some microseconds; it cannot be set back."""
-        found: dict[str, Any] = {}
-        for name in names:
-            if name == _HOST:
-                found[name] = _bytes_of(torch.default_generator.get_state())
-            elif name == "python":
-                found[name] = _python_look()
-            elif name == "numpy":
-                if numpy := sys.modules.get("numpy.random"):
-                    found[name] = self._look_at_numpy(numpy)
-            elif (generator := self._generator(name)) is not None:
-                found[name] = _state_of(generator)
-        return found
-
-    def _look_at_numpy(self, numpy: Any) -> tuple[bytes, Any]:
-        """The bytes of its state; and the whole of it, which takes 50 us, where these do not tell.
-
-        The number that it has in reserve after a normal one is in no state of its bits.
+        The state of a default generator of the host that was not used since is the same object as
+        before, and takes some microseconds.
         """
-        bits = numpy.get_bit_generator()
-        twister = type(bits).__name__ == "MT19937"
-        there = ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES) if twister else b""
-        if not there or there != self._numpy[0] or self._numpy[1].get("has_gauss"):
-            self._numpy = there, self.read(["numpy"])["numpy"]
-        return self._numpy
+        devices: States = {}
+        if names is None or not self._known.issuperset(names):
+            found = self._device.generator_states()
+            devices = {f"{_TORCHS}{device}": state for device, state in found.items()}
+        states = {}
+        for name in (*devices, *_TOLD, *self._places) if names is None else names:
+            state = self._state(name) if name in self._known else devices.get(name)
+            if state is not None:
+                states[name] = state
+        return states
+
+    def marks(self) -> tuple[bytes | None, ...] | None:
+        """Return what each use of a default generator changes, in less time than ``read`` takes.
+
+        None if only ``read`` tells.
+        """
+        marks = tuple(map(self._mark, _MARKS))
+        return None if self.own or None in marks else marks
+
+    def _mark(self, name: str) -> bytes | None:
+        """Return a generator's mark; None if it has none.
+
+        To use the normal number that numpy has in reserve changes none of its bits.
+        """
+        reserve = name == "numpy" and self._last[name][1] and self._last[name][1].get("has_gauss")
+        return None if reserve or name not in _MARKS else _MARKS[name]()
+
+    def _state(self, name: str) -> Any:
+        """Return the state of a generator of the host; None if there is none of that name."""
+        mark = self._mark(name)
+        last_mark, last = self._last[name]
+        if mark is not None and mark == last_mark:
+            return last
+        generator = self._generator(name)
+        state = None if generator is None else _state_of(generator)
+        self._last[name] = None, state
+        # Another thread may have used it since the mark was read.
+        self._last[name] = mark if mark == self._mark(name) else None, state
+        return state
 
     def write(self, states: Mapping[str, Any]) -> None:
         """Set what ``read`` returned; generators of devices that are not here are left out."""
@@ -111,21 +125,35 @@ class PassGenerators:
                 _set(generator, states[name])
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
 _STATE_BYTES = 625 * 4
 """Of the Mersenne twister in Python and numpy: 624 numbers, and the place among them."""
 
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
-def _python_look() -> Any:
-    if _OFFSET:
-        there = ctypes.string_at(id(_PYTHONS) + _OFFSET, _STATE_BYTES)
-        return there, _PYTHONS.gauss_next
-    return random.getstate()
+def _torchs_mark() -> bytes:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _pythons_mark() -> bytes | None:
+    """None where it has a normal number in reserve, whose use changes no bits."""
+    if _OFFSET and _PYTHONS.gauss_next is None:
+        return ctypes.string_at(id(_PYTHONS) + _OFFSET, _STATE_BYTES)
+    return None
+
+
+def _numpys_mark() -> bytes | None:
+    """Empty where nobody has loaded it."""
+    if (numpy := sys.modules.get("numpy.random")) is None:
+        return b""
+    bits = numpy.get_bit_generator()
+    if type(bits).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
+
+
+_MARKS = {_HOST: _torchs_mark, "python": _pythons_mark, "numpy": _numpys_mark}
 
 
 def _offset_of_state() -> int:
@@ -183,8 +211,11 @@ def _set(generator: Any, state: Any) -> None:
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
     """Names of the generators that both have, and whose states differ."""
-    both = before.keys() & after.keys()
-    return frozenset(name for name in both if _differ(before[name], after[name]))
+    return frozenset(
+        name
+        for name, state in after.items()
+        if name in before and before[name] is not state and _differ(before[name], state)
+    )
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -193,6 +224,5 @@ def _differ(one: Any, other: Any) -> bool:
 
 def names_told(names: Iterable[str]) -> str:
     """What a message calls these generators."""
-    torchs = "torch's default generators"
-    words = (torchs if _is_torchs(one) else _TOLD.get(one, one) for one in sorted(names))
+    words = (TORCH if _is_torchs(name) else _TOLD.get(name, name) for name in sorted(names))
     return listed([*dict.fromkeys(words)])

@@ -23,14 +23,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES
-from swpipe.loops.batch_memory import checksum_of, has_parts, part_checksums
+from swpipe.loops.batch_memory import Parts, checksum_of, has_parts
 from swpipe.loops.live_loaders import (
     end_workers,
     goes_on,
@@ -48,8 +47,7 @@ _ASKED = 8
 """After so many pulls a loader is asked for its state again."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceInPass:
+class PlaceInPass(NamedTuple):
     """What was known when a batch was pulled.
 
     Attributes:
@@ -57,15 +55,13 @@ class PlaceInPass:
         before: The states of the generators that the loader draws from, before the pull; None if
             the loader's state is that after it.
         after: After it.
-        checksum: Of the batch; None if any is good.
-        parts: Of its parts, as it was pulled; none of a batch that this pass did not hand out.
+        parts: Those of the batch, as it was pulled; None if it is not known.
     """
 
     loader: Any
     before: States | None
     after: States
-    checksum: int | None
-    parts: Sequence[int] = ()
+    parts: Parts | None = None
 
 
 class PlacesPulled:
@@ -78,7 +74,8 @@ class PlacesPulled:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._has_state = loader, has_own_state(loader)
+        self._loader = loader
+        self._has_state = has_own_state(loader)
         self._known: dict[int, PlaceInPass] = {}  # by batches pulled
         self._lock = threading.Lock()  # of these
         torch_s = torchs(loader)
@@ -111,8 +108,8 @@ class PlacesPulled:
         batches, places = _led_back(self._loader, generators, saved)
         after = {**saved["generators"], **(saved["after_pull"] or {})}
         generators.write(after)
-        places = places or [PlaceInPass(saved["loader"], None, {}, None)]
-        places[-1] = replace(places[-1], after=after)
+        places = places or [PlaceInPass(saved["loader"], None, {})]
+        places[-1] = places[-1]._replace(after=after)
         self._known = dict(enumerate(places, handed_out - len(places) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
         if self._has_state and (saved["again"] or isinstance(self._loader, DataLoader)):
@@ -124,21 +121,38 @@ class PlacesPulled:
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
     def note(
-        self, number: int, handed_out: int, batch: Any, before: States | None, after: States
+        self,
+        number: int,
+        handed_out: int,
+        parts: Parts,
+        before: States | None,
+        after: States,
     ) -> None:
         """A batch was pulled, so many were before, and so many of these were handed out."""
-        state, self._state = self._state, None
+        state = self._state
+        self._state = None
         if self._has_state and not self._known and state is None:
-            state, before = self.ask(), None
+            state = self.ask()
+            before = None
         elif number % _ASKED == 0:
             self._state = self.ask()
-        checksum = None if self._is_data or before is None else checksum_of(batch)
-        place = PlaceInPass(state, before, after, checksum, part_checksums(batch))
         with self._lock:
-            self._known[number] = place
+            self._known[number] = PlaceInPass(state, before, after, parts)
             if number % _ASKED == 0:
                 first = self._first(handed_out)
                 self._known = {place: one for place, one in self._known.items() if place >= first}
+
+    def again(self, handed_out: int) -> list[tuple[States, int | None]]:
+        """Return what a state has of the batches that are compared: generators, and a checksum.
+
+        The checksum of data that is at hand is None: any is good.
+        """
+        places = self.up_to(handed_out)
+        return [
+            (place.before, None if self._is_data else checksum_of(place.parts))
+            for place in places
+            if place.before is not None and place.parts is not None
+        ]
 
     def up_to(self, handed_out: int) -> list[PlaceInPass]:
         """Those from which a state leads to the batch handed out last, and are compared."""
@@ -156,11 +170,11 @@ class PlacesPulled:
         """
         with self._lock:
             pulled = takewhile(self._known.__contains__, count(handed_out + 1))
-            found = [self._known[number].parts for number in pulled]
+            parts = [self._known[number].parts for number in pulled]
             if type(self._loader) in (list, tuple):
-                rest = self._loader[handed_out + len(found) : handed_out + most]
-                found += map(part_checksums, rest)
-        return found
+                rest = self._loader[handed_out + len(parts) : handed_out + most]
+                parts += map(Parts.of, rest)
+        return [one.checksums for one in parts if one is not None]
 
     def check_coming(self, number: int, batch: Any) -> None:
         """Refuse a batch that is not what it was when the state was saved.
@@ -191,7 +205,8 @@ def _led_back(
     loader: Any, generators: PassGenerators, saved: Mapping[str, Any]
 ) -> tuple[Iterator[Any], list[PlaceInPass]]:
     """The rest of a pass, and what was pulled again."""
-    again, own = saved["again"], saved["loader"]
+    again = saved["again"]
+    own = saved["loader"]
     for way, (state, number) in enumerate(_beginnings(loader, saved)):
         if way and number > len(again):
             warnings.warn(
@@ -227,20 +242,25 @@ def _pulled_again(
     loader: Any, generators: PassGenerators, batches: Iterator[Any], saved: Mapping[str, Any]
 ) -> tuple[list[PlaceInPass], bool]:
     """What is pulled to be compared, and whether it is the same."""
-    own, same, places = saved["loader"], True, list[PlaceInPass]()
+    own = saved["loader"]
+    same = True
+    places = list[PlaceInPass]()
     asked = own is not None and isinstance(torchs(loader), DataLoader)
     for before, checksum in saved["again"]:
         state = copy.deepcopy(loader.state_dict()) if asked else own
         generators.write(before)
         for batch in islice(batches, 1):
-            same = same and checksum in (None, checksum_of(batch))
-            places.append(PlaceInPass(state, before, {}, checksum))
+            parts = Parts.of(batch)
+            same = same and checksum in (None, checksum_of(parts))
+            places.append(PlaceInPass(state, before, {}, parts))
     return places, same
 
 
 def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
     """States to begin with, None for none, and the number of batches to pull then."""
-    own, compared, handed_out = saved["loader"], len(saved["again"]), saved["batches"]
+    own = saved["loader"]
+    compared = len(saved["again"])
+    handed_out = saved["batches"]
     if own is None:
         yield None, handed_out
         return

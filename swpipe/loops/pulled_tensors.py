@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from swpipe.loops.batch_memory import memory_parts
+from swpipe.loops.batch_memory import parts_of
 
 _PLAIN = (Tensor, Parameter)
 
@@ -50,7 +50,7 @@ class PulledTensors(TorchFunctionMode):
 
     def end_pull(self, batch: Any) -> None:
         """Note how a pull has left the tensors."""
-        own = {_storage(buffer) for buffer in memory_parts(batch)[0] if type(buffer) in _PLAIN}
+        own = {_storage(buffer) for buffer in parts_of(batch)[0] if type(buffer) in _PLAIN}
         found = [reference() for reference, _ in self._used.values()]
         kept = [one for one in found if one is not None and _storage(one) not in own]
         self._used = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in kept}

@@ -158,9 +158,14 @@ class ResumableLoop(Generic[Out]):
                 "new pass: save in the body of the loop, before you leave it, or say which by "
                 "state_dict(rest=True) or state_dict(rest=False)"
             )
+        if check:
+            self._check_tasks()
         # A task with random=True may be running, which has seeded the generators for itself.
         with self._pulled.generators.exclusive():
             return complete(pipeline, self._place(rest, check))
+
+    def _check_tasks(self) -> None:
+        """Refuse tasks that keep what is in no state."""
 
     def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
         """What a state has beside the pipeline's."""

@@ -92,7 +92,6 @@ class JobRun:
         for step, loss in enumerate(self.losses[before:], before):
             if not math.isfinite(loss):
                 raise TrainingDivergedError(step)
-        self.job.check()
         if done:
             (self.turns_s if timed else self._untimed_s).append(seconds / done)
         elif steps and not (self.turns_s or self._untimed_s):
@@ -191,7 +190,7 @@ def _parameters(run: JobRun) -> dict[str, torch.Tensor]:
 
 
 def report(runs: Sequence[JobRun]) -> str:
-    """A line per run, how the others compare with the first, and the job's notes. A collective."""
+    """Return a line per run, and how the others compare with the first. A collective."""
     columns = [run.job.results() for run in runs]
     rows = [
         (run.name, run.done, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
@@ -202,7 +201,6 @@ def report(runs: Sequence[JobRun]) -> str:
         [
             table(("plan", "steps", "steps/s", "range", "loss", *columns[0]), rows),
             *(line for other in others for line in (_speed(first, other), _equality(first, other))),
-            *first.job.notes(),
         ]
     )
 

@@ -50,7 +50,7 @@ class Option:
 
     Attributes:
         name: As in Python: ``batch_size`` is ``--batch-size``.
-        kind: ``int``, ``str``, ``bool``, ``Path``, or ``list`` for several paths in a row.
+        kind: ``int``, ``str``, ``bool`` or ``Path``.
         default: The value where none is given.
         help: One line.
         minimum: The least value of an ``int``.
@@ -105,16 +105,9 @@ class Job:
             return loss.detach() if loss.numel() == 1 else None
         return loss if isinstance(loss, float) else None
 
-    def check(self) -> None:
-        """Called where no iteration is in flight; raises what went wrong. A collective."""
-
     def results(self) -> dict[str, str]:
         """Further columns of the table of runs. A collective."""
         return {}
-
-    def notes(self) -> list[str]:
-        """Lines below the table of runs. A collective."""
-        return []
 
     def close(self) -> None:
         """Release resources."""

@@ -14,8 +14,7 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSche
 from swpipe._engine.run import Run
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning.simulation.simulator import simulate
-from tests.support.plans_for_tests import NOBODY_ELSE
-from tests.support.sequencer import PATIENCE_S, await_event
+from tests.support.sequencer import await_event
 
 
 def double(ctx: IterContext) -> None:
@@ -178,77 +177,6 @@ def test_another_iterator_may_follow_at_once() -> None:
             pipe.progress(first)
         threading.Timer(0.2, goes_on.set).start()
         assert [ctx.z for ctx in pipe.iterate(Loader(2))] == [1, 3]
-
-
-def test_a_pull_may_wait_for_its_turn() -> None:
-    """When it goes on, all earlier iterations have been handed out, and no task runs."""
-    events: list[str] = []
-
-    def batches() -> Iterator[int]:
-        for i in range(5):
-            pipe.await_turn()
-            assert pipe.is_in_turn
-            events.append(f"pull {i}")
-            yield i
-
-    with SWPipeline(replace(LAST, pipeline_depth=4), TASKS, device="cpu") as pipe:
-        events.extend(f"body {ctx.iter_idx}" for ctx in pipe.iterate(batches()))
-    assert events == [f"{what} {i}" for i in range(5) for what in ("pull", "body")]
-
-
-def test_a_turn_that_never_comes_is_refused() -> None:
-    """The caller's thread would wait for the pull, and the pull for the caller."""
-
-    def batches() -> Iterator[int]:
-        yield 0
-        pipe.await_turn()
-
-    with (
-        SWPipeline(PLAN, TASKS, device="cpu") as pipe,
-        pytest.raises(RuntimeError, match="waits for its turn.*and task 'double' needs its batch"),
-    ):
-        pipe.run(batches())
-
-
-def test_whoever_waits_for_its_turn_is_woken_when_the_loop_is_left() -> None:
-    """The iterator gets the exception of a run that stops."""
-    ends: list[str] = []
-
-    def batches() -> Iterator[int]:
-        try:
-            yield 0
-            waits.set()
-            pipe.await_turn()
-        finally:
-            ends.append(threading.current_thread().name)
-
-    waits = threading.Event()
-    pulled = batches()
-    with SWPipeline(LAST, TASKS, device="cpu") as pipe:
-        pipe.progress(pulled)
-        assert waits.wait(30)
-        assert pipe.drop() == 0
-    assert ends == ["swpipe-loader"]
-
-
-def test_a_pull_that_waits_for_its_turn_lets_random_tasks_draw() -> None:
-    """It has the generators, and the iterations that it waits for need them."""
-
-    def batches() -> Iterator[float]:
-        for _ in range(4):
-            pipe.await_turn()
-            yield torch.rand(1).item()
-
-    def draw(ctx: IterContext) -> None:
-        ctx.noise = torch.rand(1)
-
-    task = PipelineTask("draw", draw, io=[NOBODY_ELSE], random=True)
-    plan = replace(PipelinePlan.serial([task]), pull_group="loader", pipeline_depth=None)
-    torch.manual_seed(0)
-    alone = [torch.rand(1).item() for _ in range(4)]
-    torch.manual_seed(0)
-    with SWPipeline(plan, [task], device="cpu", stall_timeout_s=PATIENCE_S) as pipe:
-        assert [ctx.batch for ctx in pipe.iterate(batches())] == alone
 
 
 @pytest.mark.parametrize("depth", [None, 6])

@@ -16,7 +16,6 @@ import torch
 import swpipe
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import main
-from swpipe.cli.options import spread_lists
 from swpipe.tasks.images.images_workload import ImageJob
 from swpipe.tasks.workload import workloads
 
@@ -206,18 +205,6 @@ def test_help_shows_the_options_of_the_named_workload(capsys: pytest.CaptureFixt
     assert shown("train", "--workload", "images")
     assert shown("trace", "--workload=images")
     assert shown("report", "images")
-
-
-def test_options_that_take_a_list_are_spread() -> None:
-    """The parser wants the option before each value; people do not."""
-    for args, spread in {
-        "--data a b --steps 3": "--data a --data b --steps 3",
-        "--held-out a b": "--held-out a --held-out b",
-        "--plan x y": "--plan x y",
-        "--data=a b": "--data=a b",
-        "--data": "--data",
-    }.items():
-        assert spread_lists(args.split(), {"--data", "--held-out"}) == spread.split()
 
 
 def test_a_terminal_that_knows_few_characters_is_given_others(

@@ -73,8 +73,8 @@ MEASURED = {
 What else they say, such as which task bounds a step, is what was found on one machine.
 """
 
-DRAWN = ("for x, y in loader:", "io       ▌", "comm   --")
-"""How blocks begin that nothing printed as they stand."""
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ")
+"""How blocks begin that are drawings, or one example of what may be printed."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
@@ -222,8 +222,9 @@ def commands() -> list[str]:
 def test_a_command_on_a_page_is_one(command: str) -> None:
     """Its options are known, and their values are of the right kind."""
     args = shlex.split(command, comments=True)[1:]
-    rest = options.declare_workload_options(args)
+    options.declare_workload_options(args)
     part: Any = get_command(app)
+    rest = [*args]
     context = part.make_context("swpipe", [*rest])
     while isinstance(part, TyperGroup):
         name, part, rest = part.resolve_command(context, rest)

@@ -14,7 +14,7 @@ import torch
 import swpipe
 from swpipe import overlap
 from swpipe.loops import OverlappedLoop
-from swpipe.loops.batch_memory import has_parts, part_checksums
+from swpipe.loops.batch_memory import Parts, has_parts
 from swpipe.loops.place_in_pass import PlacesPulled
 
 CHANGES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
@@ -149,7 +149,7 @@ def test_a_state_has_what_a_list_gives_after_it_was_saved() -> None:
     """A batch that is not yet pulled may be changed before the pass is left."""
     loader = [[number] for number in range(6)]
     saved = PlacesPulled(loader).coming(1, 3)
-    assert saved == [part_checksums(batch) for batch in loader[1:4]]
+    assert saved == [Parts.of(batch).checksums for batch in loader[1:4]]
     loader[2].append(0)
     assert [has_parts(*both) for both in zip(loader[1:4], saved, strict=True)] == [
         True,

@@ -191,6 +191,20 @@ def test_a_body_that_begins_to_draw_late_beside_a_loader_that_has_drawn_is_an_er
         both_draw(contexts)
 
 
+def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
+    """What comes after the loop draws other numbers than in a plain loop."""
+    loop = swpipe.ahead(pulls(30, lambda number: random.random() if number > 5 else 0.0))
+
+    def leave_after_six() -> None:
+        for number, _ in enumerate(loop):
+            loop.pipe.settle()
+            if number == 5:
+                break
+
+    with pytest.warns(RuntimeWarning, match="the loader has drawn ahead from Python's default"):
+        leave_after_six()
+
+
 def test_draws_true_is_an_error_where_the_body_draws() -> None:
     """At the first hand-over that shows it."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random()), draws=True, device="cpu")
@@ -317,13 +331,35 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
     """Also that of a number in reserve, as every second normal one is."""
     generators = PassGenerators([1], resolve("cpu"))
     seed()
-    before = generators.look(generators.defaults)
+    before = generators.read(generators.defaults)
     for _ in range(5):
+        marks = generators.marks()
         DRAWS[name]()
-        now = generators.look(generators.defaults)
+        assert marks is None or marks != generators.marks()
+        now = generators.read(generators.defaults)
         assert len(changed(before, now)) == 1
         before = now
-    assert not changed(before, generators.look(generators.defaults))
+    assert not changed(before, generators.read(generators.defaults))
+
+
+def test_a_state_that_changes_while_it_is_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another thread, which sets it back."""
+    from swpipe.loops import pass_generators
+
+    state_of = pass_generators._state_of
+
+    def drawn(generator: Any) -> Any:
+        random.random()
+        return state_of(generator)
+
+    generators, before = PassGenerators([1], resolve("cpu")), random.getstate()
+    monkeypatch.setattr(pass_generators, "_state_of", drawn)
+    assert generators.read(["python"]) != {"python": before}
+    monkeypatch.undo()
+    random.setstate(before)
+    assert generators.read(["python"]) == {"python": before}
 
 
 def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(
@@ -402,14 +438,14 @@ def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() ->
     draws.asked(0, pulling=False)
     draws.before_pull(7, 5, alone=False)
     random.random()
-    draws.after_pull(7, {}, 5, alone=False)
+    draws.after_pull(7, {}, alone=False)
     assert draws.in_turn
     draws.asked(8, pulling=False)
     random.random()
     draws.asked(9, pulling=False)  # the body has; whether the loader had is not known
     before = draws.before_pull(10, 9, alone=True)
     random.random()
-    draws.after_pull(10, before, 9, alone=True)
+    draws.after_pull(10, before, alone=True)
     with pytest.raises(RuntimeError, match="both draw from Python's.*batch 5 of the pass"):
         draws.asked(10, pulling=False)
 

@@ -38,7 +38,6 @@ class SumJob(Job):
         self.model = torch.nn.Linear(3, 1)
         self.modules = [self.model]
         self.closed = False
-        self.checked = 0
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         return PipelineTask("load", self.load, pure=True), PipelineTask("train", self.train)
@@ -58,14 +57,8 @@ class SumJob(Job):
     def batches(self, steps: int | None = None, /) -> Iterator[int]:
         return islice(count(), self.epoch_steps if steps is None else steps)
 
-    def check(self) -> None:
-        self.checked += 1
-
     def results(self) -> dict[str, str]:
         return {"norm": f"{float(self.model.weight.norm().detach()):.3f}"}
-
-    def notes(self) -> list[str]:
-        return ["rows of three"]
 
     def close(self) -> None:
         self.closed = True
@@ -94,7 +87,6 @@ def test_a_run_goes_on_where_it_stopped(runs: list[JobRun]) -> None:
     assert len(seen) == 30
     assert len(pieces.turns_s) == 4
     assert all(seconds > 0 for seconds in pieces.turns_s)
-    assert pieces.job.checked == 5
     with JobRun("epoch", SumJob(), PLANS["serial"]()) as epoch:
         epoch.advance(100)
         assert epoch.steps == len(epoch.losses) == 5
@@ -165,7 +157,6 @@ def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
         run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
     head, _, *rest = report(runs).splitlines()
     assert head.split() == ["plan", "steps", "steps/s", "range", "loss", "norm"]
-    assert rest[-1] == "rows of three"
     return [line.split() for line in rest[:2]] + [rest[2:3]]
 
 
