@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import swpipe
-import swpipe.tasks.torchrec.drop_in  # TorchRec logs what it loads; from here it is not shown
+import swpipe.tasks.torchrec.pipelines.drop_in  # TorchRec logs what it loads, from here unseen
 
 project = "swpipe"
 author = "swpipe authors"
