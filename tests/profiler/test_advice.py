@@ -165,7 +165,7 @@ def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None
     assert {advice.plan for advice in result.advice} == {None}
     about = {advice.task: advice.not_moved for advice in result.advice}
     assert about["train"] == "it might save 2.000 ± 2.400 ms, and may save nothing"
-    noise = random.Random(1)  # the error of the prediction alone is smaller than what is saved
+    noise = random.Random(7)  # the error of the prediction alone is smaller than what is saved
 
     def read(ctx: IterContext) -> None:
         host.sleep(24e-3 if noise.random() < 1 / 8 else 0.0)
