@@ -1,4 +1,13 @@
-"""The figures of a profile, and what follows from them."""
+"""The figures of a profile, and what follows from them.
+
+    an iteration      baseline_s: the mean of steps_s, with its median and its interval
+      a task costs    exposed_s = raw_s within (0, baseline_s): own_s, and in_others_s, which others
+                      take less without it
+      a task takes    host_s = CPU time + blocked_s + core_s; device_s on its stream
+        each time     host_each_s, device_each_s, in step with steps_s: the tables of ``costs``
+
+A figure of tasks is a map from the task's name; all times are seconds.
+"""
 
 from __future__ import annotations
 
@@ -84,41 +93,47 @@ class LoaderPace:
         return max(1, math.ceil((self.workers or 1) * self.rate_s / step_s))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """The fields of ``ProfileResult``, which says what each of them is."""
 
+    # Of what, and what to do about it.
     batch: str
     mode: Literal["serial", "pipelined"]
+    advice: tuple[Advice, ...]
+    # Of the iteration.
     baseline_s: float
     baseline_median_s: float
     baseline_spread_s: float
+    steps_s: tuple[float, ...] = ()
+    # Of each task: what it costs an iteration.
     exposed_s: Mapping[str, float]
     raw_s: Mapping[str, float]
     spread_s: Mapping[str, float]
     replay_s: Mapping[str, float]
     in_others_s: Mapping[str, Mapping[str, float]]
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+    # Of each task: what it takes, in the mean and in each of ``steps_s``.
     host_s: Mapping[str, float]
     blocked_s: Mapping[str, float]
+    core_s: Mapping[str, float] = field(default_factory=dict)
     device_s: Mapping[str, float]
+    host_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    device_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # Of threads, the loader, and ranks.
     busy_s: Mapping[str, float]
-    advice: tuple[Advice, ...]
+    loader: LoaderPace | None = None
+    ranks: tuple[RankTimes, ...] = ()
+    collectives: tuple[str, ...] = ()
+    # How it was measured.
     num_warmup: int
     num_measure: int
     num_rounds: int
+    seen: str = ""
     put_back: tuple[str, ...] = ()
     already_shortcut: tuple[str, ...] = ()
-    not_measured: Mapping[str, str] = field(default_factory=dict)
     interrupted: bool = False
     other_load: OtherLoad | None = None
-    ranks: tuple[RankTimes, ...] = ()
-    collectives: tuple[str, ...] = ()
-    loader: LoaderPace | None = None
-    core_s: Mapping[str, float] = field(default_factory=dict)
-    steps_s: tuple[float, ...] = ()
-    host_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    device_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    seen: str = ""
 
     def __post_init__(self) -> None:
         for name in _BY_TASK:

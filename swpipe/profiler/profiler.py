@@ -20,6 +20,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.advice import LoopFacts, advise
 from swpipe.profiler.exposures import BASE, Exposures
 from swpipe.profiler.figures import busy_s
+from swpipe.profiler.host import HostTimes
 from swpipe.profiler.measure import Passage, Pulls, WindowTimer
 from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
@@ -249,7 +250,9 @@ class TaskProfiler:
                 timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
             )
             rounds.warm_up()
-            on_streams = passage or timer.passage(timer.whole_cycles(timer.measure))
+            on_streams = passage or Passage((), HostTimes(()), 1)
+            if passage is None and self.pipe.device.has_streams:
+                on_streams = timer.passage(timer.whole_cycles(timer.measure))
             rounds.measure(kinds, bar.update)
         result = partial(
             _result_of,

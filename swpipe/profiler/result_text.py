@@ -28,7 +28,7 @@ _MOST_PUT_BACK = 12
 
 
 def one(result: Figures) -> str:
-    """A table with one row per task."""
+    """Return a summary, a table with one row per task, and notes."""
     times = {"host": result.host_s, "blocked": result.blocked_s}
     if result.device_s:
         times["device"] = result.device_s
@@ -38,21 +38,28 @@ def one(result: Figures) -> str:
         rows.append((name, *_exposed(result, name), *cells))
     titles = [f"{title}\nms" for title in ("exposed", "own", *times)]
     titles.insert(1, "\n%")
-    return _with_notes([result], table(["task", *titles], rows))
+    head = [*_busy([result]), wrapped(_summary(result))]
+    return "\n".join([*head, table(["task", *titles], rows), *_notes(result)])
 
 
 def several(results: Sequence[Figures]) -> str:
-    """A table with one row per task, and columns per batch; more below it where they are many."""
+    """Return one result in full, or several side by side."""
     if not results:
         return "no batches were profiled"
     if len(results) == 1:
         return one(results[0])
-    return _with_notes(results, _tables(results))
+    return "\n".join([*_busy(results), side_by_side(results)])
 
 
 def side_by_side(results: Sequence[Figures]) -> str:
-    """A line for each batch, and columns per batch, without what follows from them."""
+    """Return a line for each batch, and columns per batch, without what follows from them."""
     return "\n".join([*map(wrapped, map(_summary, results)), _tables(results)])
+
+
+def _busy(results: Sequence[Figures]) -> list[str]:
+    """Return the clause about other processes, those that used most of the machine."""
+    loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
+    return [wrapped(max(loads, key=lambda load: load.used).text)] if loads else []
 
 
 def _tables(results: Sequence[Figures]) -> str:
@@ -69,19 +76,6 @@ def _tables(results: Sequence[Figures]) -> str:
             rows.append([name, *(cell for exposed, _, own in cells for cell in (exposed, own))])
         tables.append(table(titles, rows))
     return "\n\n".join(tables)
-
-
-def _with_notes(results: Sequence[Figures], rows: str) -> str:
-    loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
-    busy = [max(loads, key=lambda load: load.used).text] if loads else []
-    on = [f" on {result.batch}" if len(results) > 1 else "" for result in results]
-    notes = (
-        note for result, batch in zip(results, on, strict=True) for note in _notes(result, batch)
-    )
-    back = (wrapped(f"restored afterwards: {put_back(result.put_back)}") for result in results)
-    said = dict.fromkeys([*notes, *back])
-    head = map(wrapped, [*busy, *map(_summary, results)])
-    return "\n".join([*head, rows, *said])
 
 
 def _summary(result: Figures) -> str:
@@ -116,30 +110,30 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
 # --------------------------------------------------------------------------------------- notes
 
 
-def _notes(result: Figures, on_batch: str) -> Iterator[str]:
+def _notes(result: Figures) -> Iterator[str]:
     for name, less_s in result.in_others_s.items():
         if less_s:
             others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
-            yield wrapped(f"without {name}{on_batch}, others take less: {others} ms")
-    for line in _lines(result, on_batch):
-        yield wrapped(line)
+            yield wrapped(f"without {name}, others take less: {others} ms")
+    yield from map(wrapped, _lines(result))
     if result.ranks:
         yield from rank_lines(result.ranks, result.rank_waits)
+    yield wrapped(f"restored afterwards: {put_back(result.put_back)}")
 
 
-def _lines(result: Figures, on_batch: str) -> Iterator[str]:
+def _lines(result: Figures) -> Iterator[str]:
     if result.busy_s:
-        yield f"limits iterations{on_batch}: {_limits(result)}"
+        yield f"limits iterations: {_limits(result)}"
     blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
-    yield f"blocks the host{on_batch}: {', '.join(blocking) or 'no task'}"
+    yield f"blocks the host: {', '.join(blocking) or 'no task'}"
     for name, why in result.not_measured.items():
-        yield f"not measured{on_batch}: {name}, since iterations with its shortcut fail: {why}"
+        yield f"not measured: {name}, since iterations with its shortcut fail: {why}"
     for number, advice in enumerate(result.advice, 1):
-        yield f"do next{on_batch}, {number}: {advice.text}"
+        yield f"do next, {number}: {advice.text}"
     if not result.advice:
-        yield f"do next{on_batch}: {_NO_ADVICE}"
+        yield f"do next: {_NO_ADVICE}"
     if result.interrupted:
-        yield f"interrupted{on_batch}: not all rounds were measured"
+        yield "interrupted: not all rounds were measured"
     if result.already_shortcut:
         yield f"shortcut already, so not measured: {', '.join(result.already_shortcut)}"
 

@@ -347,18 +347,18 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     A task that needs nothing that earlier iterations did may run on several threads, so that only a
     part of its time bounds an iteration.
     """
-    costs, recurring = profile.costs, Roles.of(plan).recurring
-    stays = {PULL, *recurring, *Roles.of(plan).communicating}
+    roles = Roles.of(plan)
+    stays = {PULL, *roles.recurring, *roles.communicating}
     workers = {name: profile.workers(name) for name in profile.host_s if name not in stays}
     shared = {name: 1 / number for name, number in workers.items() if number > 1 and not streams}
-    costs = costs.with_scaled(shared)
+    costs = profile.costs.with_scaled(shared)
     bounds = lower_bounds(plan, costs, streams=streams, threads=len(costs.tasks) + 1)
     floor_s = bounds.ii_us / 1e6
     what, _, names = bounds.busiest.partition(": ")
     limiting = names.removesuffix(" alone").split(", ")
     limit = f"{what}: {listed(names.replace(PULL, f'the {LOADER}').split(', '), _NAMED)}"
     if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
-        limiting = [*recurring]
+        limiting = [*roles.recurring]
         named = listed(limiting, 2 * _NAMED)
         limit = f"{named}, which wait for each other across iterations"
     elif limiting[0] in shared:

@@ -117,7 +117,8 @@ def report_on(
     rounds: int | None = None,
 ) -> StepReport:
     """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
-    loop = loop.agreed()
+    # Tasks keep the streams and the global order of the plan that the loop runs under.
+    loop = replace(loop.agreed(), like=loop.like if plan is None else plan)
     recording = loop.record()
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())
@@ -131,7 +132,7 @@ def report_on(
     account = account_of(
         profile,
         trace.critical_path(),
-        _ordered_like(inferred, runs_under),
+        inferred,
         streams=loop.has_streams,
         cpu_s=cpu_s,
     )
@@ -232,12 +233,6 @@ def _measure(
     return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
 
 
-def _rounds(asked: int | None, round_s: float, most_s: float) -> int:
-    """How many rounds there are: as many as are asked for, or else as fit."""
-    fits = int(most_s / round_s) if round_s else ROUNDS
-    return asked or min(ROUNDS, max(LEAST_ROUNDS, fits))
-
-
 def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelinePlan:
     """The plan, with a dependence of each task on itself that an earlier iteration's state needs.
 
@@ -249,16 +244,6 @@ def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelineP
         if any(place.persistent for place in effects[name].writes)
     ]
     return replace(inferred, cross_iter_deps=(*inferred.cross_iter_deps, *written))
-
-
-def _ordered_like(inferred: PipelinePlan, plan: PipelinePlan) -> PipelinePlan:
-    """The inferred plan, with what another one says about the global order as well."""
-    ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
-    schedule = {
-        name: replace(entry, globally_ordered=entry.globally_ordered or name in ordered)
-        for name, entry in inferred.schedule.items()
-    }
-    return replace(inferred, schedule=schedule)
 
 
 # ---------------------------------------------------------------------------------------- trials
@@ -297,7 +282,9 @@ class _Trials(NamedTuple):
             return {}
         self.loop.progress(f"trying {'; '.join(plans)}")
         every, window = {NOW: self.plan, **plans}, self._window(1 + len(plans))
-        turns = _rounds(self.rounds, len(every) * window.iterations * self.step_s, _TRIAL_S)
+        turn_s = len(every) * window.iterations * self.step_s
+        fits = int(_TRIAL_S / turn_s) if turn_s else ROUNDS
+        turns = self.rounds or min(ROUNDS, max(LEAST_ROUNDS, fits))
         rounds = [self.loop.try_round(every, turn, self.pulls, window) for turn in range(turns)]
         return {name: mean_of([took_s[NOW] - took_s[name] for took_s in rounds]) for name in plans}
 

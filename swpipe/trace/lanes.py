@@ -94,11 +94,10 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
     return both_ns / mine_ns if mine_ns else None
 
 
-def covered_ns(spans: Iterable[Span], begin_ns: int = -(2**63), end_ns: int = 2**63) -> int:
-    """The time from ``begin_ns`` to ``end_ns`` in which at least one of the spans ran."""
-    found, reached_ns = 0, begin_ns
+def covered_ns(spans: Iterable[Span]) -> int:
+    """Return the time in which at least one of the spans ran."""
+    covered, reached_ns = 0, -(2**63)
     for span in in_order(spans):
-        stop_ns = min(span.end_ns, end_ns)
-        found += max(0, stop_ns - max(span.start_ns, reached_ns))
-        reached_ns = max(reached_ns, stop_ns)
-    return found
+        covered += max(0, span.end_ns - max(span.start_ns, reached_ns))
+        reached_ns = max(reached_ns, span.end_ns)
+    return covered

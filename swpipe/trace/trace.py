@@ -21,7 +21,7 @@ from swpipe.trace import perfetto, timeline
 from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.chart import chart
 from swpipe.trace.critical_path import CriticalPath, critical_path
-from swpipe.trace.lanes import LaneTimes, covered_ns, hidden, lanes
+from swpipe.trace.lanes import LaneTimes, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
@@ -133,17 +133,6 @@ class Trace(Rows):
         ends = sorted(self._ends_ns().values())
         steps = [later - sooner for sooner, later in pairwise(ends)]
         return median(steps) / 1e9 if steps else None
-
-    def busy(self) -> dict[Row, float]:
-        """The fraction of time in which each row was busy, from the first start to the last end.
-
-        Spans in ``beside`` count too.
-        """
-        begin_ns, end_ns = extent_ns(self.spans)
-        return {
-            row: covered_ns((*spans, *beside), begin_ns, end_ns) / max(1, end_ns - begin_ns)
-            for row, (spans, beside) in Panel("", self.spans, self.beside).by_row().items()
-        }
 
     def task_times(self) -> tuple[TaskTimes, ...]:
         """The mean times per row and task, sorted by row."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
+from swpipe.planning import Limits, auto_plan
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import Advice, ProfileResult
 from tests.profiler.sleepers import InTurn, overlapped, sleepers
@@ -163,7 +165,7 @@ def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None
     assert {advice.plan for advice in result.advice} == {None}
     about = {advice.task: advice.not_moved for advice in result.advice}
     assert about["train"] == "it might save 2.000 ± 2.400 ms, and may save nothing"
-    noise = random.Random(1)  # the error of the prediction alone is smaller than what is saved
+    noise = random.Random(7)  # the error of the prediction alone is smaller than what is saved
 
     def read(ctx: IterContext) -> None:
         host.sleep(24e-3 if noise.random() < 1 / 8 else 0.0)
@@ -214,6 +216,34 @@ def test_why_a_task_is_not_moved_is_said_in_short(host: TimedHost) -> None:
         assert "->" not in advice.text
         assert "order contradicts" not in advice.text
         assert advice.text.count("part") <= 8
+
+
+def test_limits_for_several_workers_admit_the_plan_that_was_found(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks of the caller's thread that a pair of a period keeps in two stages are not frozen.
+
+    Both were, which no plan keeps to: the bound of such limits was infinite.
+    """
+    frozen: list[tuple[str, ...]] = []
+
+    def planned(*given: Any, limits: Limits, **about: Any) -> Any:
+        frozen.append(limits.frozen)
+        return auto_plan(*given, limits=limits, **about)
+
+    monkeypatch.setattr("swpipe.planning.auto_plan", planned)
+    tasks = sleepers(host, read=6, cache=2, train=7)
+    schedule = {name: TaskSchedule(stage) for stage, name in enumerate(("read", "cache", "train"))}
+    plan = PipelinePlan(
+        schedule,
+        deps=[("cache", "read"), ("train", "cache")],
+        cross_iter_deps=[("train", "train"), ("cache", "train", 2)],
+        same_period_deps=[("train", "cache")],
+    )
+    result = profiled(plan, tasks, pipelined=True)
+    assert len(frozen) > 1
+    assert all(not {"cache", "train"} <= {*names} for names in frozen)
+    assert all("freeze" not in advice.not_moved for advice in result.advice)
 
 
 def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResults
+from swpipe.profiler.measure import WindowTimer
 from tests.profiler.sleepers import overlapped
 from tests.support.notes import Notes
 
@@ -197,6 +198,16 @@ def test_several_batches_come_out_in_order(
     (only,) = profiler.profile_many([BATCH], tasks="step", **QUICK)
     assert (only.batch, only.tasks) == ("batch 0", ("step",))
     assert capsys.readouterr().err == ""
+
+
+def test_a_profile_of_batches_runs_no_iterations_but_its_visits(
+    pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no streams, whose work would have to be timed apart."""
+    monkeypatch.setattr(WindowTimer, "passage", lambda *given: pytest.fail("a passage"))
+    results = TaskProfiler(pipe).profile_many([BATCH, 2 * BATCH], **QUICK)
+    assert results.loop is not None
+    assert results.loop.device_s == results[1].device_s == {}
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:

@@ -91,21 +91,20 @@ forward   8.00 ± 0.20      4.50
 log            < 0.10
 step                                   < 0.20
 scale                            not measured
-without forward on batch 0, others take less: backward 3.000, step 0.500 ms
-blocks the host on batch 0: read (4.000 ms)
-do next on batch 0, 1: make read take half as long: saves 2.000 ± 0.100 ms; then
-  limited by thread 'io'.
-blocks the host on batch 1: step (0.900 ms)
-not measured on batch 1: scale, since iterations with its shortcut fail:
-  ValueError: no
-do next on batch 1: no change is known that promises more than the measurement's
-  error; more seconds, and an idle machine, make that smaller
-interrupted on batch 1: not all rounds were measured
-shortcut already, so not measured: forward
-restored afterwards: model (Linear), self.optimizer (SGD)
 exposed: how much shorter a mean iteration is if the task costs nothing, with a
 95% interval; < x: not told apart from 0; own: what the task takes of that
 itself
+"""
+
+
+NOTES = """\
+blocks the host: step (0.900 ms)
+not measured: scale, since iterations with its shortcut fail: ValueError: no
+do next: no change is known that promises more than the measurement's error;
+  more seconds, and an idle machine, make that smaller
+interrupted: not all rounds were measured
+shortcut already, so not measured: forward
+restored afterwards: model (Linear), self.optimizer (SGD)
 """
 
 
@@ -130,6 +129,7 @@ def test_the_tables_side_by_side() -> None:
     several.print_report(out)
     assert (several[1], several[:1], len(several)) == (OTHER, ProfileResults([RESULT]), 2)
     assert stripped(out.getvalue()) == stripped(SIDE_BY_SIDE)
+    assert OTHER.format_report().endswith(NOTES.rstrip())
     many = ProfileResults([replace(RESULT, batch=f"batch {number}") for number in range(5)])
     assert max(map(len, many.format_report().splitlines())) <= 80
     assert many.format_report().count("\ntask ") == 3

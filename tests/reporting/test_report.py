@@ -217,8 +217,24 @@ def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
     """A profile of tasks that are on the CPU all the time."""
     none = dict.fromkeys(host_s, 0.0)
     return ProfileResult(
-        *("batch 0", "serial", step_s, step_s, 0.0, host_s, host_s, none, none, {}, host_s, none),
-        *({}, {}, (), 2, 3, 4),
+        batch="batch 0",
+        mode="serial",
+        advice=(),
+        baseline_s=step_s,
+        baseline_median_s=step_s,
+        baseline_spread_s=0.0,
+        exposed_s=host_s,
+        raw_s=host_s,
+        host_s=host_s,
+        spread_s=none,
+        replay_s=none,
+        blocked_s=none,
+        in_others_s={},
+        device_s={},
+        busy_s={},
+        num_warmup=2,
+        num_measure=3,
+        num_rounds=4,
     )
 
 

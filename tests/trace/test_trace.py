@@ -307,19 +307,17 @@ def test_the_steady_part_takes_as_long_as_most_iterations_do() -> None:
         Trace(spans).steady(0)
 
 
-def test_busy_is_the_part_of_the_time_that_a_row_works() -> None:
-    """Of the trace's time, waits excluded, and with what is beside."""
-    assert HAND_MADE.busy() == {IO: 6 / 8, DEFAULT: 5 / 8}
-    assert HAND_MADE.window(1, 1).busy() == {IO: 4 / 6, DEFAULT: 5 / 6}
-    assert HAND_MADE.window(0, 0).busy() == {IO: 5 / 5, DEFAULT: 3 / 5}
-    stream = Row("stream", "caller's")  # two threads may give it work at the same time
+def test_work_of_two_threads_on_one_stream_counts_once() -> None:
+    """Both may give it work at the same time."""
+    stream = Row("stream", "caller's")
     work = [Span(f"{a}", 0, stream, a, b) for a, b in ((0, 8), (2, 4), (6, 10))]
-    assert Trace([*work, Span("d", 0, DEFAULT, 0, 20)]).busy()[stream] == 0.5
+    (on_stream,) = (lane for lane in Trace(work).lanes() if lane.row == stream)
+    assert on_stream.busy_ns == 10
 
 
 def test_nothing_is_said_of_an_empty_trace() -> None:
     """The error says what is missing."""
-    for ask in (Trace().busy, Trace().lanes, Trace().critical_path, Trace().format, Trace().steady):
+    for ask in (Trace().lanes, Trace().critical_path, Trace().format, Trace().steady):
         with pytest.raises(ValueError, match="there are no spans"):
             ask()
 

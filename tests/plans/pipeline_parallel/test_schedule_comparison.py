@@ -69,7 +69,7 @@ def test_a_report_is_a_trace(tmp_path: Path) -> None:
     """One row per rank, with waits and arrows; it is saved and read back."""
     schedule = PipelineSchedule.from_csv("0F0,3F0,3I0,0I0,0W0,3W0\n1F0,2F0,2B0,1B0\n")
     trace = check_schedule(schedule, PipelineCosts(1, 2, 3, 0.5)).trace(unit_s=1e-3)
-    assert [row.name for row in trace.busy()] == ["rank 0", "rank 1"]
+    assert [lane.row.name for lane in trace.lanes()] == ["rank 0", "rank 1"]
     spans = {span.task: span for span in trace.spans}
     first = spans["1F"]
     assert (first.start_ns, first.end_ns, first.wait_ns) == (1_500_000, 2_500_000, 0)
