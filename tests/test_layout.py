@@ -194,7 +194,7 @@ def test_no_public_name_hides_a_module() -> None:
     assert hidden == []
 
 
-MOST_LOADED, MOST_LOADED_WATCHED = 90, 110
+MOST_LOADED, MOST_LOADED_WATCHED = 91, 110
 """Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
 
 BY_TORCH_ITSELF = {"torch.utils._device"}
