@@ -53,8 +53,13 @@ ROUNDS = 4  # visits to each task
 _UNTIMED = 10  # steps of each run before its turns
 
 # The demo trains and profiles for so long; a profile ends when its intervals are narrow.
-_DEMO_TRAINS_S, _DEMO_TURNS, _DEMO_TURN = 6.0, 5, 30  # each of two plans; its turns; steps at least
-_DEMO_PROFILES_S, _DEMO_SPREAD = 5.0, 0.05  # each of two; of an iteration
+# each of two plans; its turns; steps at least
+_DEMO_TRAINS_S = 6.0
+_DEMO_TURNS = 5
+_DEMO_TURN = 30
+# each of two; of an iteration
+_DEMO_PROFILES_S = 5.0
+_DEMO_SPREAD = 0.05
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -199,7 +204,8 @@ def draw_trace(
         if timeline is not None:
             raise UserError("--timeline: it is for what is recorded; name a --workload")
         output = output or saved.with_suffix(".png")
-        recorded, what = load_timeline(saved), saved.stem
+        recorded = load_timeline(saved)
+        what = saved.stem
     check_outputs(context, timeline, pictures=[output])
     if saved is None:
         with (
@@ -394,12 +400,15 @@ def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
         runs: Of the same length.
         seconds: None for all of their steps; else as many as take each run about so long.
     """
-    steps, turn, warm_up = runs[0].steps, _TURN, _UNTIMED
+    steps = runs[0].steps
+    turn = _TURN
+    warm_up = _UNTIMED
     traced = min(steps, _TRACED)
     with progress_bar("training", " steps", None if seconds else steps * len(runs)) as bar:
         if seconds:
             for _ in range(2):  # the first time much is loaded and allocated
-                begin_s, warm_up = time.monotonic(), 0
+                begin_s = time.monotonic()
+                warm_up = 0
                 alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=bar.update)
             step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
             turn = max(_DEMO_TURN, round(seconds / _DEMO_TURNS / step_s))
@@ -423,7 +432,8 @@ def format_outcome(tuned: Tuned, run: JobRun) -> str:
 
 def record_job(opened: Opened, steps: int) -> Trace:
     """Run a few steps of a job under its plan; record those after them, and the loader's calls."""
-    plan, batches = opened.plan(), opened.pulled(_WARM_UP + steps)
+    plan = opened.plan()
+    batches = opened.pulled(_WARM_UP + steps)
     with opened.pipeline(plan) as pipe:
         pipe.run(islice(batches, _WARM_UP))
         with pipe.trace() as recorded:

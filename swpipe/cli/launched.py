@@ -60,8 +60,10 @@ _POLL_S = 0.2  # between two looks for a verdict
 _REPORT_S = 10.0  # within which rank 0 must have printed a verdict
 _FIRST_S = 600.0  # within which a node's first rank must have done what it does before the others
 
-_VERDICT, _PRINTED = "swpipe/verdict", "swpipe/printed"
-_READY, _LEAVE = "swpipe/ready", "swpipe/leave"
+_VERDICT = "swpipe/verdict"
+_PRINTED = "swpipe/printed"
+_READY = "swpipe/ready"
+_LEAVE = "swpipe/leave"
 _COMMAND = "swpipe/command/{}"
 
 
@@ -203,7 +205,8 @@ class Rank:
 
     def _leave(self, store: Store, verdict: Verdict, stderr: TextIO) -> NoReturn:
         line = f"swpipe: {verdict.message}"
-        within, printed = timedelta(seconds=_REPORT_S), False
+        within = timedelta(seconds=_REPORT_S)
+        printed = False
         try:
             if self.number == 0:
                 print(line, file=stderr, flush=True)

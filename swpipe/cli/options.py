@@ -88,7 +88,8 @@ class Command(TyperCommand):
 
 
 def _in_words(found: re.Match[str]) -> str:
-    least, most = found[1] or found[2], found[3]
+    least = found[1] or found[2]
+    most = found[3]
     return f"{least} or more" if most is None or float(most) >= _FAR else f"{least} to {most}"
 
 

@@ -118,7 +118,8 @@ def check(
     """Check that a plan gives the same numbers in every interleaving."""
     with Opened(context, workload, given, [plan]) as opened, about_plan(plan):
         loop = opened.loop()
-        recording, loaded = loop.record(), opened.plan()
+        recording = loop.record()
+        loaded = opened.plan()
         loop = replace(loop, state=recording.owners)
         memory = loop.measure_memory(loaded.keep, recording.effects)
         verified = verify(loaded, loop.tasks, recording.effects, memory=memory, budget_bytes=budget)
@@ -149,7 +150,8 @@ def simulate(
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
         with Opened(context, workload, given, [plan]) as opened:
-            loaded, loop = opened.plan(), opened.loop(opened.measured())
+            loaded = opened.plan()
+            loop = opened.loop(opened.measured())
             model = replace(loop.measure(loaded), memory=loop.measure_memory())
             streams = loop.has_streams
     with about_plan(plan):
@@ -206,7 +208,9 @@ def auto(
             raise UserError("--costs: name the plan too that carries the dependences")
         with Opened(context, workload, given) as opened:
             tuned = opened.tune(limits, seconds)
-        text, chosen, model = tuned.format(), tuned.plan, tuned.costs
+        text = tuned.format()
+        chosen = tuned.plan
+        model = tuned.costs
     else:
         loaded = _planned(context, plan)
         if costs is None:
@@ -215,7 +219,8 @@ def auto(
         with about_plan(plan):
             effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
             choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
-        text, chosen = choice.format(), choice.plan
+        text = choice.format()
+        chosen = choice.plan
     echo(text)
     save(
         context,

@@ -39,7 +39,8 @@ from swpipe.tuning.autotuning import Loop, Tuned, tune
 
 T = TypeVar("T")
 
-AUTO, SERIAL = "auto", "serial"
+AUTO = "auto"
+SERIAL = "serial"
 """The plan that is yet to be made, and the one that every workload has."""
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -253,7 +254,8 @@ class _OwnJob(Job):
             self.context = context_class(context[0] if context else None)
         except TypeError as error:
             raise UserError(f"workload {name}: {'; '.join(str(error).splitlines())}") from error
-        self._tasks, self._rank = tuple(tasks), rank
+        self._tasks = tuple(tasks)
+        self._rank = rank
         for task in self._tasks:
             if not isinstance(task, PipelineTask):
                 raise UserError(

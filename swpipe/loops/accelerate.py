@@ -122,7 +122,8 @@ class AccelerateLoader:
         self._gradient_state._remove_dataloader(self._shown)
 
     def _show(self, ctx: Any) -> None:
-        shown, known = self._shown, self._gradient_state.dataloader_references
+        shown = self._shown
+        known = self._gradient_state.dataloader_references
         shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
         if not any(one is shown for one in known):
             self._gradient_state._add_dataloader(shown)

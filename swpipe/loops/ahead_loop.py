@@ -203,7 +203,8 @@ def ahead(
 
 def _tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:
     """A task for each function, by its name, and a number from the second of a name on."""
-    found, known = [], Counter[str]()
+    found = []
+    known = Counter[str]()
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__).strip("<>")
         known[name] += 1

@@ -117,7 +117,8 @@ class ResumableLoop(Generic[Out]):
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         # What is not pulled ahead is drawn in the order of a plain loop.
-        pipe, most = self.pipe, 0
+        pipe = self.pipe
+        most = 0
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
         if isinstance(pipe, SWPipeline) and goes_on(self._loader):
             most = pipe.plan.depth - 1
@@ -286,7 +287,8 @@ class ResumableLoop(Generic[Out]):
             ValueError: The state is not that of such a loop.
         """
         self._refuse_running()
-        loader, generators = self._loader, self._pulled.generators
+        loader = self._loader
+        generators = self._pulled.generators
         state = checked_state(state, type(self).__name__, loader, generators, same_ranks=check)
         if self._pass is not None:
             self._pass.check_modified()
@@ -326,7 +328,8 @@ class ResumableLoop(Generic[Out]):
 
     def _begun(self) -> LoaderPass:
         """The pass of a state that was loaded, the rest of one that was left, or a new one."""
-        left, pipe = self._pass, self.pipe
+        left = self._pass
+        pipe = self.pipe
         ours = isinstance(pipe, SWPipeline)  # which refuses it itself
         if self._left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
             raise RuntimeError(
@@ -356,7 +359,9 @@ class ResumableLoop(Generic[Out]):
             current = self._pass = current or self._begun()
             self._dropped = self._left = False
             self._left_at_end = False
-            self._running, self._loaded, runs = current, None, True
+            self._running = current
+            self._loaded = None
+            runs = True
             self._begin(current)
             while True:
                 self._make_ready(current)

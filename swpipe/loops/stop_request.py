@@ -206,7 +206,9 @@ class WatchedLoop(Generic[Item]):
     """A loop that a ``StopRequest`` may end; made by ``StopRequest.watch``."""
 
     def __init__(self, stop: StopRequest, loop: Iterable[Item], every: int) -> None:
-        self._stop, self._loop, self._every = stop, loop, every
+        self._stop = stop
+        self._loop = loop
+        self._every = every
 
     def __iter__(self) -> Iterator[Item]:
         """One pass, which begins now."""
@@ -284,7 +286,8 @@ class _Ranks:
                 return
         said = [json.loads(one) for one in self._store.multi_get(self._keys)]
         reasons = [f"{why} on rank {rank}" for rank, (_, why) in enumerate(said) if why]
-        self._reason, self._last = reasons[0], max(tuple(at) for at, _ in said)
+        self._reason = reasons[0]
+        self._last = max(tuple(at) for at, _ in said)
 
 
 def _number(name: str) -> signal.Signals:

@@ -120,7 +120,8 @@ class _Advisor:
     """
 
     def __init__(self, result: Figures, loop: LoopFacts) -> None:
-        self._result, self._loop = result, loop
+        self._result = result
+        self._loop = loop
         self.plan = loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
         self.now_us, _ = self._predict(self.plan)
         self.declared = declared_effects(loop.tasks)
@@ -130,7 +131,8 @@ class _Advisor:
 
     def changes(self) -> Iterator[Advice]:
         """Yield another plan, then what to change of the loader, then tasks to make faster."""
-        result, named = self._result, set[str]()
+        result = self._result
+        named = set[str]()
         moved, best = self._best_plan()
         if best is not None:
             named = {best.task, *moved}
@@ -150,7 +152,8 @@ class _Advisor:
 
     def _half(self, task: str) -> Estimate:
         """Return how much shorter an iteration is if a task takes half as long."""
-        result, own_s = self._result, self._result.own_s[task]
+        result = self._result
+        own_s = self._result.own_s[task]
         if not own_s:
             return Estimate(0.0, 0.0)
         costs = self._loop.costs.with_scaled({task: 0.5})
@@ -173,7 +176,9 @@ class _Advisor:
 
     def _of_loader(self) -> Iterator[Advice]:
         """Yield what to change of a loader that is too slow, or whose passes begin slowly."""
-        result, pace, waits = self._result, self._result.loader, self._result.exposed(PULL)
+        result = self._result
+        pace = self._result.loader
+        waits = self._result.exposed(PULL)
         if pace is None or waits is None:
             return
         least_s = LEAST * result.baseline_s
@@ -196,7 +201,10 @@ class _Advisor:
 
     def _best_plan(self) -> tuple[Sequence[str], Advice | None]:
         """Return the plan that promises most, if one promises something, and what it moves."""
-        result, plan, best, best_moved = self._result, self.plan, None, list[str]()
+        result = self._result
+        plan = self.plan
+        best = None
+        best_moved = list[str]()
         least_s = LEAST * result.baseline_s
         for other in self._others() if self.now_us else ():
             moved = _moved(plan, other)
@@ -257,7 +265,9 @@ class _Advisor:
         """Yield plans with as many iterations in flight as the mean costs need."""
         from swpipe.planning import Limits, auto_plan
 
-        plan, loop, result = self.plan, self._loop, self._result
+        plan = self.plan
+        loop = self._loop
+        result = self._result
         if PULL in loop.costs.tasks and plan.pull_group is None:
             depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
             group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
@@ -295,7 +305,8 @@ class _Advisor:
         """
         from swpipe.analysis import verify
 
-        most_us, least = (1 + LEAST) * self._predict(best)[0], best
+        most_us = (1 + LEAST) * self._predict(best)[0]
+        least = best
         for group in best.thread_groups:
             swap = {group: DEFAULT_GROUP, DEFAULT_GROUP: group}
             schedule = {

@@ -33,7 +33,8 @@ from swpipe.profiler.thread_costs import GilContender
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine, "")
 _TASKS = Path("/proc/self/task")
 _EVERY_S = 1e-3
-_MUCH, _LOCKED = 0.5, 0.8
+_MUCH = 0.5
+_LOCKED = 0.8
 """A cause is named that explains so much of the time; the contender shares the cores with others,
 so that some of its time is lost in any case."""
 

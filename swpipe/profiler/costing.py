@@ -139,7 +139,8 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     blocking_s, exact_s = _while_behind(timer)
     works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
     device_s = {name: fmean(each_s) for name, each_s in works_s.items()} | exact_s
-    host_s, cpu_s = times.host_s, times.cpu_s
+    host_s = times.host_s
+    cpu_s = times.cpu_s
     tables = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in times.each_s.items()}
     works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
     for name, mean_s in blocking_s.items():  # without the wait
@@ -179,7 +180,8 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
     device_s: dict[str, float] = {}
     if timed_event(timer.pipe.device) is None:
         return blocking_s, device_s
-    alone, behind = _watch(timer, idle=True), _watch(timer, idle=False)
+    alone = _watch(timer, idle=True)
+    behind = _watch(timer, idle=False)
     for name, runs in alone.runs.items():
         took_s = [run.wall_s for run in runs[timer.warmup :]]
         late = [
@@ -236,7 +238,8 @@ class _DeviceWatch(HostObserver):
     def __init__(self, tasks: Iterable[str], device: Device, *, idle: bool) -> None:
         super().__init__(tasks)
         self.work: dict[str, list[_DeviceWork]] = {name: [] for name in self.runs}
-        self._device, self._idle = device, idle
+        self._device = device
+        self._idle = idle
         self._before: tuple[Any, bool] | None = None
 
     def start(self, ins: Instruction, iteration: int) -> None:

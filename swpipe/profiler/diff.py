@@ -60,7 +60,8 @@ class ProfileDiff:
     @property
     def summary(self) -> str:
         """Whether iterations take longer, by how much, and how sure that is."""
-        change, about = self.iteration, f"{self.of}: " if self.of else ""
+        change = self.iteration
+        about = f"{self.of}: " if self.of else ""
         if not (change.before_s and change.saved_s is not None and change.spread_s is not None):
             return f"{about}nothing to compare"
         share, wide = (100 * abs(s) / change.before_s for s in (change.saved_s, change.spread_s))

@@ -35,7 +35,8 @@ Visit: TypeAlias = tuple[Kind, list[float]]
 BASE: Kind = ""
 """No task."""
 
-_SURE, _LEAST_S = 2.0, 20e-6
+_SURE = 2.0
+_LEAST_S = 20e-6
 """Others take less if they do by so many times the half-width of the 95% interval, and by so many
 seconds at least."""
 
@@ -93,7 +94,8 @@ class Exposures:
         place: int | None = None,
         passage: Passage | None = None,
     ) -> None:
-        self._adds_up, self._counts_pulls = adds_up, counts_pulls
+        self._adds_up = adds_up
+        self._counts_pulls = counts_pulls
         names = [*rounds[0].seen.runs]
         self.times = {kind: HostTimes(names) for kind in (BASE, *kinds)}
         steps_s: list[float] = []

@@ -32,7 +32,8 @@ LIMITING = 0.9
 MOST_WORKERS = 8
 """The most threads of one task."""
 
-MIN_BLOCKED_S, MIN_BLOCKED_SHARE = 1e-4, 0.25
+MIN_BLOCKED_S = 1e-4
+MIN_BLOCKED_SHARE = 0.25
 
 _BY_TASK = (
     "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
@@ -177,7 +178,8 @@ class Figures:
     @property
     def limited_by_loader(self) -> bool:
         """Whether the loader works ahead, and is slower than the rest of an iteration."""
-        pace, saved = self.loader, self.exposed(PULL)
+        pace = self.loader
+        saved = self.exposed(PULL)
         if pace is None or saved is None or not (pace.works_ahead and saved.is_clear):
             return False
         rest_s = self.baseline_s - saved.value_s
@@ -218,7 +220,8 @@ class Figures:
 
     def _cost(self, name: str) -> TaskCost:
         """Return a mean and, where each iteration was seen, the table."""
-        host_s, device_s = self.host_each_s.get(name, ()), self.device_each_s.get(name, ())
+        host_s = self.host_each_s.get(name, ())
+        device_s = self.device_each_s.get(name, ())
         count = len(self.steps_s)
         return TaskCost(
             1e6 * (self.host_s[name] if name in self.host_s else fmean(host_s)),

@@ -124,7 +124,8 @@ class HostTimes:
     def blocked_s(self) -> dict[str, float]:
         """Task to the part of ``host_s`` in which its thread waits, but for a core."""
         # From all runs together: some systems count CPU time in steps of milliseconds.
-        cpu_s, core_s = self.cpu_s, self.core_s
+        cpu_s = self.cpu_s
+        core_s = self.core_s
         return {
             name: max(0.0, wall_s - cpu_s[name] - core_s[name])
             for name, wall_s in self.host_s.items()

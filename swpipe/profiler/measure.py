@@ -41,10 +41,12 @@ from swpipe.profiler.host import HostRun, HostTimes, thread_times
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
-_LEAST_CALLS, _CALLS = 4, 32
+_LEAST_CALLS = 4
+_CALLS = 32
 """Calls of a loader by which its rate is found: the least, and those that do if time allows."""
 
-_RATE_S, _SHORT_S = 2.0, 0.02
+_RATE_S = 2.0
+_SHORT_S = 0.02
 """Seconds after which the rate is taken as it is, and before which a queue may not be empty yet."""
 
 _PACE = 0.25
@@ -56,7 +58,9 @@ _MOST_READY = 1024
 _TURNS = 8
 """With more workers, a visit is not as long as all of them take for one batch each."""
 
-_LOOKS, _MOST_LOOKS, _LOOKS_S = 3, 64, 2.0
+_LOOKS = 3
+_MOST_LOOKS = 64
+_LOOKS_S = 2.0
 """Calls after a rest of a batch's time, by which it is seen whether the loader works ahead."""
 
 _RARE = 32
@@ -164,7 +168,8 @@ class Pulls:
             self._measure_start()
             times_s: list[float] = []  # without those of passes that begin
             all_s: list[float] = []
-            calls, begin_s = 0, time.perf_counter()
+            calls = 0
+            begin_s = time.perf_counter()
             while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
                 for _ in range(max(calls, _LEAST_CALLS)):
                     calls += 1
@@ -230,13 +235,15 @@ class Pulls:
         for _ in range(2):
             begin_s = time.perf_counter()
             if self._batches is None:
-                self._batches, self._taken = iter(self._loader), 0
+                self._batches = iter(self._loader)
+                self._taken = 0
             for batch in self._batches:
                 self._taken += 1
                 if self._taken == 1:
                     self._starts_s.append(time.perf_counter() - begin_s)
                 return batch
-            self._batches, self._length = None, self._taken
+            self._batches = None
+            self._length = self._taken
         raise ValueError(
             "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
             "or another object that makes a new iterator"
@@ -285,7 +292,8 @@ def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
     if len(times_s) < _CALLS or elapsed_s < _SHORT_S:
         return False
     quarter = len(times_s) // 4
-    before, last = fmean(times_s[quarter : 2 * quarter]), fmean(times_s[2 * quarter :])
+    before = fmean(times_s[quarter : 2 * quarter])
+    last = fmean(times_s[2 * quarter :])
     return abs(last - before) <= _PACE * last
 
 
@@ -354,7 +362,9 @@ class WindowTimer:
         ``cycle``: After how many it repeats, if that is not the number of batches.
         """
         times = HostTimes(task.name for task in self.pipe.tasks)
-        run, seen, called = self.run(), times.observer(), 0
+        run = self.run()
+        seen = times.observer()
+        called = 0
 
         def begin() -> None:
             nonlocal called
@@ -435,7 +445,9 @@ class _Feed:
         pulls: Pulls | None = None,
         first: int = 0,
     ) -> None:
-        self._batches, self._copy, self.pulls = batches, copy, pulls
+        self._batches = batches
+        self._copy = copy
+        self.pulls = pulls
         self._number = first
         self._ahead: deque[Any] = deque()
 
@@ -469,7 +481,8 @@ class TimedRun:
     """
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        self._pipe, self._feed = pipe, feed
+        self._pipe = pipe
+        self._feed = feed
         self.numbers: list[int] = []
         self._marks: list[Any] = []  # when each was retired
 

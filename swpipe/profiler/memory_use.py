@@ -46,7 +46,8 @@ Key: TypeAlias = int
 ITERATIONS = 3
 """How many iterations run on each batch."""
 
-_STEP, _LEAST = 1.01, 2**12
+_STEP = 1.01
+_LEAST = 2**12
 
 
 def measure_memory(
@@ -143,13 +144,16 @@ class _MemoryLog:
         users: Mapping[str, tuple[str, ...]],
         keep: Sequence[str] | None,
     ) -> None:
-        self._tasks, self._users, self._keep = tasks, users, keep
+        self._tasks = tasks
+        self._users = users
+        self._keep = keep
         self._left: dict[str, set[Key]] = {}  # by the task before, on the context
         self._before: set[Key] = set()  # what the context reached when the task began
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
         self._events: list[_Event] = []
-        self._iteration, self._task = -1, -1
+        self._iteration = -1
+        self._task = -1
         self._may_hold = self._most = 0
 
     def iterations(self) -> Iterator[int]:
@@ -173,7 +177,8 @@ class _MemoryLog:
         """The task's function, with its memory followed."""
 
         def run(ctx: Any) -> None:
-            values, before = {name: id(value) for name, value in vars(ctx).items()}, self._find(ctx)
+            values = {name: id(value) for name, value in vars(ctx).items()}
+            before = self._find(ctx)
             self._look_between(before)
             self._before = set().union(*before.values())
             self._task += 1
@@ -192,7 +197,8 @@ class _MemoryLog:
         """Find out what went after the last task, which the plan does not keep."""
         went = {name: keys for name, keys in self._left.items() if name not in there}
         if went and self._keep is not None:
-            live, stays = dict(self._live), set().union(*there.values())
+            live = dict(self._live)
+            stays = set().union(*there.values())
             self._look(stays)
             # In the end all is gone; what is kept under another name had not gone before.
             for key in live.keys() - self._live.keys() - stays:
@@ -256,7 +262,8 @@ class _MemoryLog:
         for key, piece in [*self._live.items()]:
             there = reached is None or key in reached
             if not (self._storages.alive(key) if key >= 0 else there):
-                piece.end, piece.removed = self._task, key in removed
+                piece.end = self._task
+                piece.removed = key in removed
                 self._events.append(_Event(piece, self._task, -piece.bytes))
                 del self._live[key]
         self._may_hold = sum(piece.bytes for piece in self._live.values())
@@ -277,7 +284,8 @@ class _MemoryLog:
             for p in pieces
             if p.end >= 0 and (p.begin != p.end or p in carried or p.users)
         )
-        held, most = TaskMemory(blocks).held(self._tasks), [0] * len(self._tasks)
+        held = TaskMemory(blocks).held(self._tasks)
+        most = [0] * len(self._tasks)
         events = [event for event in self._events if event.piece not in left]
         for event, total in zip(events, accumulate(e.bytes for e in events), strict=True):
             if 0 <= event.task < len(most):

@@ -19,11 +19,15 @@ from typing import NamedTuple
 
 from swpipe._distributed.rank_checks import is_alone
 
-MUCH, TOO_MUCH = 0.1, 0.25
+MUCH = 0.1
+TOO_MUCH = 0.25
 """The machine is busy if others use more than this part of the cores, or too busy to tell."""
 
 _PROC = Path("/proc")
-_IDLE, _IO_WAIT, _GUEST = 3, 4, 8  # columns of /proc/stat; guest time is in user time, too
+# columns of /proc/stat; guest time is in user time, too
+_IDLE = 3
+_IO_WAIT = 4
+_GUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def _tree_ticks(root: int) -> int:
             of = path.read_text().rpartition(")")[2].split()  # a name may have any character
             used[int(path.parent.name)] = sum(map(int, of[11:15]))
             children[int(of[1])].append(int(path.parent.name))
-    total, ahead = 0, [root]
+    total = 0
+    ahead = [root]
     while ahead:
         pid = ahead.pop()
         total += used.get(pid, 0)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BAR_IN, ROW_GAP_IN, FRAME_IN, TITLE_IN = 0.24, 0.14, 1.1, 0.5
+BAR_IN = 0.24
+ROW_GAP_IN = 0.14
+FRAME_IN = 1.1
+TITLE_IN = 0.5
 TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 

@@ -31,11 +31,14 @@ from swpipe.profiler.trial import trial_state
 LOOP = "loop"
 """The label of a result that is of all batches."""
 
-_PASSAGE_S, _VISITS_S = 6.0, 20.0
+_PASSAGE_S = 6.0
+_VISITS_S = 20.0
 """Seconds: a passage over the loop is no longer; nor are two rounds of visits that are longer than
 they are asked to be, since iterations differ."""
 
-_FEW, _LEAST_SEEN = 4, 12  # iterations
+# iterations
+_FEW = 4
+_LEAST_SEEN = 12
 
 
 @suggests_keywords
@@ -82,7 +85,9 @@ class TaskProfiler:
         copy: Callable[[Any], Any] | None = None,
     ) -> None:
         self.pipe = pipe
-        self._state, self._loader, self._copy = state, loader, copy
+        self._state = state
+        self._loader = loader
+        self._copy = copy
         if state is not None:
             given_state(state)  # what cannot be restored is refused here
 
@@ -236,7 +241,8 @@ class TaskProfiler:
                 pulls,
             )
         )
-        passage, section = None, len(sample)
+        passage = None
+        section = len(sample)
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         with bar, saved.trial(), self.pipe.borrow():
             if of_loop:
@@ -356,7 +362,10 @@ def _result_of(
     rounds: Rounds, found: Exposures, device_s: Mapping[str, Mapping[int, float]], **about: Any
 ) -> ProfileResult:
     """From what was measured to a result, without its advice."""
-    timer, pulls, times, loop = rounds.timer, rounds.timer.pulls, found.times[BASE], found.loop
+    timer = rounds.timer
+    pulls = rounds.timer.pulls
+    times = found.times[BASE]
+    loop = found.loop
     start_s = 0.0 if pulls is None else pulls.start_s
     step = found.step._replace(value_s=found.step.value_s + start_s)
     replays_s = {
@@ -367,7 +376,9 @@ def _result_of(
     if PULL in exposed:  # what was measured is within a pass; no call, no start
         pull = exposed[PULL]
         exposed[PULL] = pull._replace(value_s=pull.value_s + start_s)
-    host_s, blocked_s, core_s = loop.times.host_s, loop.times.blocked_s, loop.times.core_s
+    host_s = loop.times.host_s
+    blocked_s = loop.times.blocked_s
+    core_s = loop.times.core_s
     names = [name for name in host_s if name in exposed or name in rounds.failed]
     not_measured = {n: f"{type(error).__name__}: {error}" for n, error in rounds.failed.items()}
     result = ProfileResult(

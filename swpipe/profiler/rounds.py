@@ -119,7 +119,9 @@ class Rounds:
         restore: Callable[[], object],
         sections: Callable[[int], Sequence[Any]] | None = None,
     ) -> None:
-        self.timer, self._counts, self._restore = timer, counts, restore
+        self.timer = timer
+        self._counts = counts
+        self._restore = restore
         self._sections = sections
         self._rng = random.Random(0)
         self._kind = BASE
@@ -135,7 +137,8 @@ class Rounds:
 
     def exposures(self, place: int | None = None, passage: Passage | None = None) -> Exposures:
         """Return what the rounds show: of all batches, or of the one at a place in the cycle."""
-        timer, pulls = self.timer, self.timer.pulls
+        timer = self.timer
+        pulls = self.timer.pulls
         return Exposures(
             self.seen,
             [*self.saved_s],
@@ -165,7 +168,8 @@ class Rounds:
                 KeyboardInterrupt only in the first two rounds.
         """
         self.saved_s = {kind: [] for kind in kinds}
-        begin_s, load = time.perf_counter(), load_so_far()
+        begin_s = time.perf_counter()
+        load = load_so_far()
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
@@ -181,7 +185,9 @@ class Rounds:
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """The kinds for the next round; none at the end."""
-        counts, done, kinds = self._counts, len(self.base_s), list(self.saved_s)
+        counts = self._counts
+        done = len(self.base_s)
+        kinds = list(self.saved_s)
         if done < LEAST_ROUNDS:
             return kinds
         if counts.fixed:
@@ -232,7 +238,8 @@ class Rounds:
         called = self._called = list[list[HostRun]]()
         pipe = self.timer.pipe
         pipe.cycle_shortcuts(self.timer.cycle)
-        run, seen = self.timer.run(), HostObserver(task.name for task in pipe.tasks)
+        run = self.timer.run()
+        seen = HostObserver(task.name for task in pipe.tasks)
         try:
             with pipe.observe(seen):
                 for kind in order:
@@ -250,7 +257,8 @@ class Rounds:
         pulls: dict[int, HostRun] = {}
         taken = []
         for place, (kind, measured) in enumerate(zip(order, where, strict=True)):
-            numbers, took_s = run.numbers[measured], seconds[measured]
+            numbers = run.numbers[measured]
+            took_s = seconds[measured]
             taken.append((kind, dict(zip(numbers, took_s, strict=True))))
             calls = called[place] if called else []
             if calls and not self.timer.pipelined:
@@ -261,7 +269,9 @@ class Rounds:
         return Round(seen, taken, pulls)
 
     def _visit(self, run: TimedRun, kind: Kind) -> slice:
-        timer, self._kind, pulls = self.timer, kind, self.timer.pulls
+        timer = self.timer
+        self._kind = kind
+        pulls = self.timer.pulls
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
         if timer.cycle > 1:
             length = timer.whole_cycles(length)
@@ -271,7 +281,8 @@ class Rounds:
         if drain and pulls is not None:
             length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
-        extra_s, called = 0.0, 0
+        extra_s = 0.0
+        called = 0
 
         def begin_to_measure() -> None:
             nonlocal extra_s, called

@@ -153,7 +153,8 @@ def pattern_of(steps_s: Sequence[float]) -> str:
     """Return how iterations differ, in a sentence; "" where they do not."""
     if len(steps_s) < 2:
         return ""
-    usual_s, late_s = median(steps_s), quantile(steps_s, 0.95)
+    usual_s = median(steps_s)
+    late_s = quantile(steps_s, 0.95)
     slow = [k for k, step_s in enumerate(steps_s) if step_s > (1 + _SLOW) * usual_s]
     apart = {late - early for early, late in pairwise(slow)}
     words = f"median {short_ms(usual_s)} ms, 95th percentile {short_ms(late_s)} ms"

@@ -40,7 +40,9 @@ from swpipe._engine.waiting import Cancelled, Host
 SWITCH_S = 20e-6
 """The interpreter's switch interval while the contender runs; the default is 5 ms."""
 
-NUM_WARMUP, NUM_MEASURE = 20, 200  # hand-overs
+# hand-overs
+NUM_WARMUP = 20
+NUM_MEASURE = 200
 
 _CALIBRATION_READS = 51
 
@@ -105,7 +107,8 @@ def measure_handover_s(host: Host) -> float:
 
     Uses the counters that the thread groups of a pipeline wait for. No other thread should run.
     """
-    ping, pong = host.counter(), host.counter()
+    ping = host.counter()
+    pong = host.counter()
     rounds = range(1, NUM_WARMUP + NUM_MEASURE + 1)
 
     def answer() -> None:

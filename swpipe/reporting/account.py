@@ -274,7 +274,8 @@ def _causes(
     task: str, kind: RowKind, profile: ProfileResult, roles: Roles
 ) -> Iterator[tuple[Cause, float]]:
     """What a task's time on the path is spent on, and which share of it."""
-    feeds, communicates = task in roles.feeding, task in roles.communicating
+    feeds = task in roles.feeding
+    communicates = task in roles.communicating
     if kind == "stream":
         waits: Cause = "collective" if communicates else "input"
         yield (waits if feeds else "compute"), 1.0
@@ -303,7 +304,8 @@ def _bound(
     parts: tuple[StepPart, ...], profile: ProfileResult, shares: Mapping[Cause, float]
 ) -> tuple[Bound, str]:
     """What bounds the step, and a sentence on why."""
-    pace, busy = profile.loader, profile.limiting
+    pace = profile.loader
+    busy = profile.limiting
     if profile.limited_by_loader and pace is not None:
         who = f"its {counted(pace.workers, 'worker')}" if pace.workers else "what it has of its own"
         rest_s = profile.baseline_s - pace.start_s - max(0.0, profile.raw_s[PULL] - pace.start_s)
@@ -369,11 +371,14 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
     needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
     if on_cpu_s > floor_s:
-        floor_s, limit, others = on_cpu_s, f"{counted(own_cores, 'core')} for all tasks", []
+        floor_s = on_cpu_s
+        limit = f"{counted(own_cores, 'core')} for all tasks"
+        others = []
         needs = "To reach it, all cores have to be busy all the time."
     pace = profile.loader
     if pace is not None and pace.works_ahead and pace.rate_s > floor_s:
-        floor_s, others = pace.rate_s, []
+        floor_s = pace.rate_s
+        others = []
         limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
         needs = "To reach it, the loader has to be called early enough, and never wait."
     step_s, spread_s = profile.step

@@ -56,7 +56,8 @@ def environment_findings(
 
 
 def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Finding]:
-    ranks, there_are = ranks_on_machine(), cores()
+    ranks = ranks_on_machine()
+    there_are = cores()
     groups = 0 if plan is None else len(plan.thread_groups) - 1
     intra_op = torch.get_num_threads()
     each = f", on each of {ranks} ranks," if ranks > 1 else ""

@@ -69,7 +69,8 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
         serial, loop.tasks, device=loop.device, context=loop.context, check_effects=False
     ) as pipe:
         saved = trial_state(pipe, loop.batches[0], loop.state)
-        recorder, feed = WaitRecorder(pipe.device), cycle(loop.batches)
+        recorder = WaitRecorder(pipe.device)
+        feed = cycle(loop.batches)
         with saved.trial(), pipe.borrow():
             for _ in range(_WARM_UP):
                 pipe.run_one_serial_iter(next(feed))
@@ -135,10 +136,13 @@ def _graph_breaks() -> Iterator[Finding]:
 
 
 def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
-    pace, saved, step_s = profile.loader, profile.exposed(PULL), profile.baseline_s
+    pace = profile.loader
+    saved = profile.exposed(PULL)
+    step_s = profile.baseline_s
     if pace is None or saved is None:
         return
-    least_s, waits_s = _SHARE * step_s, saved.value_s - pace.start_s
+    least_s = _SHARE * step_s
+    waits_s = saved.value_s - pace.start_s
     if pace.start_s >= least_s:
         text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
         mend = "less to do in the loader's __iter__ and for its first batch"

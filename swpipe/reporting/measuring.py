@@ -51,14 +51,17 @@ from swpipe.tuning.budget import Window
 
 NOW = "the present plan"
 
-ROUNDS, LEAST_ROUNDS = 5, 3
+ROUNDS = 5
+LEAST_ROUNDS = 3
 """Visits to each task, and trials of each plan: unless these take too long, and then at least."""
 
-_PROFILE_S, _TRIAL_S = 30.0, 12.0
+_PROFILE_S = 30.0
+_TRIAL_S = 12.0
 """Too long: a report on a step of 100 ms takes a minute at most."""
 
 _WARM_UP = 3  # iterations
-_LEAST_TRACED, _MOST_TRACED = 12, 60
+_LEAST_TRACED = 12
+_MOST_TRACED = 60
 _TRACED_S = 3.0  # so that a few slow iterations do not decide
 _LEAST_S = 1e-6
 
@@ -175,7 +178,8 @@ def report_on(
         }
         tried = trials.saved(fitting)
         best = trials.best(fitting, tried)
-        changes, not_kept = (*best, *changes)[:MOST], {**not_kept, **tried}
+        changes = (*best, *changes)[:MOST]
+        not_kept = {**not_kept, **tried}
     loop.progress("looking for what keeps work from overlapping")
     findings = examine(loop, plan, found.profile)
     return replace(
@@ -281,7 +285,8 @@ class _Trials(NamedTuple):
         if not plans:
             return {}
         self.loop.progress(f"trying {'; '.join(plans)}")
-        every, window = {NOW: self.plan, **plans}, self._window(1 + len(plans))
+        every = {NOW: self.plan, **plans}
+        window = self._window(1 + len(plans))
         turn_s = len(every) * window.iterations * self.step_s
         fits = int(_TRIAL_S / turn_s) if turn_s else ROUNDS
         turns = self.rounds or min(ROUNDS, max(LEAST_ROUNDS, fits))

@@ -179,7 +179,8 @@ class StepReport(StepAccount):
         return first_lines(self, self.format())
 
     def _lines(self) -> Iterator[str]:
-        ceiling, step = self.ceiling, self.profile.step
+        ceiling = self.ceiling
+        step = self.profile.step
         if self.busy:
             yield self.busy
         if not self.cannot_tell:
@@ -222,7 +223,8 @@ class StepReport(StepAccount):
         time with an interval is ``ms`` and ``spread_ms``. Keys may be added; one that changes its
         meaning changes ``version``.
         """
-        ceiling, told = self.ceiling, not self.cannot_tell
+        ceiling = self.ceiling
+        told = not self.cannot_tell
         return {
             "version": 1,
             "name": self.name,
@@ -358,7 +360,8 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
         if part.share >= WORTH:
             causes[name].append(part.cause)
     for name in dict.fromkeys([*profile.host_s, *parts]):
-        exposed, seconds = profile.exposed(name), parts[name]
+        exposed = profile.exposed(name)
+        seconds = parts[name]
         takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
         yield {
             "task": shown_name(name),
@@ -389,7 +392,8 @@ def _note(report: StepReport, name: str, part_s: float) -> str:
 
 def _timed_apart(report: StepReport) -> str:
     """Why the timelines' figures are not the step's; "" where they are."""
-    pace, step = report.profile.loader, report.profile.step
+    pace = report.profile.loader
+    step = report.profile.step
     start_s = 0.0 if pace is None else pace.start_s
     apart_s = step.spread_s + _APART * step.value_s
     said = [""]

@@ -25,7 +25,9 @@ from swpipe.device import Device, on_cpu
 from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
 from swpipe.reporting.finding import Finding
 
-SYNC, SHAPE, UNPINNED = "host-sync", "shape-from-data", "unpinned-copy"
+SYNC = "host-sync"
+SHAPE = "shape-from-data"
+UNPINNED = "unpinned-copy"
 
 _COPIES = ("copy_", "_to_copy")
 _MASKED_WRITES = ("index_put_", "index_put", "_index_put_impl_")

@@ -59,7 +59,9 @@ _RECORDED = 2  # iterations, each of which takes longer than others
 _WINDOWS = 3  # of iterations, in which a batch's costs are measured; two more on a device
 _ROUNDS = 5  # of the trial
 _LEAST_ROUNDS = 2
-_MEASURED_BY, _AGAIN_BY = 0.3, 0.5  # parts of the time limit
+# parts of the time limit
+_MEASURED_BY = 0.3
+_AGAIN_BY = 0.5
 _SAME = 0.01  # relative difference of two predictions that counts as none
 
 
@@ -174,7 +176,9 @@ class Loop:
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
         self.budget.show(self.progress, "recording what the tasks touch")
-        batch, device, context = self.batches[0], self.device, self.context
+        batch = self.batches[0]
+        device = self.device
+        context = self.context
         with self.budget.spending(_RECORDED):
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
         effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
@@ -380,7 +384,8 @@ def _planned(
         effort=EFFORT,
         slack=_SAME,
     )
-    plan, why = choice.plan, choice.why
+    plan = choice.plan
+    why = choice.why
     deeper = replace(plan, pipeline_depth=plan.depth + 1)
     if (
         choice.threads > 1

@@ -65,11 +65,14 @@ def choose_offload(
     Raises:
         PlanError: All pairs together are not enough; the message has the least peak.
     """
-    tasks, batches, place = tuple(tasks), [*batches], resolve(device)
+    tasks = tuple(tasks)
+    batches = [*batches]
+    place = resolve(device)
 
     def chosen(count: int) -> OffloadChoice:
         used = pairs[:count]
-        of_pairs, planned = offloaded(tasks, used), with_offload(plan, used)
+        of_pairs = offloaded(tasks, used)
+        planned = with_offload(plan, used)
         memory = measure_memory(of_pairs, batches, device=place, state=state, keep=plan.keep)
         blocks = [block for pair in used if (block := pair.resident()) is not None]
         memory = replace(memory, blocks=(*memory.blocks, *blocks))
@@ -79,7 +82,8 @@ def choose_offload(
         size = sum(block.bytes for block in unused if block is not None)
         return OffloadChoice(planned, of_pairs, tuple(used), size + (peak.bytes if peak else 0))
 
-    fewest, most = 0, len(pairs)
+    fewest = 0
+    most = len(pairs)
     best = chosen(most)
     if best.peak_bytes > max_bytes:
         text = (
@@ -91,7 +95,8 @@ def choose_offload(
         count = (fewest + most) // 2
         tried = chosen(count)
         if tried.peak_bytes <= max_bytes:
-            best, most = tried, count
+            best = tried
+            most = count
         else:
             fewest = count + 1
     return best

@@ -68,8 +68,10 @@ def explain(
 
     ``alone`` has costs measured one task at a time: only these have the times of the lock.
     """
-    best, serial = min(candidates, key=lambda each: each.interval_us), candidates[0]
-    took_us, why = chosen.interval_us, list(chosen.why)
+    best = min(candidates, key=lambda each: each.interval_us)
+    serial = candidates[0]
+    took_us = chosen.interval_us
+    why = list(chosen.why)
     if chosen is serial:
         why.append("No plan is faster than the serial one by more than the spread of the trial.")
     else:

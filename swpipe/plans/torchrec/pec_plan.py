@@ -34,7 +34,9 @@ from swpipe.plans.torchrec.sparse_dist import (
 
 __all__ = ["TASKS", "pec"]
 
-OVERLAP, EARLY, LATE = "EmbOverlap", "EmbEarly", "EmbLate"
+OVERLAP = "EmbOverlap"
+EARLY = "EmbEarly"
+LATE = "EmbLate"
 
 TASKS = (COPY, START, WAIT, PREFETCH, OVERLAP, EARLY, EMBED, DENSE, LATE, *LAST)
 """The fourteen tasks, in serial order."""

@@ -47,11 +47,17 @@ __all__ = [
     "with_postproc",
 ]
 
-COPY, START, WAIT = "H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait"
+COPY = "H2DAndShuffle"
+START = "EmbInputDistStart"
+WAIT = "EmbInputDistWait"
 PREFETCH = "EmbPrefetch"
-EMBED, DENSE, LOSS = "EmbForward", "DenseForward", "LossPostprocess"
-DENSE_BACK, EMBED_BACK = "DenseBackward", "EmbBackward"
-FINALIZE, STEP = "FinalizeGrads", "OptimStep"
+EMBED = "EmbForward"
+DENSE = "DenseForward"
+LOSS = "LossPostprocess"
+DENSE_BACK = "DenseBackward"
+EMBED_BACK = "EmbBackward"
+FINALIZE = "FinalizeGrads"
+STEP = "OptimStep"
 
 LAST = (LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP)
 """The tasks after the forward."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from swpipe.tasks.torchrec.private_parts import PARTS, find, problems
 
-FIRST, LAST = (1, 5), (1, 9)
+FIRST = (1, 5)
+LAST = (1, 9)
 """The first and the last series of TorchRec's releases that the tests run on."""
 
 TESTED = "{}.{} to {}.{}".format(*FIRST, *LAST)

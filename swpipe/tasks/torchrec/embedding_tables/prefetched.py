@@ -105,7 +105,8 @@ class PrefetchedBatches:
     @contextmanager
     def looking_up(self) -> Iterator[None]:
         """A block in which the oldest of the prefetched batches is looked up."""
-        states, behind = self._ahead.popleft(), self._behind
+        states = self._ahead.popleft()
+        behind = self._behind
         behind.append(states)
         try:
             with ExitStack() as stack:
@@ -123,7 +124,8 @@ class PrefetchedBatches:
     def drop(self) -> None:
         """Drop all batches."""
         dropped = [*self._ahead, *self._behind]
-        self._ahead, self._behind = deque(), deque()
+        self._ahead = deque()
+        self._behind = deque()
         for states in dropped:
             _release(states)
         for table in self._tables:
@@ -166,7 +168,8 @@ class _Table:
 
         def counted(indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> None:
             for one in ids:
-                values, weights = one.values(), one.weights()
+                values = one.values()
+                weights = one.weights()
                 first = indices.storage_offset() - values.storage_offset()
                 if indices.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
                     kwargs["frequency_counters"] = weights[first : first + len(indices)]
@@ -190,7 +193,8 @@ class _Table:
         """A block in which it has the states of one batch alone; those that it makes are added."""
         self.check_empty()
         known = {id(one.state): one for one in states if one.table is self}
-        own, queue = self.module._prefetch_states, _Queue(one.state for one in known.values())
+        own = self.module._prefetch_states
+        queue = _Queue(one.state for one in known.values())
 
         def take(state: Any) -> _State:
             if id(state) not in known:
@@ -230,7 +234,8 @@ class _State:
 
     def release(self) -> None:
         """Undo what is left."""
-        state, module = self.state, self.table.module
+        state = self.state
+        module = self.table.module
         if self._counted:
             state.outstanding_keys_ref -= state.num_prefetched_keys
         if self._pinned:

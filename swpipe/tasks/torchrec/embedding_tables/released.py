@@ -201,7 +201,9 @@ def _sent(awaitable: Any) -> set[int]:
             for work in exchange._awaitables:
                 work.wait()
             sent = _storages(_tensors(exchange._input))
-            exchange._input_tensors, exchange._awaitables = [], []  # which hold them too
+            # which hold them too
+            exchange._input_tensors = []
+            exchange._awaitables = []
             exchange._input = _lent(exchange._input)  # the module's context may have this object
             _empty(exchange._input, sent)
             found |= sent

@@ -60,7 +60,8 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
 
 def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable[[bool], str]:
     """Says why no other pipeline of the model may run, or train, while batches are in flight."""
-    plan, weak = pipe.plan, weakref.ref(pipe)
+    plan = pipe.plan
+    weak = weakref.ref(pipe)
     looks_up = tasks.task_of(tasks.embedding_forward)
     parts = (tasks.start_input_dist, tasks.wait_input_dist, tasks.prefetch)
     used = {plan.schedule[name].thread_group for name in (*map(tasks.task_of, parts), looks_up)}

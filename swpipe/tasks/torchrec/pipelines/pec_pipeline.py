@@ -29,7 +29,8 @@ from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 Phase: TypeAlias = Literal["split", "pec"]
 
-FILL, DRAIN = 8, 6
+FILL = 8
+DRAIN = 6
 """Steps at the beginning and at the end of a trial in which the pipeline fills and drains."""
 
 LEAST_GAIN = 0.03

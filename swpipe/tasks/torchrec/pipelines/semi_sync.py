@@ -67,7 +67,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self.tasks.drop_gradients()
 
     def _take(self, given: Mapping[str, Any]) -> None:
-        start_batch, interval = given["start_batch"], given["dmp_collection_sync_interval_batches"]
+        start_batch = given["start_batch"]
+        interval = given["dmp_collection_sync_interval_batches"]
         if isinstance(self._model, DMPCollection) and interval and start_batch % interval:
             raise NotImplementedError(
                 f"start_batch={start_batch} is no multiple of dmp_collection_sync_interval_batches="

@@ -97,7 +97,8 @@ def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yield the rows of fbgemm's tables that are to be stashed, as TorchRec chooses them."""
     for module in modules:
         for part in modules_in(module):
-            kernel, config = getattr(part, "_emb_module", None), getattr(part, "_config", None)
+            kernel = getattr(part, "_emb_module", None)
+            config = getattr(part, "_config", None)
             tables = getattr(config, "embedding_tables", ())
             if any(getattr(table, "stash_weights", False) for table in tables):
                 rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))

@@ -70,7 +70,8 @@ class CallInputs:
 
     def changes(self) -> set[int]:
         """The memory of tensors that were since changed in place, or took the place of others."""
-        known, found = {id(tensor) for tensor, _ in self._versions}, set()
+        known = {id(tensor) for tensor, _ in self._versions}
+        found = set()
         for tensor, version in self._versions:
             if tensor._version != version:
                 found.add(memory_of(tensor))

@@ -137,7 +137,8 @@ def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
     Such are those of feature processors: they take part in the look-up, and DDP expects their
     gradients in the backward of the dense part.
     """
-    own, inner = {id(p) for p in module.parameters() if p.requires_grad}, set(module.modules())
+    own = {id(p) for p in module.parameters() if p.requires_grad}
+    inner = set(module.modules())
     return any(
         id(parameter) in own and name not in wrapper.parameters_to_ignore
         for wrapper in ddp_modules(model)

@@ -121,7 +121,8 @@ class PecModule:
     """One collection, with what batches in flight have of it."""
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
+        self.name = name
+        self.module = module
         self.inner = module._embedding_collection
         self.group = module._env.process_group
         self.last: Batch | None = None
@@ -305,12 +306,15 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
 
     def __init__(self, module: PecModule, batch: Batch, late: list[Any]) -> None:
         super().__init__()
-        self._module, self._batch, self._late = module, batch, late
+        self._module = module
+        self._batch = batch
+        self._late = late
 
     def _wait_impl(self) -> dict[str, Any]:
         from torchrec.modules.utils import construct_jagged_tensors
 
-        batch, inner = self._batch, self._module.inner
+        batch = self._batch
+        inner = self._module.inner
         found: dict[str, Any] = {}
         for number, (late, early) in enumerate(zip(self._late, batch.early, strict=True)):
             with torch.no_grad():

@@ -90,7 +90,9 @@ class PostprocForward:
                 f"module {self.name!r} is called outside of its pipeline, which computes its "
                 "results ahead of the forward: detach() the model first, attach() it after"
             )
-        changed, results.changed = results.changed, {}  # the checks below may read it
+        # the checks below may read it
+        changed = results.changed
+        results.changed = {}
         if self.checks:
             call = results.calls[self.name]
             if why := call.mismatch(args, kwargs):

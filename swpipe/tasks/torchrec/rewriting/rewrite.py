@@ -245,7 +245,8 @@ class Rewrite:
             self._attach_first(batch)
         source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:
-            name, module = forward.name, forward._module
+            name = forward.name
+            module = forward._module
             inputs = forward.args.build_args_kwargs(source)
             context.inputs[name] = CallInputs(*inputs)
             if self._releases is not None:
@@ -272,7 +273,8 @@ class Rewrite:
         replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
-            forward.iteration, forward.replayed = iteration, replayed
+            forward.iteration = iteration
+            forward.replayed = replayed
         for postproc in self.postprocs:
             postproc.results = results = context.computed
             postproc.checks = results is not None and results.iteration == iteration

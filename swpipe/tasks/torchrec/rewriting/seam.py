@@ -52,8 +52,10 @@ class Seam:
 
     def take(self) -> Iterator[tuple[Root, Tensor]]:
         """The roots of the embedding backward and their gradients; clears them."""
-        cuts, started = self._cuts, self._started
-        self._cuts, self._started = [], ()
+        cuts = self._cuts
+        started = self._started
+        self._cuts = []
+        self._started = ()
         if started:
             yield from started
         else:

@@ -93,7 +93,8 @@ def _even_out(work: Tensor, rows: Tensor) -> Tensor:
                 return rows
             if (pair := _best_swap(work[rows[heavy]], work[rows[light]], gap)) is not None:
                 here, there = pair
-                given, taken = rows[heavy, here].clone(), rows[light, there].clone()
+                given = rows[heavy, here].clone()
+                taken = rows[light, there].clone()
                 rows[heavy, here], rows[light, there] = taken, given
                 totals = work[rows].sum(1)
                 break

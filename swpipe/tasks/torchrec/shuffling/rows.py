@@ -43,7 +43,8 @@ class Route:
     def of(cls, shares: Sequence[Sequence[int]], rank: int) -> Route:
         """From the rows for each rank; row r of rank k is k x (rows per rank) + r."""
         size = len(shares[rank])
-        first, end = rank * size, (rank + 1) * size
+        first = rank * size
+        end = (rank + 1) * size
         mine = [[row - first for row in share if first <= row < end] for share in shares]
         received = [0] * len(shares)
         for row in shares[rank]:
@@ -67,7 +68,8 @@ class _Jagged:
         received = torch.split(lengths.sum(1), route.received)
         # One copy to the host for both.
         counts = torch.stack([rows.sum() for rows in (*sent, *received)]).tolist()
-        counts_out, counts_in = counts[: len(sent)], counts[len(sent) :]
+        counts_out = counts[: len(sent)]
+        counts_in = counts[len(sent) :]
         by_key = torch.arange(lengths.numel(), device=lengths.device).view(self.keys, -1)
         outward = _segments(self.value.lengths(), by_key[:, order].t())
         arrived = lengths.flatten()
@@ -78,8 +80,10 @@ class _Jagged:
                 return None
             return _all_to_all(values[outward], counts_out, counts_in, group)[inward]
 
-        values, weights = move(self.value.values()), move(self.value.weights_or_none())
-        by_row, lengths = lengths, lengths.t().flatten()
+        values = move(self.value.values())
+        weights = move(self.value.weights_or_none())
+        by_row = lengths
+        lengths = lengths.t().flatten()
         if isinstance(self.value, JaggedTensor):
             return JaggedTensor(values, weights, lengths=lengths)
         stride = len(by_row) if self.keys else self.value.stride()

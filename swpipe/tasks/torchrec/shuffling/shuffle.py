@@ -128,7 +128,8 @@ class KarmarkarKarpShuffler:
         """Wait for the pending partition and destroy the process group."""
         if self._host_group is None:
             return
-        group, self._host_group = self._host_group, None
+        group = self._host_group
+        self._host_group = None
         # A gather that waits for a dead rank needs the group until its timeout.
         if self._last is None or not wait_for([self._last], timeout=1.0).not_done:
             dist.destroy_process_group(group)

@@ -80,7 +80,8 @@ class DeferredReduction:
 
     def finish(self) -> None:
         """Wait for the reductions, if any; then the gradients are reduced."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for bucket in pending:
             bucket.finish()
 

@@ -36,5 +36,6 @@ class ModuleModesOf:
         training = list(map(attrgetter("training"), self._modules))
         if training != self._training:
             trained = tuple(name for name, module in self._named if module.training)
-            self._training, self._modes = training, ModuleModes(trained, len(training))
+            self._training = training
+            self._modes = ModuleModes(trained, len(training))
         return self._modes

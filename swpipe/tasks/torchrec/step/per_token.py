@@ -41,7 +41,8 @@ def collective_assert(
         AssertionError: It is false on a rank; the message says on which.
     """
     if not dist.is_initialized():
-        passed, ranks = [bool(flag)], [0]
+        passed = [bool(flag)]
+        ranks = [0]
     else:
         passed = gather(bool(flag), group)
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
@@ -97,7 +98,8 @@ class PerToken:
 
     def report(self, ctx: IterContext) -> None:
         """Check, add and normalise the losses; report them."""
-        losses, tokens = ctx.losses, ctx.tokens
+        losses = ctx.losses
+        tokens = ctx.tokens
         if not isinstance(losses, Tensor) or losses.ndim == 0:
             raise TypeError(
                 f"the model returned {shown(losses)} as losses: return a tensor with one loss per "

@@ -247,7 +247,8 @@ class SparseDistTasks:
     def count_tokens(self, ctx: IterContext) -> None:
         """Count the tokens of all ranks, for a loss per token."""
         if self.step.per_token is not None:
-            target, trains = torch.device(self.device.name), self.trains()
+            target = torch.device(self.device.name)
+            trains = self.trains()
             ctx.tokens = self.step.per_token.count(ctx.batch, target) if trains else None
 
     def dense_forward(self, ctx: IterContext) -> None:
@@ -332,7 +333,8 @@ class SparseDistTasks:
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
-        own, postprocs = self.options.forward == "own", self.rewrite.postprocs
+        own = self.options.forward == "own"
+        postprocs = self.rewrite.postprocs
         try:
             if postprocs:
                 with self.rewrite.watching(ctx.pipeline, ctx.iter_idx):
@@ -400,7 +402,9 @@ class SparseDistTasks:
         return tuple(self._task(name, parts) for name, parts in self.parts().items())
 
     def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
-        used, modes, idle = used_states(self), States(), self._idle()
+        used = used_states(self)
+        modes = States()
+        idle = self._idle()
         for part in parts:
             for state, mode in used.get(part.__name__, {}).items():
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
@@ -424,7 +428,8 @@ class SparseDistTasks:
 
     def _idle(self) -> list[str]:
         """Return the methods that would do nothing."""
-        kind, shuffles = self.options.forward, self.options.shuffler is not None
+        kind = self.options.forward
+        shuffles = self.options.shuffler is not None
         replaced = {"start_input_dist", "wait_input_dist"} & self.options.functions.keys()
         exchanges = kind != "own" or bool(replaced)
         fills = kind not in ("own", "pipelined") or (kind != "own" and bool(self.options.memory))

@@ -31,7 +31,8 @@ batch. Tables and postprocs that it changes while batches are in flight are refu
 
 def used_states(tasks: Any) -> dict[str, States]:
     """Return the states that each part uses."""
-    split, shuffles = tasks.rewrite.looks_up_ahead, tasks.options.shuffler is not None
+    split = tasks.rewrite.looks_up_ahead
+    shuffles = tasks.options.shuffler is not None
     late = bool(tasks.rewrite.late) or tasks.options.forward == "ahead"
     hands_over = bool(tasks.fused) and tasks.options.zero_grad is not None
     dense: States = {"dense": "r", "buffers": "rw"}
