@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +36,7 @@ from swpipe._engine.program import Instruction
 from swpipe._values.storages import Storages, described
 from swpipe._values.walk import parts_of
 from swpipe.device import on_cpu, resolve
+from swpipe.device.trace_callbacks import stream_number, trace_callbacks
 from swpipe.inference.operators import ALIASED, OperatorRecorder, tensors_of
 from swpipe.loops.overlapping import overlap
 from swpipe.pipeline import SWPipeline
@@ -209,7 +209,7 @@ class _Finder(Observer):
             "StreamSynchronization": clocks.synchronize,
             "DeviceSynchronization": clocks.synchronize,
         }
-        registries = _trace_callbacks(self.device.type)
+        registries = trace_callbacks(self.device.type)
         added = []
         for name, callback in callbacks.items():
             registry = getattr(registries, f"{name}Callbacks")
@@ -242,7 +242,7 @@ class _Finder(Observer):
 
     def start(self, ins: Instruction, iteration: int) -> None:
         if ins.stream is not None:
-            self._names[self._stream_number(self.device.current_stream())] = str(ins.stream)
+            self._names[stream_number(self.device.current_stream())] = str(ins.stream)
         _Watch(self, ins.task, iteration).__enter__()
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
@@ -262,12 +262,12 @@ class _Finder(Observer):
         if func is torch.ops.aten.record_stream.default:
             with self._lock:
                 for memory, _ in self._memory_of(args[0]):
-                    self._memory.record_stream(memory.base, self._stream_number(args[1]))
+                    self._memory.record_stream(memory.base, stream_number(args[1]))
             return func(*args, **kwargs)
         arguments = [
             (t, mode) for value, mode in watch.arguments(func, args, kwargs) for t in value
         ]
-        stream = self._stream_number(self.device.current_stream())
+        stream = stream_number(self.device.current_stream())
         with self._lock:
             # Before the call, in which the host may wait for it. Whether an operator without tensor
             # arguments runs on the device is seen from its result: so the stream always launches.
@@ -325,19 +325,6 @@ class _Finder(Observer):
         known = self._races.get(key, replace(race, count=0))
         self._races[key] = replace(known, count=known.count + 1)
 
-    def _stream_number(self, stream: Any) -> int:
-        """Return the number of a stream in the trace callbacks."""
-        if self.device.type == "cuda":
-            cuda: Any = torch.cuda
-            handle: int = cuda.Stream(
-                stream_id=stream.stream_id,
-                device_index=stream.device_index,
-                device_type=stream.device_type,
-            ).cuda_stream
-            return handle
-        number: int = stream.device_index << 16 | stream.stream_id
-        return number
-
     def _name(self, stream: int) -> str:
         return self._names.setdefault(stream, f"stream {len(self._names) - 1}")
 
@@ -380,18 +367,6 @@ def _place() -> str:
     if frame is None:
         return "backward or swpipe"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _trace_callbacks(kind: str) -> Any:
-    """Return torch's trace callbacks for a kind of device, switched on."""
-    if kind == "cuda":  # which loads them when they are used
-        import_module("torch.cuda._gpu_trace")
-    registries = getattr(torch.get_device_module(kind), "_gpu_trace", None)
-    if registries is None:
-        raise RuntimeError(f"torch has no trace callbacks for device {kind!r}: use CUDA")
-    activate: Callable[[], None] = torch._C._activate_gpu_trace
-    activate()
-    return registries
 
 
 def _steps(loop: Any) -> Iterable[Any]:

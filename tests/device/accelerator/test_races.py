@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from swpipe._engine.observers import Observers
+from swpipe.device.trace_callbacks import trace_callbacks
 from swpipe.testing import Race, find_races
-from swpipe.testing.stream_races import _trace_callbacks
 from tests.device.accelerator.prefetchers import FAULTS, streams
 from tests.device.accelerator.work import DEVICE
 
@@ -75,7 +75,7 @@ def test_a_loop_that_fails_leaves_nothing_behind() -> None:
     assert Observers.everywhere == ()
     assert threading.getprofile() is None
     assert torch._C._len_torch_dispatch_stack() == 0
-    registries = vars(_trace_callbacks(DEVICE.type)).values()
+    registries = vars(trace_callbacks(DEVICE.type)).values()
     assert all(not getattr(each, "callback_list", ()) for each in registries)
 
 
