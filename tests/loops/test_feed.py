@@ -122,7 +122,8 @@ def test_a_worker_that_dies_is_named() -> None:
         died.wait()
         return request
 
-    with swpipe.feed(range(4), [FeedWorker(waits), dies], policy=int, batch=2) as feed:
+    workers = [FeedWorker(waits), dies]
+    with swpipe.feed(range(4), workers, policy=int, batch=2, timeout_s=30) as feed:
         with pytest.warns(RuntimeWarning, match="worker 1 is gone, another worker is asked again"):
             values = [value for batch in feed for value in batch.values]
     assert values == [0, 1, 2, 3]
@@ -165,6 +166,10 @@ def fails(policy: Any, request: int) -> Any:
     return request
 
 
+def refused(policy: Any, request: int) -> Any:
+    raise ConnectionError("the reward model is not there")
+
+
 def unsendable(policy: Any, request: int) -> Any:
     return threading.Lock()
 
@@ -173,6 +178,7 @@ def unsendable(policy: Any, request: int) -> Any:
     ("work", "kind", "text"),
     [
         (fails, KeyError, "no such prompt"),
+        (refused, ConnectionError, "the reward model is not there"),
         (unsendable, TypeError, "a sample of type lock cannot be sent: .*return what can be pickl"),
     ],
 )
@@ -184,6 +190,18 @@ def test_an_error_of_a_worker_is_raised_in_the_loop(work: Any, kind: Any, text: 
     trace, where = raised.value.__notes__
     assert work.__name__ in trace or "cannot be sent" in trace
     assert where.startswith("in worker 0, for sample ")
+
+
+def test_another_error_of_the_connection_is_no_death() -> None:
+    """It is raised in the loop."""
+
+    def asks(question: bytes) -> bytes:
+        raise ValueError("the address is wrong")
+
+    with swpipe.feed(range(9), [asks], policy=int, batch=3) as feed:
+        with pytest.raises(ValueError, match="the address is wrong"):
+            list(feed)
+    assert feed.lost == {}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +348,8 @@ def test_workers_of_a_store_give_the_same_samples(store: torch.distributed.Store
     serving.start()
     workers = [StoreWorker(store, "rollout 0"), Watched(store, "rollout 1", lost_after_s=0.05)]
     policy = {"weight": torch.ones(2, 3)}
-    with swpipe.feed(range(3), workers, policy=lambda: policy, batch=3) as feed:
+    options: dict[str, Any] = {"policy": lambda: policy, "batch": 3, "timeout_s": 30}
+    with swpipe.feed(range(3), workers, **options) as feed:
         with pytest.warns(RuntimeWarning, match="rollout 1 is gone, .* no sign of life"):
             (batch,) = feed
     serving.join()
