@@ -20,7 +20,7 @@ from swpipe.pipeline import SWPipeline
 if TYPE_CHECKING:
     from swpipe import loops as loops
     from swpipe import tuning as tuning
-    from swpipe.loops import EvenData, ahead, overlap
+    from swpipe.loops import EvenData, ahead, feed, overlap
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -41,6 +41,7 @@ __all__ = [
     "TypedContext",
     "ahead",
     "autotune",
+    "feed",
     "overlap",
     "report",
     "task",
@@ -52,6 +53,7 @@ _LATE = {
     "TaskProfiler": "swpipe.profiler",
     "ahead": "swpipe.loops",
     "autotune": "swpipe.tuning",
+    "feed": "swpipe.loops",
     "overlap": "swpipe.loops",
     "report": "swpipe.reporting",
 }

@@ -36,6 +36,7 @@ OF_OTHERS = {
     "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack", "_record_function_enter_new",
     "_saved_tensors_hooks_get_disabled_error_message", "_schema", "_storage_Use_Count",
     "_top_saved_tensors_default_hooks", "_values", "_version",
+    "_activate_gpu_trace", "_gpu_trace", "_is_in_bad_fork", "_lazy_init", "_register_device_module",
     # TorchRec's
     "_awaitables", "_current_step", "_dist", "_fuse_input_dist_splits", "_get_leaf_module_names",
     "_input", "_input_tensors", "_jt_dict", "_module", "_optimizer",

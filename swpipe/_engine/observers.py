@@ -101,7 +101,13 @@ def nvtx_ranges() -> NvtxRanges | None:
 
 
 class Observers:
-    """The observers of one pipeline; call it for those that are active now."""
+    """The observers of one pipeline; call it for those that are active now.
+
+    Attributes:
+        everywhere: Those of all pipelines of the process, for tools.
+    """
+
+    everywhere: tuple[Observer, ...] = ()
 
     def __init__(self, device: Device) -> None:
         self._has_nvtx = device.has_nvtx
@@ -112,9 +118,9 @@ class Observers:
         """Usually an empty tuple. Those added come last, so that they do not time the others."""
         nvtx = nvtx_ranges() if self._has_nvtx else None
         if nvtx is None and not profiler._is_profiler_enabled:
-            return self._added
+            return self._added + self.everywhere
         tools = (nvtx, _profiler_ranges if profiler._is_profiler_enabled else None)
-        return (*(tool for tool in tools if tool is not None), *self._added)
+        return (*(tool for tool in tools if tool is not None), *self._added, *self.everywhere)
 
     def adding(self, observer: Observer) -> AbstractContextManager[None]:
         """Add an observer within the block.

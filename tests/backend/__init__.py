@@ -1,22 +1,20 @@
-"""A test-only accelerator: device "sim", two devices whose streams are threads.
+"""Controls of the simulated accelerator, ``swpipe.testing.simulated``.
 
 ``load()`` registers it in this process, for ever: torch then sees an accelerator, so tests that
-need it run in a process of their own. ``backend.cpp`` tells what the device guarantees.
+need it run in a process of their own.
 """
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from tests.backend import build, device_module
-from tests.backend.build import seconds as build_seconds
-from tests.backend.build import why_not
+from swpipe.testing.simulated import device_module, load
+from swpipe.testing.simulated.build import seconds as build_seconds
+from swpipe.testing.simulated.build import why_not
 
 __all__ = [
     "Gate",
@@ -46,22 +44,6 @@ class Work(NamedTuple):
     name: str
     start_ns: int
     end_ns: int
-
-
-@cache
-def load() -> None:
-    """Build the backend if need be, and register it as device "sim" in this process."""
-    reason = why_not()
-    if reason is not None:
-        raise RuntimeError(reason)
-    torch.utils.rename_privateuse1_backend("sim")
-    torch.ops.load_library(str(build.library()))
-    torch._register_device_module("sim", device_module.make())
-    torch.utils.generate_methods_for_privateuse1_backend()
-    atexit.register(torch.ops.sim.shut_down)
-    torch.empty(
-        0, device="sim"
-    )  # torch.accelerator.synchronize() does nothing before the first use
 
 
 def lag(us: float, device: torch.device | str | int | None = None) -> None:

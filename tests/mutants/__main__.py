@@ -27,6 +27,9 @@ from tabulate import tabulate
 
 from tests.mutants.faults import ROOT, Fault, all_faults
 
+ACCELERATOR = "tests/device/accelerator/"
+"""Tests that run in a process with an accelerator; a fault has these alone, or others alone."""
+
 LIMIT_S = 300.0
 """Seconds that the tests of one fault may take. A hang counts as found: it is not silent."""
 
@@ -63,6 +66,8 @@ def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int | None, 
         Pytest's exit status, or None if the time was over; the node ids of the tests that failed.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options]
+    if any(test.startswith(ACCELERATOR) for test in tests):
+        command.append("--accelerator")
     running = subprocess.Popen(
         [*command, *tests],
         cwd=tree,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from swpipe.testing.simulated import build
 from tests import backend
-from tests.backend import build
 from tests.support.scripts import Script, Scripts
 
 REASON = backend.why_not()
@@ -371,4 +371,4 @@ def test_several_processes_build_it_once(scripts: Scripts, tmp_path: Path) -> No
     ended = scripts.run_together([worker] * 3)
     assert [one.stdout for one in ended] == ["2.0\n"] * 3
     assert calls.read_text() == "called\n"
-    assert sum("built the test backend in" in one.stderr for one in ended) == 1
+    assert sum("built the simulated device in" in one.stderr for one in ended) == 1

@@ -98,13 +98,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return as_torch(before);
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return get_stream(stream).done(get_stream(stream).submitted());
+    Stream& asked = get_stream(stream);
+    const bool done = asked.done(asked.submitted());
+    if (done) trace([&](auto& python) { python->trace_gpu_stream_synchronization(kSim, traced(asked)); });
+    return done;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait_on_host(get_stream(stream));
   }
   void synchronizeDevice(DeviceIndex device) const override {
     for (Stream& stream : streams[index_of({kSim, device})]) stream.drain();
+    trace([](auto& python) { python->trace_gpu_device_synchronization(kSim); });
     ::record.raise(index_of({kSim, device}));
   }
 
@@ -116,13 +120,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     wait_on_stream(get_stream(stream), mark_of(event));
+    trace([&](auto& python) {
+      const auto name = reinterpret_cast<uintptr_t>(event);
+      python->trace_gpu_event_wait(kSim, name, traced(get_stream(stream)));
+    });
   }
-  bool queryEvent(void* event) const override { return mark_of(event).done(); }
+  bool queryEvent(void* event) const override {
+    const bool done = mark_of(event).done();
+    if (done) trace_synchronization(event);
+    return done;
+  }
   void synchronizeEvent(void* event) const override {
     const Mark mark = mark_of(event);
     if (mark.stream) wait_on_host(*mark.stream, mark.item);
+    trace_synchronization(event);
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    const auto name = reinterpret_cast<uintptr_t>(event);
+    trace([&](auto& python) { python->trace_gpu_event_deletion(kSim, name); });
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, DeviceIndex) const override {
@@ -137,6 +152,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static void trace_synchronization(void* event) {
+    const auto name = reinterpret_cast<uintptr_t>(event);
+    trace([&](auto& python) { python->trace_gpu_event_synchronization(kSim, name); });
+  }
   static Mark mark_of(void* event) { return event ? static_cast<Event*>(event)->mark() : Mark(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

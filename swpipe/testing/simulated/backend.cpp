@@ -238,7 +238,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   Stream& stream = current_stream((on_sim(source) ? source : target).device());
   Stream& other = current_stream((on_sim(target) ? target : source).device());
   c10::Storage held = between ? c10::Storage() : (on_sim(source) ? target : from).storage();
-  wait_on_stream(stream, {&other, other.submitted()});
+  wait_on_stream(stream, other);
   stream.submit("copy_",
                 [from = host_view(from), to = host_view(target), held, between,
                  to_device = on_sim(target)] {
@@ -247,7 +247,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
                   if (!between) on_link(to_device, link_us);
                   to.copy_(from);
                 });
-  wait_on_stream(other, {&stream, stream.submitted()});
+  wait_on_stream(other, stream);
   const bool asynchronous = is_pinned || (on_sim(target) && !behaviour.pageable_blocks);
   if (!between && !(non_blocking && asynchronous)) wait_on_host(stream);
   return target;

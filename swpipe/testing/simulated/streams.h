@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sys/prctl.h>
 
@@ -59,6 +60,14 @@ std::atomic<bool> forked{false};    // a forked child: it has the locks, but not
 
 void check_usable() {
   TORCH_CHECK(!forked, "sim: a forked child cannot use the device; start processes with 'spawn'");
+}
+
+// Reports to the callbacks in torch.sim._gpu_trace, as CUDA does to its own. It takes the interpreter
+// lock, which a thread that waits for a lock of these files may hold: call it without any of them.
+template <class F>
+void trace(F report) {
+  const auto* interpreter = forked ? nullptr : c10::impl::GPUTrace::get_trace();
+  if (interpreter) report(*interpreter);
 }
 
 // What streams have executed, in the order in which it ended; and each device's first failure since
@@ -241,12 +250,18 @@ Stream& stream_from_pool(c10::Device device, bool high_priority) {
   return streams[index][1 + kPool * high_priority + handed_out[index][high_priority]++ % size];
 }
 
+// A stream as the trace callbacks name it.
+uintptr_t traced(const Stream& stream) { return uintptr_t(stream.device) << 16 | stream.id; }
+
 // The host's waits, which raise what failed.
 void wait_on_host(Stream& stream, uint64_t item) {
   stream.wait(item);
   record.raise(stream.device);
 }
-void wait_on_host(Stream& stream) { wait_on_host(stream, stream.submitted()); }
+void wait_on_host(Stream& stream) {
+  wait_on_host(stream, stream.submitted());
+  trace([&](auto& python) { python->trace_gpu_stream_synchronization(kSim, traced(stream)); });
+}
 
 // -------------------------------------------------------------------------------------- events
 
@@ -265,6 +280,18 @@ void wait_on_stream(Stream& stream, const Mark& mark) {
     stream.submit("", [mark] { mark.stream->wait(mark.item); });
 }
 
+// What is submitted to `stream` from now on starts when `other` has done what it was given so far.
+void wait_on_stream(Stream& stream, Stream& other) {
+  if (&stream == &other) return;
+  const Mark mark{&other, other.submitted()};
+  wait_on_stream(stream, mark);
+  trace([&](auto& python) {
+    const auto event = reinterpret_cast<uintptr_t>(&mark);
+    python->trace_gpu_event_record(kSim, event, traced(other));
+    python->trace_gpu_event_wait(kSim, event, traced(stream));
+  });
+}
+
 // A wait is for what was recorded last when the wait was submitted, whenever it is executed: an
 // event can be recorded again while others still wait for its older mark. Threads may share it.
 class Event {
@@ -281,9 +308,13 @@ class Event {
     } else {
       mark.item = stream.submitted();
     }
-    Lock lock(mutex_);
-    mark_ = std::move(mark);
+    {
+      Lock lock(mutex_);
+      mark_ = std::move(mark);
+    }
+    trace([&](auto& python) { python->trace_gpu_event_record(kSim, name(), traced(stream)); });
   }
+  uintptr_t name() const { return reinterpret_cast<uintptr_t>(this); }
 
  private:
   std::mutex mutex_;

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
+from torch._utils import CallbackRegistry
+from torch.cuda import _gpu_trace
 
 DEVICES = 2
 
 
 def make() -> ModuleType:
-    """The module; the backend's library must be loaded."""
+    """The module; the device's library must be loaded."""
     ops = torch.ops.sim
     module = ModuleType("torch.sim", "The simulated accelerator.")
     generators = tuple(ops.default_generator(index) for index in range(DEVICES))
@@ -25,7 +27,8 @@ def make() -> ModuleType:
         return torch.accelerator.current_device_index()
 
     def get_rng_state(device: torch.device | str | int | None = None) -> torch.Tensor:
-        return generators[index_of(device)].get_state()
+        state: torch.Tensor = generators[index_of(device)].get_state()
+        return state
 
     def set_rng_state(
         new_state: torch.Tensor, device: torch.device | str | int | None = None
@@ -57,6 +60,10 @@ def make() -> ModuleType:
     module.synchronize = torch.accelerator.synchronize  # type: ignore[attr-defined]
     module.current_stream = torch.accelerator.current_stream  # type: ignore[attr-defined]
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
+    registries = [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]
+    module._gpu_trace = SimpleNamespace(  # type: ignore[attr-defined]
+        **{name: CallbackRegistry(f"sim {name}") for name in registries}
+    )
     module._is_in_bad_fork = ops.is_forked  # type: ignore[attr-defined]
     module._lazy_init = lambda: None  # type: ignore[attr-defined]
     return module

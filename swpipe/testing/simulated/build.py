@@ -1,4 +1,4 @@
-"""Builds the backend into the user's cache, once for each version of torch and of the source."""
+"""Builds the simulated device into the user's cache, once for each torch and each source."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The compiler refused the backend's source."""
+    """The compiler refused the device's source."""
 
 
 def why_not() -> str | None:
-    """Why the backend cannot be built here; None where it can."""
+    """Why the device cannot be built here; None where it can."""
     if not sys.platform.startswith("linux"):
-        return f"the test backend is built on Linux only, and this is {sys.platform}"
+        return f"the simulated device is built on Linux only, and this is {sys.platform}"
     if torch.accelerator.is_available() and not hasattr(torch, "sim"):
         return (
             f"this machine has an accelerator of its own: {torch.accelerator.current_accelerator()}"
         )
     if torch.__version__ < OLDEST:
-        return f"the test backend works with torch {OLDEST} and newer, not {torch.__version__}"
+        return f"the simulated device works with torch {OLDEST} and newer, not {torch.__version__}"
     if compiler() is None:
         return "there is no C++ compiler: neither $CXX nor g++ nor clang++"
     if not (TORCH / "include/torch/library.h").exists():
@@ -66,7 +66,7 @@ def library() -> Path:
     Raises:
         BuildError: With the compiler's output.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe-tests"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe"
     texts = (source.read_text() for source in SOURCES)
     identity = (*texts, torch.__version__, str(compiler()), *FLAGS)
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
@@ -102,4 +102,4 @@ def _build(built: Path) -> None:
     seconds = time.monotonic() - begin
     built.with_suffix(".seconds").write_text(f"{seconds:.1f}")
     part.rename(built)
-    print(f"built the test backend in {seconds:.1f} s: {built}", file=sys.stderr)
+    sys.stderr.write(f"built the simulated device in {seconds:.1f} s: {built}\n")

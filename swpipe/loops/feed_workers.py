@@ -1,0 +1,146 @@
+"""Workers of a feed: processes of this machine, or any processes that share a torch store."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from swpipe.loops.feeding import FeedWorker
+
+
+class WorkerProcess:
+    """A process of this machine; made by ``worker_processes``."""
+
+    def __init__(self, work: Callable[[Any, Any], Any], name: str) -> None:
+        context = get_context("spawn")
+        self.name = name
+        self._connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, work), name=name, daemon=True)
+        self.process.start()
+        other.close()  # so that the end of the process ends the connection
+
+    def __call__(self, question: bytes) -> bytes:
+        """Ask, and wait for the answer; raises ConnectionError if the process has ended."""
+        try:
+            self._connection.send_bytes(question)
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            self.process.join()
+            raise ConnectionError(f"exit code {self.process.exitcode}") from error
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def worker_processes(work: Callable[[Any, Any], Any], count: int) -> list[WorkerProcess]:
+    """Start processes that make samples for ``feed``.
+
+    Args:
+        work: ``work(policy, request)`` returns a sample. It is defined at the top level of a
+            module, its value can be pickled, and it does not change the policy.
+        count: How many processes.
+
+    Raises:
+        ValueError: ``count`` is below 1.
+        TypeError: ``work`` cannot be sent to a process.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}: give at least 1 process")
+    try:
+        pickle.dumps(work)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"{work!r} cannot be sent to a process: {error}; define it at the top level of a module"
+        ) from error
+    return [WorkerProcess(work, f"process {number}") for number in range(count)]
+
+
+def _serve(connection: Connection, work: Callable[[Any, Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends this process
+    worker = FeedWorker(work)
+    while True:
+        try:
+            question = connection.recv_bytes()
+        except EOFError:  # the trainer has ended
+            return
+        connection.send_bytes(worker(question))
+
+
+_POLL_S = 0.002
+_BEAT_S = 1.0
+
+
+class StoreWorker:
+    """A worker anywhere that runs ``serve_store`` with the same store and name.
+
+    Args:
+        store: A ``TCPStore`` that all processes have joined, or another store of torch's.
+        name: The worker's; unique in the store.
+        lost_after_s: How long it may give no sign of life, also before it has started.
+    """
+
+    def __init__(self, store: Store, name: str, lost_after_s: float = 60.0) -> None:
+        self.name = name
+        self._store, self._lost_after_s = store, lost_after_s
+        self._questions = 0
+        self._closed = False
+
+    def __call__(self, question: bytes) -> bytes:
+        """Ask, and wait for the answer; raises ConnectionError without a sign of life."""
+        number = self._questions
+        self._questions += 1
+        answer, alive = f"{self.name}/answer/{number}", f"{self.name}/alive"
+        self._store.set(f"{self.name}/question/{number}", question)  # type: ignore[arg-type]
+        beat, seen = None, time.monotonic()
+        while not self._store.check([answer]):
+            now = self._store.get(alive) if self._store.check([alive]) else None
+            if now != beat:
+                beat, seen = now, time.monotonic()
+            if self._closed or time.monotonic() - seen > self._lost_after_s:
+                raise ConnectionError(f"no sign of life for {self._lost_after_s} s")
+            time.sleep(_POLL_S)
+        value = self._store.get(answer)
+        self._store.delete_key(answer)
+        return value
+
+    def close(self) -> None:
+        """Let ``serve_store`` return."""
+        self._closed = True
+        self._store.set(f"{self.name}/end", "")
+
+
+def serve_store(store: Store, name: str, work: Callable[[Any, Any], Any]) -> None:
+    """Answer the ``StoreWorker`` of this name by ``work`` until the feed is closed."""
+    worker, number, ended = FeedWorker(work), 0, threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not ended.wait(_BEAT_S if count else 0):
+            count += 1
+            store.set(f"{name}/alive", str(count))
+
+    heart = threading.Thread(target=beat, name=f"feed {name}", daemon=True)
+    heart.start()
+    try:
+        while not store.check([f"{name}/end"]):
+            question = f"{name}/question/{number}"
+            if not store.check([question]):
+                time.sleep(_POLL_S)
+                continue
+            asked = store.get(question)
+            store.delete_key(question)
+            store.set(f"{name}/answer/{number}", worker(asked))  # type: ignore[arg-type]
+            number += 1
+    finally:
+        ended.set()
+        heart.join()

@@ -1,0 +1,324 @@
+"""Batches whose samples other processes make, with a policy that is at most so many versions old.
+
+Each worker has a thread of the trainer's process. It asks for one sample, waits for it, and asks
+for the next; a worker has at most one question, so that sending never waits for receiving::
+
+    caller's thread    next(): publish version k ─ hand out batch k       body: train     next() ...
+                                     │                  ^
+    thread of worker 0       ask ─ (policy k) ─ wait ─ arrive ─ ask ─ wait ────────── arrive
+    thread of worker 1       ask ─ wait ─── the worker is gone: the sample is asked for again
+
+Guarantees: which sample is asked for and handed out is ``FeedPace``'s decision, under one lock. The
+policy is pickled inside ``next()``: what the body changes later does not reach it. Requests are
+pulled on the caller's thread.
+
+Assumes: the worker's function depends on policy and request alone; a replay is equal if it does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+from swpipe.core.messages import shown
+from swpipe.loops.feed_pace import Arrival, FeedPace
+
+
+class Sample(NamedTuple):
+    """One sample.
+
+    Attributes:
+        number, version: As in ``Arrival``.
+        worker: The name of the worker that made it.
+        value: What the worker's function returned.
+    """
+
+    number: int
+    version: int
+    worker: str
+    value: Any
+
+
+class FeedBatch(NamedTuple):
+    """Samples for one update of the policy, whose version is the number of updates before."""
+
+    version: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def values(self) -> list[Any]:
+        """The samples' values."""
+        return [sample.value for sample in self.samples]
+
+    @property
+    def staleness(self) -> int:
+        """How many versions the oldest sample's policy is behind."""
+        return max(self.version - sample.version for sample in self.samples)
+
+
+class FeedWorker:
+    """The worker's side: answers questions of a feed by ``work``, as for ``worker_processes``."""
+
+    def __init__(self, work: Callable[[Any, Any], Any]) -> None:
+        self._work, self._policy = work, None
+
+    def __call__(self, question: bytes) -> bytes:
+        """Return the answer to one question."""
+        policy, request = pickle.loads(question)
+        if policy is not None:
+            self._policy = pickle.loads(policy)
+        try:
+            value = self._work(self._policy, request)
+            try:
+                return pickle.dumps((True, value))
+            except Exception as error:
+                text = f"a sample of type {type(value).__name__} cannot be sent: {error}"
+                raise TypeError(f"{text}; return what can be pickled") from error
+        except Exception as error:  # noqa: BLE001, it is raised in the trainer
+            error.add_note(f"In the worker:\n{traceback.format_exc()}")
+            return pickle.dumps((False, _sendable(error)))
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001, a class of the user's may fail in any way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class Feed(Iterator[FeedBatch]):
+    """Batches of samples from workers; made by ``feed``.
+
+    Attributes:
+        arrivals: What was handed out so far, for ``replay=``: pairs of whole numbers, in order.
+        lost: Name of each worker that has gone to the sample that it was asked for, and why.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Any],
+        workers: Sequence[Callable[[bytes], bytes]],
+        policy: Callable[[], Any],
+        pace: FeedPace,
+        timeout_s: float,
+    ) -> None:
+        self.arrivals = pace.arrivals
+        self.lost: dict[str, str] = {}
+        self._source, self._workers, self._policy = iter(requests), workers, policy
+        self._pace, self._timeout_s = pace, timeout_s
+        self._requests: dict[int, Any] = {}  # of samples that were not handed out yet
+        self._pulled = 0
+        self._values: dict[int, tuple[str, Any]] = {}
+        self._policies: dict[int, bytes] = {}
+        self._asked: dict[str, int] = {}  # worker to the sample that it makes
+        self._error: BaseException | None = None
+        self._warned = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._ask, args=pair, name=f"feed {pair[0]}", daemon=True)
+            for pair in zip(_names(workers), workers, strict=True)
+        ]
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, and the workers that have a ``close``. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for worker, thread in zip(self._workers, self._threads, strict=True):
+            close = getattr(worker, "close", None)
+            if close is not None:  # else nothing ends a question that is under way
+                close()
+                if thread.ident is not None:
+                    thread.join()
+
+    def __next__(self) -> FeedBatch:
+        try:
+            samples = () if self._closed else self._next_samples()
+            if not samples:
+                raise StopIteration
+        except BaseException:
+            self.close()
+            raise
+        return FeedBatch(self._pace.version, samples)
+
+    def _next_samples(self) -> tuple[Sample, ...]:
+        published = pickle.dumps(self._policy())
+        needed = self._pace.needed()
+        for request in islice(self._source, needed - self._pulled):
+            self._requests[self._pulled] = request
+            self._pulled += 1
+        if self._pace.replay is not None and self._pulled < needed:
+            raise ValueError(f"replay has sample {needed - 1}, of {self._pulled} requests")
+        samples: list[Sample] = []
+        with self._changed:
+            self._pace.publish(self._pulled)
+            self._policies[self._pace.version] = published
+            self._policies.pop(self._pace.version - self._pace.staleness - 1, None)
+            self._changed.notify_all()
+            if self._threads[0].ident is None:
+                for thread in self._threads:
+                    thread.start()
+            while len(samples) < self._pace.batch and not self._pace.done:
+                arrival = self._pace.take()
+                if arrival is None:
+                    self._wait()
+                    continue
+                worker, value = self._values.pop(arrival.number)
+                del self._requests[arrival.number]
+                samples.append(Sample(*arrival, worker, value))
+            self._warn_of_lost()
+        return (*samples,)
+
+    def _wait(self) -> None:
+        """Wait for something to change; raises what a worker has raised."""
+        if self._error is not None:
+            raise self._error
+        if len(self.lost) == len(self._workers):
+            raise RuntimeError(f"all workers are gone: {self.lost}")
+        self._warn_of_lost()
+        if not self._changed.wait(self._timeout_s):
+            asked = ", ".join(f"{name} for sample {i}" for name, i in self._asked.items())
+            raise RuntimeError(f"no sample came in {self._timeout_s} s; asked: {asked or 'nobody'}")
+
+    def _warn_of_lost(self) -> None:
+        for name in [*self.lost][self._warned :]:
+            self._warned += 1
+            text = f"{name} is gone, another worker is asked again for {self.lost[name]}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _ask(self, name: str, worker: Callable[[bytes], bytes]) -> None:
+        """Ask one worker for one sample after the other: the thread's function."""
+        held = None  # the version that the worker has
+        while (question := self._next_question(name)) is not None:
+            arrival, policy, request = question
+            try:
+                message = pickle.dumps((None if held == arrival.version else policy, request))
+                try:
+                    answer = worker(message)
+                except (ConnectionError, EOFError) as error:
+                    with self._changed:
+                        del self._asked[name]
+                        if not self._closed:
+                            self.lost[name] = f"sample {arrival.number}: {error}"
+                            self._pace.lose(arrival.number)
+                        self._changed.notify_all()
+                    return
+                made, value = pickle.loads(answer)
+                if not made:
+                    raise value
+            except BaseException as error:  # noqa: BLE001, it is raised in the caller's thread
+                error.add_note(f"in {name}, for sample {arrival.number}: {shown(request)}")
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            held = arrival.version
+            with self._changed:
+                del self._asked[name]
+                self._values[arrival.number] = name, value
+                self._pace.arrive(arrival.number)
+                self._changed.notify_all()
+
+    def _next_question(self, name: str) -> tuple[Arrival, bytes, Any] | None:
+        with self._changed:
+            while not self._closed:
+                arrival = self._pace.ask()
+                if arrival is not None:
+                    self._asked[name] = arrival.number
+                    policy = self._policies[arrival.version]
+                    return arrival, policy, self._requests[arrival.number]
+                self._changed.wait()
+        return None
+
+
+def feed(
+    requests: Iterable[Any],
+    workers: Sequence[Callable[[bytes], bytes]],
+    *,
+    policy: Callable[[], Any],
+    batch: int,
+    staleness: int = 0,
+    order: Literal["asked", "completed"] = "asked",
+    replay: Iterable[tuple[int, int]] | None = None,
+    timeout_s: float = 600.0,
+) -> Feed:
+    """Iterate over batches of samples that workers make with a policy that the loop trains.
+
+    ::
+
+        workers = worker_processes(rollout, 4)
+        with feed(prompts, workers, policy=model.state_dict, batch=8, staleness=1) as batches:
+            for batch in batches:
+                train(model, batch.values)
+
+    Each step publishes the policy as the next version: batch k is trained by version k, and each
+    of its samples was made with version k - staleness or a newer one. A RuntimeWarning names a
+    worker that has gone; another one is asked for its sample.
+
+    Args:
+        requests: One for each sample. Can be pickled; pulled in ``next()``.
+        workers: ``worker_processes``, ``StoreWorker``, or any functions that carry a question to a
+            ``FeedWorker`` elsewhere and return its answer. A function raises ConnectionError if
+            its worker has gone. A ``name`` and a ``close`` are used if there are any.
+        policy: Returns what workers need of the policy, such as ``model.state_dict``. It is called
+            and pickled in each ``next()``.
+        batch: How many samples each update has; the last one may have fewer.
+        staleness: How many versions a sample's policy may be behind at most; 0 for on-policy.
+        order: "asked": samples come in the order of the requests, each made with the version
+            ``staleness`` before its batch's: the same numbers in each run. "completed": as
+            completed, as far as the bound allows, with the newest version.
+        replay: ``arrivals`` of an earlier run: the same samples, versions and order again. Batch
+            and staleness have to be those of that run.
+        timeout_s: Raise if no worker answers for so long.
+
+    Raises:
+        ValueError: A number, the order or the replay is not as above.
+        TypeError: ``workers`` are no functions, or there are none.
+    """
+    recorded = None if replay is None else [Arrival(*pair) for pair in replay]
+    checks = (
+        (batch < 1, f"batch is {batch}: give at least 1"),
+        (staleness < 0, f"staleness is {staleness}: give 0 for on-policy samples, or more"),
+        (order not in ("asked", "completed"), f"order is {order!r}: give 'asked' or 'completed'"),
+        (not timeout_s > 0, f"timeout_s is {timeout_s}: give a number of seconds above 0"),
+    )
+    wrong = [text for is_wrong, text in checks if is_wrong]
+    wrong = wrong or [*_misfits(recorded or (), batch, staleness)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    if not workers or not all(callable(each) for each in workers):
+        raise TypeError(
+            f"workers is {shown(workers)}: give a list, such as worker_processes(work, 4)"
+        )
+    if len({*_names(workers)}) < len(workers):
+        raise ValueError(f"two workers have the same name: {', '.join(_names(workers))}")
+    pace = FeedPace(batch, staleness, order == "completed", recorded)
+    return Feed(requests, workers, policy, pace, timeout_s)
+
+
+def _names(workers: Sequence[Any]) -> list[str]:
+    return [getattr(each, "name", f"worker {i}") for i, each in enumerate(workers)]
+
+
+def _misfits(replay: Sequence[Arrival], batch: int, staleness: int) -> Iterator[str]:
+    for position, (number, version) in enumerate(replay):
+        newest = position // batch
+        if not max(0, newest - staleness) <= version <= newest:
+            sample = f"sample {number} of version {version} in batch {newest}"
+            yield f"replay has {sample}, not recorded with batch={batch}, staleness={staleness}"
+            return
+    if len({each.number for each in replay}) < len(replay):
+        yield "replay has a sample twice: give the arrivals of one run"
