@@ -80,7 +80,9 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
     torch.accelerator.synchronize(device)
     tasks = tasks_of(machine, case.workload, draws=True)
     found: list[dict[str, Any]] = []
-    with SWPipeline(case.plan, tasks, device=device, seed=SEED) as pipe:
+    # Memory that is carried to a later iteration is taken for a state, which it is not.
+    check = False if any(spec.carries for spec in case.workload.tasks) else None
+    with SWPipeline(case.plan, tasks, device=device, seed=SEED, check_effects=check) as pipe:
         if serially:
             contexts = (pipe.run_one_serial_iter(b, i) for i, b in enumerate(case.batches))
         else:
