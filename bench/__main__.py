@@ -40,6 +40,7 @@ PARTS = (
     "torchrec_classes",
     "pipeline_parallel",
     "predicted_schedules",
+    "many_ranks",
     "layer_overlap",
     "paired_passes",
     "device",
