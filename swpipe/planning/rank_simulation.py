@@ -91,7 +91,7 @@ def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
     )
     return RankStep(
         ranks=ranks,
-        step_us=work_us + together - certain,
+        step_us=work_us + (together - certain),
         work_us=work_us,
         input_us=alone - certain,
         slowest_us=together - alone,

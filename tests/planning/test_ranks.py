@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,12 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, Ranks, auto_plan, simulate
-from swpipe.planning.modulo.input_slack import with_slack
+from swpipe.planning.modulo.input_slack import SlackPlan, with_slack
 from swpipe.planning.rank_simulation import _Run, rank_step, step_us
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.timed_graph import timed_graph
-from swpipe.plans import clicks
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.plans.torchrec import sharded_clicks, sparse_dist
+from swpipe.plans.torchrec import sparse_dist
 
 SLOW = {"read": (0.01, 5.0)}
 
@@ -43,8 +43,6 @@ def steps_ms(plan: PipelinePlan, *ranks: Ranks) -> list[float]:
 
 
 READY_MADE = {
-    **{f"clicks {name}": make() for name, make in clicks.PLANS.items()},
-    **{f"sharded clicks {name}": make() for name, make in sharded_clicks.PLANS.items()},
     **{f"sparse dist {name}": make() for name, make in sparse_dist.PLANS.items()},
     "prefetch": prefetch_plan(["a", "b"], ["c", "d"], streams={"a": HOST, "b": "copy"}),
     "several workers": prefetch_plan(["a"], ["b"], workers=3),
@@ -164,16 +162,23 @@ def test_input_slack_is_found_within_the_limits() -> None:
 
 def test_a_plan_that_is_not_allowed_is_not_chosen() -> None:
     """Such as one that holds too much, or could give other numbers."""
-    chosen, _ = with_slack(
-        on_cpu(),
-        TWO,
-        Ranks(64, slow={"read": (0.02, 4.0)}),
-        Limits(in_flight=8, threads=2),
-        streams=False,
-        may_run_ahead=True,
-        allowed=lambda plan: plan.depth <= 3,
-    )
-    assert chosen.plan.depth == 3
+
+    def chosen(allowed: Callable[[PipelinePlan], bool]) -> SlackPlan:
+        return with_slack(
+            on_cpu(),
+            TWO,
+            Ranks(64, slow={"read": (0.02, 4.0)}),
+            Limits(in_flight=8, threads=2),
+            streams=False,
+            may_run_ahead=True,
+            allowed=allowed,
+        )[0]
+
+    first = chosen(lambda plan: True)
+    second = chosen(lambda plan: plan != first.plan)
+    assert second.plan != first.plan
+    assert second.step_us == pytest.approx(first.step_us, rel=0.01)
+    assert chosen(lambda plan: plan.depth <= 3).plan.depth == 3
 
 
 def test_the_same_ranks_give_the_same_step() -> None:

@@ -49,14 +49,18 @@ class SlackPlan(NamedTuple):
         """How many iterations the first is ahead of the device's last at most."""
         return self.plan.depth + (self.plan.launch_limit or 0)
 
-    def why(self, given_us: float, ranks: Ranks) -> str:
-        """Return what it takes away from a step, in a sentence."""
+    @property
+    def words(self) -> str:
+        """What it has that absorbs slow iterations."""
         batches = f"{self.slack} batch{'es' if self.slack > 1 else ''} of input slack"
         parts = [batches] * bool(self.slack)
         parts += [f"run_ahead={self.plan.run_ahead}"] * (self.plan.run_ahead is not None)
-        what = " and ".join(parts) or "another order"
+        return " and ".join(parts) or "another order"
+
+    def why(self, given_us: float, ranks: Ranks) -> str:
+        """Return what it takes away from a step, in a sentence."""
         saved = in_ms(given_us - self.step_us)
-        return f"With {what} the step of {ranks.number:,} ranks is {saved} shorter."
+        return f"With {self.words} the step of {ranks.number:,} ranks is {saved} shorter."
 
 
 def with_slack(
