@@ -42,6 +42,7 @@ PARTS = (
     "pec",
     "pipeline_parallel",
     "predicted_schedules",
+    "many_ranks",
     "layer_overlap",
     "paired_passes",
     "device",

@@ -20,13 +20,15 @@ recsys-examples. The published time of each task is used as its device time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.plan import HOST, PipelinePlan, TaskSchedule
 from swpipe.planning.limits import Limits
 
-__all__ = ["costs", "limits", "plan"]
+__all__ = ["costs", "limits", "plan", "with_read"]
 
 FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
 """Tasks that train."""
@@ -81,14 +83,42 @@ def plan() -> PipelinePlan:
     )
 
 
-def costs() -> CostModel:
-    """The published costs: device time, and use of the communicator and the PCIe bus."""
-    return CostModel(
-        {
-            name: TaskCost(device_us=time_us, resources=resources)
-            for name, (time_us, _, resources) in _TABLE.items()
+def with_read(slack: int = 0, *, pipelined: bool = True, **more: Any) -> PipelinePlan:
+    """Return the step with a read of the batch before it, serial or with three batches in flight.
+
+    The read, the copy and the shuffles have a thread, "io"; with ``slack`` the read has its own,
+    and is so many stages further ahead.
+    """
+    io = ("h2d", "start_shuffle", "finish_shuffle")
+    ahead = dict.fromkeys(io, 2) | {"read": 2 + slack, "prefetch_embeddings": 1}
+    ahead |= dict.fromkeys(("start_input_dist", "wait_input_dist"), 1)
+    groups = dict.fromkeys(io, "io") | {"read": "loader" if slack else "io"}
+    base = plan()
+    schedule = {"read": TaskSchedule(stream=HOST), **base.schedule}
+    if pipelined:
+        schedule = {
+            name: replace(
+                entry,
+                stage=ahead["read"] - ahead.get(name, 0),
+                thread_group=groups.get(name, entry.thread_group),
+            )
+            for name, entry in schedule.items()
         }
-    )
+    return replace(base, schedule=schedule, deps=(*base.deps, ("h2d", "read")), **more)
+
+
+def costs(read_us: float | None = None) -> CostModel:
+    """The published costs: device time, and use of the communicator and the PCIe bus.
+
+    ``read_us`` is the host time of the read.
+    """
+    tasks = {
+        name: TaskCost(device_us=time_us, resources=resources)
+        for name, (time_us, _, resources) in _TABLE.items()
+    }
+    if read_us is not None:
+        tasks["read"] = TaskCost(host_us=read_us)
+    return CostModel(tasks)
 
 
 def limits(in_flight: int = 5, threads: int = 4) -> Limits:

@@ -13,7 +13,7 @@ if not hasattr(os, "register_at_fork"):
     )
 
 from swpipe.core.context import IterContext, TypedContext
-from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.plan import HOST, PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.core.task import DeclaredIO, PipelineTask, task
 from swpipe.pipeline import SWPipeline
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "HOST",
     "DeclaredIO",
     "EvenData",
     "IterContext",

@@ -159,6 +159,9 @@ def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: St
 
 
 def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
+    if ins.on_host:
+        # It launches nothing: any stream may be current. What it removes, a stream may still use.
+        return _with_hold(iterations, step) if iterations.engine.streams else step
     device, stream = iterations.engine.device, iterations.stream_of(ins)
     ring, make_current = iterations.ring, device.make_current
     wait = wait_for_events(iterations, ins, stream) if ins.event_waits else None

@@ -18,7 +18,7 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled, Host
 from swpipe.core.context import TypedContext
-from swpipe.core.plan import PipelinePlan, StreamSpec
+from swpipe.core.plan import PipelinePlan, StreamSpec, streams_of
 from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
@@ -135,7 +135,7 @@ class InFlightIterations:
         self.waiting: dict[tuple[int, int], Any] = {}
 
     def stream_of(self, ins: Instruction) -> Stream:
-        """The stream that an instruction submits to."""
+        """Return the stream that an instruction, one that has a stream, submits to."""
         return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     @property
@@ -181,12 +181,11 @@ class PushedBatches:
 
 def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
     """The streams that the plan's tasks use, by their names in the plan."""
-    refs = dict.fromkeys(s.stream for s in plan.schedule.values() if s.stream is not None)
     return {
         ref: device.new_stream(
-            ref if isinstance(ref, torch.Stream) else plan.streams.get(ref, StreamSpec())
+            ref if isinstance(ref, torch.Stream) else plan.streams.get(str(ref), StreamSpec())
         )
-        for ref in refs
+        for ref in streams_of(plan.schedule.values())
     }
 
 

@@ -38,6 +38,8 @@ its own:
 - Host waits are a graph over (period, position): a path of no greater lag implies a wait, if one of
   its ends is in order with itself, period by period: not in a group of several workers. Lanes do
   their host waits even for iterations that do not exist: prologue and epilogue are no special case.
+- A task of the host alone (``HOST``) is on no stream. What its consumers' streams wait for is the
+  work that it comes after itself: event waits lead through it, and it has no event.
 - Event waits are a graph over iterations: a path of no greater distance through event waits and
   stream order implies a wait. Its distances are >= 0, so that an iteration on it exists whenever
   those at its ends do. Edges of negative distance are neither dropped nor used to drop others.
@@ -50,11 +52,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from swpipe._engine.implied_edges import Hop, reduce_edges
-from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, StreamRef, TaskSchedule
+from swpipe.core.plan import (
+    DEFAULT_GROUP,
+    HOST,
+    PULL,
+    PipelinePlan,
+    StreamRef,
+    TaskSchedule,
+)
 from swpipe.core.resolved import ResolvedPlan
 
 ADMIT = "<admit>"
@@ -93,12 +102,13 @@ class Instruction:
     Attributes:
         task: Its name; ``<admit>``, ``<pull>`` and ``<retire>`` are swpipe's own.
         stage: Shifted stage: in period p it works on iteration p - stage; from 0.
-        stream: As in the plan; None where the device has no streams.
+        stream: As in the plan, ``HOST`` included; None where the device has no streams.
         host_waits: To be done before it, in every period.
         event_waits: To be done on its stream, where the iteration concerned exists.
         record: Some other stream will wait for it: record its event.
         publish: Some other lane, or the caller, may wait for it: publish the lane's progress right
             after it.
+        on_host: It is a task of the host alone, on a device with streams.
     """
 
     task: str
@@ -110,6 +120,7 @@ class Instruction:
     event_waits: tuple[EventWait, ...]
     record: bool
     publish: bool
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +185,7 @@ class _Layout:
     """What the waits are derived from, by the place of an instruction in the period.
 
     Attributes:
-        queue: Place to the number of its stream; 0 for None.
+        queue: Place to the number of its stream; 0 for None, -1 for ``HOST``.
         ordered: The places of globally ordered tasks.
         deps: What is declared, admission and retirement; weights are distances.
         host_only: Those of them that no stream waits for.
@@ -234,13 +245,19 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             ),
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
             record=place in recorded
-            or (streams and record_all and (name == RETIRE or name not in OWN)),
+            or (
+                streams
+                and record_all
+                and layout.queue[place] >= 0
+                and (name == RETIRE or name not in OWN)
+            ),
             # Where one of several workers fails, it is known which of them are past that iteration.
             publish=place in published
             or name == PULL
             or (
                 layout.workers[layout.lane[place]] > 1 and place == members[layout.lane[place]][-1]
             ),
+            on_host=layout.queue[place] < 0,
         )
 
     return Program(
@@ -249,7 +266,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             for group, places, workers in zip(layout.groups, members, layout.workers, strict=True)
         ),
         depth=depth,
-        ring=depth + max([dep.weight for dep in layout.deps]),
+        # Events are waited for over declared distances, and over sums of them through the host.
+        ring=depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
         order=order,
         launch_limit=plan.launch_limit if streams else None,
         resolved=resolved,
@@ -273,7 +291,7 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     lanes = {group: lane for lane, group in enumerate(groups)}
     workers_of = {entry.thread_group: entry.workers for entry in entries}
     # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
-    queues: dict[StreamRef, int] = {}
+    queues: dict[StreamRef, int] = {HOST: -1}
     named = [entry.stream if streams else None for entry in entries]
     lane = [lanes[entry.thread_group] for entry in entries]
     within_call: list[Hop] = []
@@ -285,7 +303,7 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
         stage=[entry.stage + ahead for entry in entries],
         lane=lane,
         stream=named,
-        queue=[0 if s is None else queues.setdefault(s, len(queues) + 1) for s in named],
+        queue=[0 if s is None else queues.setdefault(s, len(queues)) for s in named],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         deps=[
             *[Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
@@ -345,7 +363,7 @@ def _by_stream(layout: _Layout) -> Iterable[list[int]]:
     """The places of each named stream's tasks."""
     chains: dict[int, list[int]] = defaultdict(list)
     for place, queue in enumerate(layout.queue):
-        if queue:
+        if queue > 0:
             chains[queue].append(place)
     return chains.values()
 
@@ -366,7 +384,7 @@ def _event_waits(layout: _Layout) -> list[list[Hop]]:
     stage, queue = layout.stage, layout.queue
     crossing: list[Hop] = []
     fixed: list[Hop] = []
-    for hop in (hop for hop in layout.deps if hop not in layout.host_only):
+    for hop in _through_the_host(layout):
         (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
     for chain, again in _fifo_chains(layout):
         for a, b, lag in _ring(chain, again):
@@ -379,6 +397,32 @@ def _event_waits(layout: _Layout) -> list[list[Hop]]:
     return reduce_edges(crossing, fixed, order)
 
 
+def _through_the_host(layout: _Layout) -> list[Hop]:
+    """Return the dependences between tasks with a stream, also those through tasks without one.
+
+    Of paths between two tasks the shortest is enough: of the streams at their ends, one is in order
+    with itself, so that waiting for an iteration is waiting for those before it.
+    """
+    hops = [hop for hop in layout.deps if hop not in layout.host_only]
+    for place in [place for place, queue in enumerate(layout.queue) if queue < 0]:
+        into = [hop for hop in hops if hop.consumer == place != hop.producer]
+        out = [hop for hop in hops if hop.producer == place != hop.consumer]
+        hops = [hop for hop in hops if place not in hop[:2]]
+        shortest: dict[tuple[int, int, int], Hop] = {}
+        for before, after in product(into, out):
+            # ``<admit>`` and ``<retire>`` have an edge of their own with every task.
+            if (
+                layout.order[before.producer] not in SOURCES
+                and layout.order[after.consumer] != RETIRE
+            ):
+                hop = Hop(before.producer, after.consumer, before.weight + after.weight)
+                # An iteration that may not exist stands for no other one.
+                key = (hop.producer, hop.consumer, min(hop.weight, 0))
+                shortest[key] = min(hop, shortest.get(key, hop))
+        hops += shortest.values()
+    return hops
+
+
 def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:
     """Tasks whose device work is known to be queued in period order on one stream.
 
@@ -388,7 +432,7 @@ def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:
     chains: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
         # A batch's event is recorded for some batches only: nothing leads through it.
-        if layout.order[place] not in SOURCES:
+        if queue >= 0 and layout.order[place] not in SOURCES:
             chains[(queue, 0 if queue else lane)].append(place)
     for (queue, lane), chain in chains.items():
         yield chain, 1 if queue else layout.workers[lane]

@@ -22,7 +22,8 @@ Two relations:
 - *device*: the first task's device work is done before the other one's starts. Known of what one
   stream was given by instructions in host order; through events, where both iterations exist; and
   through ``<admit>``, which waits for the device work of the iteration ``depth + launch_limit``
-  before. What a loader has the device do is on the caller's stream.
+  before. What a loader has the device do is on the caller's stream. The work of a task of the host
+  alone is its function: no event comes before it, and it is done when that returns.
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
 every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
@@ -114,6 +115,9 @@ class _Walk:
         limit = self._program.launch_limit
         if ins.task == ADMIT and limit is not None and i >= self._program.depth + limit:
             done |= self._through(RETIRE, i - self._program.depth - limit)
+        if ins.on_host:
+            self.device_before[ins.task, i] = done
+            return _Known(host, done | own, ahead)
         before = ahead.get(ins.stream, 0) | done
         if ins.task in (*SOURCES, BEGIN):
             self.device_before[ins.task, i] = before
@@ -141,6 +145,7 @@ class HappensBefore:
 
     def __init__(self, program: Program) -> None:
         self.program, self.streams = program, program.streams
+        self._on_host = {name for name, ins in program.instructions.items() if ins.on_host}
         self._walks: dict[int, _Walk] = {}
         self._answers: dict[tuple[str, str, int, bool], bool] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
@@ -157,14 +162,17 @@ class HappensBefore:
         """The order that a validated plan keeps on a device with streams, or on one without."""
         return cls(compile_plan(resolved, streams=streams))
 
-    def keeps(self, first: str, then: str, distance: int) -> bool:
+    def keeps(self, first: str, then: str, distance: int, *, attribute: bool = False) -> bool:
         """Whether this order is kept on the host and, with streams, on the device.
 
         ``<pull>`` is the call of the loader, on whatever thread it is. ``<body>`` is what the
-        caller does after ``<retire>``, before it comes to the next instruction.
+        caller does after ``<retire>``, before it comes to the next instruction. Of an
+        ``attribute`` a task of the host alone uses no result of device work.
         """
-        on_host = self.host(first, then, distance)
-        return on_host and (not self.streams or self.device(first, then, distance))
+        if not self.host(first, then, distance):
+            return False
+        host_only = not self.streams or (attribute and then in self._on_host)
+        return host_only or self.device(first, then, distance)
 
     def host(self, first: str, then: str, distance: int) -> bool:
         """Whether ``first`` on iteration i has returned before ``then`` on i + distance is called.

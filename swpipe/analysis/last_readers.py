@@ -143,8 +143,8 @@ class ReleasePlaces:
             order, key=lambda name: (instructions[name].stage, order.index(name))
         )
         self._before = before
-        streams = any(ins.stream is not None for ins in instructions.values())
-        self._waits = before.streams and streams
+        self._on_host = {name for name in order if instructions[name].on_host}
+        self._waits = before.streams and before.plan.names_streams
 
     def after(self, users: Sequence[str]) -> ReleasePlace:
         """The first place after all of these; ``<retire>`` if there are none."""
@@ -171,6 +171,7 @@ class ReleasePlaces:
             return ()
         before = [one for one in self._by_turn[:-1] if self._before.host(one, place.task, 0)]
         before += [place.task] if place.after else []
+        before = [one for one in before if one not in self._on_host]  # these have no event
         return tuple(
             one
             for one in before

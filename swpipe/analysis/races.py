@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 from swpipe.analysis.happens_before import HappensBefore
@@ -42,6 +43,7 @@ from swpipe.core.plan import (
     PipelinePlan,
     StreamRef,
     TaskSchedule,
+    is_host,
 )
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import Problem
@@ -132,12 +134,14 @@ def violations(
         kept: set[tuple[object, ...]] = set()
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
+            of_context = not conflict.place.persistent
             on_host = conflict.place.on_host
-            if (*key, on_host) in kept:
+            if (*key, on_host, of_context) in kept:
                 continue
-            keeps = before.host if on_host or not before.streams else before.keeps
+            of_host = on_host or not before.streams
+            keeps = before.host if of_host else partial(before.keeps, attribute=of_context)
             if keeps(producer, consumer, distance):
-                kept.add((*key, on_host))
+                kept.add((*key, on_host, of_context))
                 continue
             if seeded and before.never_beside(producer, consumer, distance):
                 continue
@@ -386,6 +390,15 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
             f"the edge between them is host_only, which orders their functions and not their work "
             f'on streams: take ("{consumer}", "{producer}") out of host_only, or say on_host=True '
             "of a state that no device work uses"
+        )
+    declared = (*plan.deps, *plan.cross_iter_deps, *plan.same_period_deps)
+    if is_host(plan.schedule[consumer].stream) and (consumer, producer) in [
+        d[:2] for d in declared
+    ]:
+        return (
+            f"{consumer!r} is said to work on the host alone, and does not wait for the device "
+            f"work of {producer!r}: leave out stream=HOST, or say on_host=True of a state that no "
+            "device work uses"
         )
     if consumer == producer:
         silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)

@@ -12,6 +12,7 @@ from swpipe.core.drawing import format_grid
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
     DEFAULT_GROUP,
+    HOST,
     MOST_ITERATIONS,
     MOST_TASKS,
     MOST_WORK,
@@ -112,7 +113,8 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
     for name, entry in plan.schedule.items():
         for text in _entry(entry, device):
             yield Problem(f"task {name!r}: {text}", (name,))
-    used = sorted({e.stream for e in plan.schedule.values() if isinstance(e.stream, str)})
+    names = {e.stream for e in plan.schedule.values() if isinstance(e.stream, str)}
+    used = sorted(names - {HOST})
     for stream, spec in plan.streams.items():
         where = f"stream {shown(stream)}"
         if not isinstance(spec, StreamSpec) or type(spec.priority) is not int:

@@ -69,7 +69,7 @@ def show(
     loaded = load_plan(plan, {**ready_made, **workloads()[DEFAULT].plans})
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
-        streams = any(entry.stream is not None for entry in loaded.schedule.values())
+        streams = loaded.names_streams
         kind = "a device with streams" if streams else "the CPU"
         echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
         echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")

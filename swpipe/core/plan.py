@@ -36,6 +36,9 @@ BODY = "<body>"
 OTHERS = (PULL, BODY)
 """Who is beside the tasks."""
 
+HOST = "<host>"
+"""The stream of a task of the host alone, which has none: see ``TaskSchedule.stream``."""
+
 DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 
@@ -54,6 +57,11 @@ Pair: TypeAlias = tuple[str, str]
 DistantPair: TypeAlias = tuple[str, str, int]
 
 
+def is_host(stream: StreamRef) -> bool:
+    """Return whether this is ``HOST``; a ``torch.Stream`` must not be compared with a string."""
+    return isinstance(stream, str) and stream == HOST
+
+
 @suggests_keywords
 @dataclass(frozen=True, slots=True)
 class TaskSchedule:
@@ -62,7 +70,11 @@ class TaskSchedule:
     Attributes:
         stage: How many periods after an iteration is admitted the task runs on it; 0 to 999.
         stream: The name of a stream, or a ``torch.Stream``; None is the current stream of the
-            caller of ``progress()``. Ignored on a device without streams.
+            caller of ``progress()``; ``swpipe.HOST`` says that the task works on the host alone: it
+            launches nothing, and uses no result of device work, though it may hand one on. No
+            event is recorded for it, so nobody waits for the stream it would have had. Whoever
+            comes after it waits for the device work that it comes after. Ignored on a device
+            without streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
         globally_ordered: Submit such tasks one at a time, in the same order on every rank: for
             collectives, and for tasks that launch them, such as backward under DDP.
@@ -76,6 +88,15 @@ class TaskSchedule:
     thread_group: str = DEFAULT_GROUP
     globally_ordered: bool = False
     workers: int = 1
+
+
+def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
+    """Return the streams that tasks name, in their order; ``HOST`` is none."""
+    # As a key: a ``torch.Stream`` takes whatever it is compared with for a stream.
+    streams = [entry.stream for entry in entries]
+    named: dict[StreamRef, None] = {s: None for s in streams if isinstance(s, str | torch.Stream)}
+    named.pop(HOST, None)
+    return named
 
 
 @suggests_keywords
@@ -234,7 +255,7 @@ class PipelinePlan:
     @property
     def names_streams(self) -> bool:
         """Whether a task has a stream other than the caller's."""
-        return any(entry.stream is not None for entry in self.schedule.values())
+        return bool({entry.stream for entry in self.schedule.values()} - {None, HOST})
 
     @property
     def launch_limit(self) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from swpipe.core.dependence import Cycle, CycleError, Dependence, topological
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, streams_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,20 @@ def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
 
 
 def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tuple[str, ...]:
-    """Topological over the edges of lag 0.
+    """Return a topological order of the edges of lag 0.
 
-    Ties: ``plan.order``; worker groups before the default group, so that a collective of the next
-    batch takes its turn before this batch's backward; higher stages, so that the oldest iteration
-    is not stuck behind a newer one; declaration.
+    Ties: ``plan.order``; what takes turns with older iterations and has an input that may be late
+    comes last; worker groups before the default group, so that a collective of the next batch whose
+    input is there takes its turn before this batch's backward, and overlaps with it; higher stages,
+    so that the oldest iteration is not stuck behind a newer one; declaration.
     """
     edges = [(dep.consumer, dep.producer) for dep in dependences if dep.lag == 0]
     order = tuple(plan.order)
     if len(order) == len(plan.schedule) and _follows(order, edges):
         return order
+    late = _late(plan, edges)
     rank = {
-        name: (entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
+        name: (name in late, entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
         for index, (name, entry) in enumerate(plan.schedule.items())
     }
     ties = [(later, sooner) for sooner, later in pairwise(order)]
@@ -96,6 +99,31 @@ def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tupl
     except CycleError:
         topological(rank, edges, Cycle.PERIOD)  # raises where the order is not to blame
         raise
+
+
+def _late(plan: PipelinePlan, edges: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the tasks that would keep an older iteration waiting for a newer one's input.
+
+    Such a task takes turns, in global order or on a named stream, with a task of another thread
+    that works on an older iteration; and its own input is made in the same period. If it came
+    first, training would wait for the next batch to be read.
+    """
+    schedule = plan.schedule
+    fed = {c for c, p in edges if schedule[p].stage <= schedule[c].stage}
+    ordered = [name for name, entry in schedule.items() if entry.globally_ordered]
+    by_stream: dict[StreamRef, list[str]] = defaultdict(list)
+    for name, entry in schedule.items():
+        by_stream[entry.stream].append(name)
+    late: set[str] = set()
+    for names in (ordered, *[by_stream[stream] for stream in streams_of(schedule.values())]):
+        entries = [schedule[name] for name in names]
+        late |= {
+            name
+            for name, own in zip(names, entries, strict=True)
+            if name in fed
+            and any(e.stage > own.stage and e.thread_group != own.thread_group for e in entries)
+        }
+    return late
 
 
 def _follows(order: Sequence[str], edges: Iterable[tuple[str, str]]) -> bool:

@@ -42,6 +42,7 @@ from swpipe._values.context_log import AttributeLog
 from swpipe._values.generators import TORCH
 from swpipe._values.storages import StorageId, Storages
 from swpipe.analysis.validation import refusal
+from swpipe.core.plan import is_host
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
@@ -199,6 +200,13 @@ class RunCheck:
     def compare(self, watch: _Watch) -> None:
         """Compare what it touched with what others did."""
         run = TaskRun(watch.ctx.iter_idx, watch.task.name)
+        if watch.operators.accesses.on_device and is_host(self.plan.schedule[run.task].stream):
+            text = (
+                f"check_effects: task {run.task!r} used tensors of a device on iteration "
+                f"{run.iteration}, and is said to work on the host alone, so that nothing waits "
+                "for that: leave out stream=HOST"
+            )
+            raise refusal(self.plan, [Problem(text, (run.task,))])
         with self._lock:
             touched = [*self._touched(run, watch), *self._used_gradients(watch)]
             memory = {place.number: how for place, how in touched if place.kind == "memory"}

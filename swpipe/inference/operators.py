@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe._values.storages import StorageId, Storages
 from swpipe._values.walk import map_tensors
-from swpipe.device import Device
+from swpipe.device import Device, on_cpu
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that communicate."""
@@ -60,6 +60,7 @@ class OperatorAccesses:
         seen: All storages of arguments and results.
         created: Storages first seen in the result of an operator.
         collectives: Names of the operators that communicate.
+        on_device: A tensor was on a device.
     """
 
     reads: set[StorageId] = field(default_factory=set)
@@ -68,6 +69,7 @@ class OperatorAccesses:
     seen: set[StorageId] = field(default_factory=set)
     created: set[StorageId] = field(default_factory=set)
     collectives: set[str] = field(default_factory=set)
+    on_device: bool = False
 
     @property
     def all_reads(self) -> set[StorageId]:
@@ -165,6 +167,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         accesses = self.accesses
         reads = accesses.replays if replays else accesses.reads
         for tensor in tensors_of(value):
+            accesses.on_device |= not on_cpu(tensor)
             for storage, new in self.storages.add(tensor):
                 accesses.seen.add(storage)
                 if new and mode == CREATED:

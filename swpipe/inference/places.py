@@ -120,7 +120,7 @@ class KeptOrders:
         self._random = frozenset(task.name for task in verified.tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
-        self._begins: dict[tuple[str, str], tuple[int, int]] = {}
+        self._begins: dict[tuple[str, str, bool], tuple[int, int]] = {}
 
     def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
         """The two in their serial order."""
@@ -138,13 +138,15 @@ class KeptOrders:
             return True  # only one of the two is in flight
         if place.name == TORCH and {first, then} <= self._random:
             return True  # each is seeded for itself
+        attribute = place.kind == "attribute"
         if self._guaranteed.plan.most_workers > 1:  # what is kept need not be kept further apart
-            return self._guaranteed.keeps(first, then, distance)
-        not_at, at = self._begins.get((first, then), (-1, depth + 1))
+            return self._guaranteed.keeps(first, then, distance, attribute=attribute)
+        key = (first, then, attribute)
+        not_at, at = self._begins.get(key, (-1, depth + 1))
         if not_at < distance < at:
-            kept = self._guaranteed.keeps(first, then, distance)
+            kept = self._guaranteed.keeps(first, then, distance, attribute=attribute)
             not_at, at = (not_at, distance) if kept else (distance, at)
-            self._begins[first, then] = not_at, at
+            self._begins[key] = not_at, at
         return distance >= at
 
     def keeps_all(self, place: Place, task: str, access: Access) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
-from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule
+from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule, is_host
 from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
 from swpipe.device import BatchCopy, Device, copy_task
 from swpipe.errors import PlanError, Problem
@@ -82,7 +82,7 @@ def prefetch_plan(
     schedule |= {
         task: TaskSchedule(stage=1, stream=stream_of.get(name_of(task))) for task in compute
     }
-    named = [stream for stream in stream_of.values() if isinstance(stream, str)]
+    named = [s for s in stream_of.values() if isinstance(s, str) and not is_host(s)]
     return PipelinePlan(
         schedule=schedule,
         deps=[(after, before) for before, after in pairwise([*feed, *compute])],

@@ -9,6 +9,7 @@ from swpipe.profiler.diff import ProfileDiff, TimeChange
 from swpipe.profiler.figures import Advice
 from swpipe.profiler.memory_use import measure_memory
 from swpipe.profiler.profiler import TaskProfiler, pipeline_breakdown
+from swpipe.profiler.rank_differences import RankDifferences, gather_differences
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.trial import try_plans
 
@@ -19,10 +20,12 @@ __all__ = [
     "ProfileDiff",
     "ProfileResult",
     "ProfileResults",
+    "RankDifferences",
     "TaskCost",
     "TaskMemory",
     "TaskProfiler",
     "TimeChange",
+    "gather_differences",
     "measure_costs",
     "measure_memory",
     "pipeline_breakdown",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
-from swpipe.core.plan import PipelinePlan
+from swpipe.core.plan import PipelinePlan, streams_of
 from swpipe.device import Device
 from swpipe.reporting.finding import Finding
 
@@ -82,7 +82,7 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
 def _connection_findings(plan: PipelinePlan | None) -> Iterator[Finding]:
     given = os.environ.get(_CONNECTIONS, "")
     connections = int(given) if given.isdecimal() else _CUDAS_CONNECTIONS
-    named = set() if plan is None else {entry.stream for entry in plan.schedule.values()} - {None}
+    named = {} if plan is None else streams_of(plan.schedule.values())
     streams = max(2, len(named) + 1)  # at least a copy beside the caller's stream
     if connections < streams:
         text = (

@@ -23,7 +23,7 @@ from swpipe.core.costs import CostModel
 from swpipe.core.effects import declared_effects
 from swpipe.core.loaders import unprepared
 from swpipe.core.messages import counted, listed
-from swpipe.core.plan import PULL, PipelinePlan, StreamSpec
+from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.pipeline import SWPipeline
@@ -101,8 +101,9 @@ def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
 
 
 def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Finding]:
-    streams = {entry.stream for name, entry in plan.schedule.items() if name in computing}
-    named = sorted(stream for stream in streams if isinstance(stream, str))
+    entries = [entry for name, entry in plan.schedule.items() if name in computing]
+    streams = {entry.stream for entry in entries}
+    named = sorted(stream for stream in streams_of(entries) if isinstance(stream, str))
     specs = [plan.streams.get(name, StreamSpec()) for name in named]
     if len(streams) > 1 and named and not any(spec.priority for spec in specs):
         text = (

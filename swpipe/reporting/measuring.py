@@ -38,12 +38,14 @@ from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
 from swpipe.profiler.contention import Contention, contention
 from swpipe.profiler.measure import Pulls
+from swpipe.profiler.rank_differences import rank_differences
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
 from swpipe.profiler.trial import trial_state
 from swpipe.reporting.account import Ceiling, account_of
 from swpipe.reporting.examination import examine
+from swpipe.reporting.rank_forecast import rank_forecast
 from swpipe.reporting.step_report import PromisedChange, StepReport
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, keeps_order
@@ -161,6 +163,14 @@ def report_on(
     with suppress(PlanError):  # too large to simulate
         predicted = simulate(runs_under, costs, streams=loop.has_streams)
     memory = None if predicted is None else predicted.memory
+    forecast = None
+    if len(everyone) > 1 and any(entry.globally_ordered for entry in runs_under.schedule.values()):
+        forecast = rank_forecast(
+            runs_under,
+            rank_differences([each.profile.costs for each in everyone], runs_under),
+            streams=loop.has_streams,
+            allowed=lambda one: keeps_order(loop, recording, one),
+        )
     trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
     changes, not_kept = trials.of_advice(profile, account.ceiling)
     in_vain = ""
@@ -191,6 +201,7 @@ def report_on(
         findings=loop.gather(findings)[rank],
         not_kept=not_kept,
         in_vain=in_vain,
+        forecast=forecast,
     )
 
 

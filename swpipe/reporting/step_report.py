@@ -24,6 +24,7 @@ from swpipe.profiler.spread import Estimate, short_ms, within
 from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
 from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
 from swpipe.reporting.finding import Finding
+from swpipe.reporting.rank_forecast import RankForecast
 from swpipe.trace import PeakMemory, Trace
 
 _APART = 0.05  # of a step: smaller differences are not told
@@ -87,6 +88,8 @@ class StepReport(StepAccount):
         memory: What the iterations in flight hold at most, by the same simulation; None if nothing.
         in_vain: Where plans that were promised to save time saved nothing: what tasks share most
             likely, with the figures that tell; "" otherwise.
+        forecast: On several ranks, what of the step is waiting for the slowest, and would be on
+            many; None where no task meets other ranks.
     """
 
     name: str
@@ -102,6 +105,7 @@ class StepReport(StepAccount):
     not_kept: Mapping[str, Estimate] = field(default_factory=dict)
     memory: PeakMemory | None = None
     in_vain: str = ""
+    forecast: RankForecast | None = None
 
     @property
     def busy(self) -> str:
@@ -154,13 +158,15 @@ class StepReport(StepAccount):
 
     @property
     def straggler(self) -> str:
-        """Which of several ranks is slow, in a sentence; "" on one rank."""
+        """Which of several ranks is slow, and what that costs many; "" on one rank."""
         ranks = self.profile.ranks
         if len(ranks) < 2:
             return ""
+        many = "" if self.forecast is None else f" {self.forecast.text}"
         if self.profile.rank_waits:
-            return f"The others wait for rank {self.rank}."
-        return f"No rank waits for another; rank {step_ends(ranks).rank} has the longest steps."
+            return f"The others wait for rank {self.rank}.{many}"
+        longest = step_ends(ranks).rank
+        return f"No rank waits for another; rank {longest} has the longest steps.{many}"
 
     @property
     def _tried(self) -> str:

@@ -39,6 +39,7 @@ from swpipe.inference import Recording, record
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan, beside_the_others
+from swpipe.planning.ranks import Ranks
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory, try_plans
 from swpipe.profiler.measure import length_of
@@ -46,6 +47,7 @@ from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.sampling import MOST, Sample
 from swpipe.tuning.budget import Budget, Window
+from swpipe.tuning.rank_waits import on_ranks
 from swpipe.tuning.tried_plans import Candidate, choose, explain
 
 SERIAL = "serial"
@@ -130,6 +132,7 @@ class Loop:
         budget: What measuring may take.
         memory: What the tasks hold; costs that are measured have it, too.
         apart: What training takes its batches from is known to be apart from the loop.
+        ranks: What is planned for; None for the ranks that there are.
         state: What trials restore; None for what is declared and shown.
     """
 
@@ -144,6 +147,7 @@ class Loop:
     budget: Budget = field(default_factory=Budget)
     memory: TaskMemory | None = None
     apart: bool = True
+    ranks: Ranks | None = None
     state: Any = None
 
     def __post_init__(self) -> None:
@@ -275,6 +279,7 @@ def autotune(
     loader: Iterable[Any] | None = None,
     limits: Limits | None = None,
     ready_made: Mapping[str, PipelinePlan] | None = None,
+    ranks: Ranks | None = None,
     seconds: float | None = 60.0,
     verbose: bool = True,
 ) -> Tuned:
@@ -299,6 +304,8 @@ def autotune(
         ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
             than the serial loop, is left out. Tasks keep the streams that they have in the first
             one, and communicate if they are globally ordered there.
+        ranks: Choose for so many ranks. To what was measured of each plan comes what more ranks
+            than those of the trial add to its step, by the simulator.
         seconds: What it may take, about; None for as long as it takes. A short time means fewer
             iterations, and a wider spread of the trial; the least are those of one batch and of two
             rounds, whatever they take.
@@ -307,7 +314,7 @@ def autotune(
     Raises:
         ValueError: There are no batches, or ``seconds`` is not above 0.
         PlanError: The limits admit no plan, a task is unknown, or no plan was found within
-            ``limits.max_bytes``.
+            ``limits.max_bytes``; or ``ranks`` does not fit the tasks.
         BaseException: Whatever a task raised.
     """
     ready_made = ready_made or {}
@@ -319,6 +326,7 @@ def autotune(
         context=context,
         loader=loader,
         apart=is_apart(batches if loader is None else loader),
+        ranks=ranks,
     )
     return tune(loop, limits or Limits(), ready_made, seconds, verbose=verbose)
 
@@ -355,6 +363,15 @@ def tune(
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
         fewer = [_on_the_cores(each, loop, costs) for each in planned]
         candidates = _try(loop, (*simple, *(each for each in fewer if each), *planned))
+    if loop.ranks is not None:
+        candidates = on_ranks(
+            candidates,
+            costs,
+            loop.ranks,
+            inferred,
+            tried_on=len(loop.gather(0)),
+            streams=loop.has_streams,
+        )
     chosen = choose(candidates)
     held = peak_of(chosen.plan, costs, streams=loop.has_streams)
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
@@ -383,6 +400,7 @@ def _planned(
         effects=recording.effects,
         effort=EFFORT,
         slack=_SAME,
+        ranks=loop.ranks,
     )
     plan = choice.plan
     why = choice.why

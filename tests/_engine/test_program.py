@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from swpipe import PipelinePlan, TaskSchedule
+from swpipe import HOST, PipelinePlan, TaskSchedule
 from swpipe._engine.program import (
     ADMIT,
     RETIRE,
@@ -42,6 +43,103 @@ def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
         }
     )
     assert list(resolve_plan(plan).period_order) == ["io1b", "io1c", "io0", "main2", "main0"]
+
+
+def next_batch(**dist: Any) -> PipelinePlan:
+    """A step that reads and exchanges the next batch on threads of their own while it trains."""
+    return PipelinePlan(
+        schedule={
+            "read": TaskSchedule(thread_group="io"),
+            "dist": TaskSchedule(**{"thread_group": "dist", "globally_ordered": True} | dist),
+            "train": TaskSchedule(stage=2, globally_ordered=True),
+        },
+        deps=[("dist", "read"), ("train", "dist")],
+    )
+
+
+@pytest.mark.parametrize("turns", [{}, {"globally_ordered": False, "stream": "net"}])
+def test_training_does_not_wait_for_the_input_of_a_later_batch(turns: dict[str, Any]) -> None:
+    """The exchange of a batch that is read in the same period takes its turn after training."""
+    plan = next_batch(**turns)
+    train = replace(plan.schedule["train"], stream="net") if turns else plan.schedule["train"]
+    plan = replace(plan, schedule={**plan.schedule, "train": train})
+    assert list(resolve_plan(plan).period_order) == ["read", "train", "dist"]
+
+
+@pytest.mark.parametrize(
+    "dist",
+    [
+        {"stage": 1},  # the batch was read a period ago
+        {"stage": 2},  # of the same iteration as training
+        {"globally_ordered": False},  # it takes no turns
+    ],
+)
+def test_an_exchange_whose_input_is_there_overlaps_with_training(dist: dict[str, Any]) -> None:
+    """It takes its turn first, so that it is under way while this batch is trained."""
+    assert list(resolve_plan(next_batch(**dist)).period_order)[-1] == "train"
+
+
+def through_the_host(**count: Any) -> PipelinePlan:
+    """A task of the host alone between two tasks on streams, and one that counts."""
+    return PipelinePlan(
+        schedule={
+            "make": TaskSchedule(stream="make"),
+            "name": TaskSchedule(stream=HOST, thread_group="io"),
+            "count": TaskSchedule(**{"stage": 1, "stream": HOST, "thread_group": "io"} | count),
+            "use": TaskSchedule(stage=2, stream="use"),
+        },
+        deps=[("name", "make"), ("use", "count")],
+        cross_iter_deps=[("count", "name", 2), ("count", "count", 1)],
+    )
+
+
+@pytest.mark.parametrize("record_all", [False, True])
+def test_a_task_of_the_host_alone_has_no_event(record_all: bool) -> None:
+    """Nobody waits for the stream that it would have had, also where all events are recorded."""
+    program = compile_plan(resolve_plan(through_the_host()), streams=True, record_all=record_all)
+    for name in ("name", "count"):
+        assert not program.instructions[name].record
+        assert program.instructions[name].event_waits == ()
+    waits = program.instructions["use"].event_waits
+    assert {wait.producer for wait in waits} == {ADMIT, "make"}
+
+
+def test_whoever_comes_after_a_task_of_the_host_alone_waits_for_what_it_came_after() -> None:
+    """Event waits lead through such tasks, and events are held for the sum of the distances."""
+    program = compile_plan(resolve_plan(through_the_host()), streams=True)
+    assert EventWait("make", 2) in program.instructions["use"].event_waits
+    assert program.ring == program.depth + 2
+    plan = replace(through_the_host(), cross_iter_deps=[("count", "name", 1), ("name", "count", 3)])
+    far = replace(
+        plan, deps=[("name", "make")], cross_iter_deps=[*plan.cross_iter_deps, ("use", "count", 4)]
+    )
+    program = compile_plan(resolve_plan(far), streams=True)
+    assert EventWait("make", 5) in program.instructions["use"].event_waits
+    assert program.ring == program.depth + 5
+
+
+def test_many_tasks_of_the_host_alone_that_wait_for_each_other_compile() -> None:
+    """Of the paths through them the shortest counts; their number grows beyond all measure."""
+    names = [f"h{n}" for n in range(9)]
+    plan = PipelinePlan(
+        schedule={
+            "make": TaskSchedule(stream="make"),
+            **dict.fromkeys(names, TaskSchedule(stream=HOST)),
+            "use": TaskSchedule(stream="use"),
+        },
+        deps=[*((name, "make") for name in names), *(("use", name) for name in names)],
+        cross_iter_deps=[(a, b, 1 + n) for n, a in enumerate(names) for b in names],
+    )
+    program = compile_plan(resolve_plan(plan), streams=True)
+    assert set(program.instructions["use"].event_waits) == {EventWait("make", 0)}
+
+
+def test_tasks_of_the_host_alone_have_no_stream_in_common() -> None:
+    """They are submitted in no order, as they would be on a stream that they both name."""
+    program = compile_plan(resolve_plan(through_the_host(thread_group="aux")), streams=True)
+    crossing = [w for ins in program.instructions.values() for w in ins.host_waits]
+    assert {w.producer for w in crossing} <= {ADMIT, "make", "name", "count", "use"}
+    assert ("count", 1) not in host_waits(program.instructions["name"])
 
 
 def test_the_plans_own_order_decides_first() -> None:

@@ -18,6 +18,8 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Each public function, constructor and method with keywords; and the last of these."""
     for module, name in [(m, n) for m in (swpipe, swpipe.loops) for n in m.__all__]:
         value = getattr(module, name)
+        if isinstance(value, str):  # a word, such as HOST
+            continue
         if inspect.isclass(value):
             if value.__module__.startswith("swpipe.core.context") or name in MADE_BY_US:
                 continue

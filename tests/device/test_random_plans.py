@@ -12,12 +12,18 @@ from tests.device.kinds import Kind
 from tests.device.virtual.guards import Guard
 from tests.support.budget import seeds
 from tests.support.device_work import SIMULATED
-from tests.support.strategies import Case, keeping_case, random_case, worked_case
+from tests.support.strategies import Case, hosted_case, keeping_case, random_case, worked_case
 
-RANDOM = (random_case, keeping_case, worked_case)
+RANDOM = (random_case, keeping_case, worked_case, hosted_case)
 
-QUICK = {random_case: range(20), keeping_case: range(20), worked_case: (*range(20), 43)}
-"""Seeds of a few of them; 43 is the first in which workers share memory that waits."""
+QUICK = {
+    random_case: range(20),
+    keeping_case: range(20),
+    worked_case: (*range(20), 43),
+    hosted_case: (*range(20), 100),
+}
+"""Seeds of a few of them; 43 is the first in which workers share memory that waits, 100
+the first in which a task of the host removes what a stream still reads."""
 
 SEEDS_TO_TRY = 200
 """Among how many random plans the loss of a guard must show; most show within ten."""

@@ -538,9 +538,9 @@ def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
     asked: set[tuple[str, str, int]] = set()
     keeps = HappensBefore.keeps
 
-    def noted(order: HappensBefore, first: str, then: str, distance: int) -> bool:
+    def noted(order: HappensBefore, first: str, then: str, distance: int, **of: bool) -> bool:
         asked.add((first, then, distance))
-        return keeps(order, first, then, distance)
+        return keeps(order, first, then, distance, **of)
 
     def read(ctx: IterContext) -> None:
         ctx.out = ctx.batch + state.sum()

@@ -51,3 +51,6 @@ def test_a_report_on_two_ranks(two_ranks: Ranks) -> None:
             assert tried["exchange"].globally_ordered
             assert tried["train"].globally_ordered
     assert "Ranks" in first.to_html()
+    assert "on 1,024 expect" in first.straggler
+    assert "Rank 1 is the slowest; read takes it" in first.straggler
+    assert first.straggler == second.straggler

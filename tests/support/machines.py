@@ -26,9 +26,13 @@ class Machine(Protocol):
 
     Attributes:
         states: State to its slots, which ``change`` modifies in place.
+        plain: The machine of the tasks of the host alone.
     """
 
     states: dict[str, list[Any]]
+
+    @property
+    def plain(self) -> Machine: ...
 
     def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> Any:
         """A new value made from ``inputs``, in their order."""
@@ -43,6 +47,8 @@ class Machine(Protocol):
 def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) -> None:
     """One task on one iteration: read, change states, set attributes, delete attributes."""
     i = ctx.iter_idx
+    if spec.on_host:
+        machine = machine.plain
     slots = [slot_of(machine, use.state, i) for use in spec.states]
     inputs = [value for name in spec.reads if (value := unpacked(getattr(ctx, name))) is not None]
     inputs += slots
@@ -62,6 +68,11 @@ def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) ->
         setattr(ctx, name, (made, [made], {"x": (made,)})[(number + n) % 3])
     for old, new in spec.passes:
         setattr(ctx, new, getattr(ctx, old))
+    if spec.carries is not None:
+        state, old, new = spec.carries
+        slot = slot_of(machine, state, i)
+        setattr(ctx, new, slot[1] if len(slot) > 1 else None)
+        slot[1:] = [getattr(ctx, old)]
     for name in spec.deletes:
         delattr(ctx, name)
     machine.pause()
@@ -129,10 +140,15 @@ def mix(tag: int, values: Iterable[int]) -> int:
 
 
 class PlainMachine:
-    """Numbers; a slot is a list of one."""
+    """Numbers; a slot is a list of one, and of a value that is carried to a later iteration."""
 
     def __init__(self, workload: Workload) -> None:
-        self.states = {name: [[n] for n in range(slots)] for name, slots in workload.slots.items()}
+        slots = workload.slots | workload.host_slots
+        self.states = {name: [[n] for n in range(count)] for name, count in slots.items()}
+
+    @property
+    def plain(self) -> PlainMachine:
+        return self
 
     def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> int:
         return mix(tag, [v[0] if isinstance(v, list) else v for v in inputs])
@@ -149,6 +165,7 @@ class TorchMachine:
 
     def __init__(self, workload: Workload, pause: Callable[[], None]) -> None:
         self.pause = pause
+        self.plain = PlainMachine(Workload((), {}, workload.host_slots))
         self.states = {
             name: [torch.nn.Parameter(torch.full((3,), 0.1 * n)) for n in range(slots)]
             for name, slots in workload.slots.items()

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
-from swpipe import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe import HOST, PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.core.dependence import CycleError
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
@@ -50,6 +50,9 @@ class TaskSpec:
         saves: An attribute whose value it leaves outside of the context, as autograd does.
         takes: The task that has left such a value, which it uses and drops.
         known: It says which attributes it uses.
+        on_host: It works on plain numbers alone, and hands values on without looking at them.
+        carries: (state, attribute, another one): it leaves the attribute's value in the state, and
+            sets the other one to the value that it finds there.
     """
 
     name: str
@@ -62,11 +65,14 @@ class TaskSpec:
     saves: str | None = None
     takes: str | None = None
     known: bool = False
+    on_host: bool = False
+    carries: tuple[str, str, str] | None = None
 
     def touches(self) -> dict[str, bool]:
         """Attribute to whether the task changes it."""
-        changed = (*self.sets, *self.deletes, *(new for _, new in self.passes))  # in order
-        used = (*self.reads, *(old for old, _ in self.passes), *changed)
+        passes = (*self.passes, *([self.carries[1:]] if self.carries else []))
+        changed = (*self.sets, *self.deletes, *(new for _, new in passes))  # in order
+        used = (*self.reads, *(old for old, _ in passes), *changed)
         return {name: name in changed for name in used}
 
 
@@ -77,10 +83,12 @@ class Workload:
     Attributes:
         tasks: In serial order.
         slots: State to the number of its slots.
+        host_slots: The same of those that tasks of the host alone have.
     """
 
     tasks: tuple[TaskSpec, ...]
     slots: dict[str, int]
+    host_slots: dict[str, int] = field(default_factory=dict)
 
 
 class Edge(NamedTuple):
@@ -153,6 +161,49 @@ def with_keep(rng: random.Random, workload: Workload) -> Workload:
     return Workload(tuple(_taken_once(tasks)), workload.slots)
 
 
+def with_hosts(rng: random.Random, workload: Workload) -> Workload:
+    """The workload with tasks of the host alone among its own, which use what these make."""
+    slots = {f"host{n}": rng.choice((1, 1, 2, 3)) for n in range(rng.randint(1, 2))}
+    there, numbers, more, tasks = ["batch"], list[str](), list[str](), list[TaskSpec]()
+    for n, task in enumerate(workload.tasks):
+        later = {name for one in workload.tasks[n:] for name in one.touches()}
+        later |= {one.saves for one in workload.tasks[n:] if one.saves}
+        if not n or rng.random() < 0.5:
+            states = tuple(
+                StateUse(s, writes=rng.random() < 0.7) for s in slots if rng.random() < 0.6
+            )
+            passes = [(name, f"h{n}p") for name in there if rng.random() < 0.4]
+            carried = [state for state, writes in states if writes]
+            carries = (carried[0], rng.choice(there), f"h{n}c") if carried and there else None
+            deletes = tuple(a for a in (*there, *more) if a not in later and rng.random() < 0.2)
+            host = TaskSpec(
+                f"h{n}",
+                reads=tuple(name for name in numbers if rng.random() < 0.5),
+                sets=(f"h{n}n",),
+                states=states,
+                passes=tuple(passes[:1]),
+                carries=carries if rng.random() < 0.4 else None,
+                known=rng.random() < 0.85,
+                on_host=True,
+            )
+            if {*deletes}.isdisjoint(host.touches()):
+                host = replace(host, deletes=deletes)
+            tasks.append(host)
+            made = [name for name, changed in host.touches().items() if changed]
+            numbers.append(f"h{n}n")
+            more += [name for name in made if name not in host.deletes]
+            gone = {*host.deletes}
+            there = [name for name in there if name not in gone]
+            numbers = [name for name in numbers if name not in gone]
+            more = [name for name in more if name not in gone]
+        reads = dict.fromkeys((*task.reads, *(name for name in more if rng.random() < 0.5)))
+        new = replace(task, reads=tuple(reads))
+        tasks.append(new)
+        made = [*new.sets, *(other for _, other in new.passes)]
+        there = [a for a in dict.fromkeys((*there, *made)) if a not in new.deletes]
+    return Workload(tuple(tasks), workload.slots, slots)
+
+
 def _taken_once(tasks: Iterable[TaskSpec]) -> Iterator[TaskSpec]:
     """What one task has left another one takes, and nobody else."""
     taken = set[str]()
@@ -172,7 +223,8 @@ def dependences_of(workload: Workload) -> set[Edge]:
         for state in _shared_states(first, then):
             if i < j:
                 edges.add(Edge(then.name, first.name, 0))
-            edges.add(Edge(then.name, first.name, workload.slots[state]))
+            slots = workload.slots | workload.host_slots
+            edges.add(Edge(then.name, first.name, slots[state]))
     return edges
 
 
@@ -213,17 +265,18 @@ def random_plan(rng: random.Random, workload: Workload, most_workers: int = 1) -
         edges = _reduced(rng, edges, {name for name in several if several[name] > 1})
     groups = [DEFAULT_GROUP, *("io", "net", "aux")[: _rather_many(rng, 3)]]
     streams = [None, *("copy", "dist", "side")[: _rather_many(rng, 3)]]
+    on_host = {task.name for task in workload.tasks if task.on_host}
     schedule = {
         name: TaskSchedule(
             stage=stage[name],
-            stream=rng.choice(streams),
+            stream=HOST if name in on_host and rng.random() < 0.9 else rng.choice(streams),
             thread_group=group_of[name] if several else rng.choice(groups),
             globally_ordered=rng.random() < (0.1 if several else 0.3),
             workers=several.get(name, 1),
         )
         for name in _shuffled(rng, names)
     }
-    used = {entry.stream for entry in schedule.values() if isinstance(entry.stream, str)}
+    used = {entry.stream for entry in schedule.values() if isinstance(entry.stream, str)} - {HOST}
     plan = PipelinePlan(
         schedule=schedule,
         deps=[edge[:2] for edge in sorted(edges) if not edge.distance],
@@ -265,8 +318,9 @@ def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> 
 def _after_themselves(workload: Workload, workers: Mapping[str, int]) -> set[Edge]:
     """The orders that a task keeps with itself where it is alone on its thread, or says so."""
     own = {Edge(name, name, count) for name, count in workers.items() if count > 1}
+    slots = workload.slots | workload.host_slots
     return own | {
-        Edge(task.name, task.name, workload.slots[use.state])
+        Edge(task.name, task.name, slots[use.state])
         for task in workload.tasks
         if workers[task.name] > 1
         for use in task.states
@@ -406,6 +460,19 @@ def worked_case(seed: int, most_tasks: int = 7) -> Case:
     case = draw_case(rng, most_tasks, workload, MOST_WORKERS)
     keep = [name for name in _left(workload) if rng.random() < 0.2]
     return replace(case, plan=replace(case.plan, keep=keep))
+
+
+def hosted_case(seed: int, most_tasks: int = 5) -> Case:
+    """The case of a seed, with tasks of the host alone; some keep little, some have workers."""
+    rng = random.Random(seed)
+    workload = random_workload(rng, most_tasks)
+    keeps = not seed % 2
+    workload = with_hosts(rng, with_keep(rng, workload) if keeps else workload)
+    case = draw_case(rng, most_tasks, workload, 1 if seed % 3 else MOST_WORKERS)
+    if keeps:
+        keep = [name for name in _left(workload) if rng.random() < 0.2]
+        case = replace(case, plan=replace(case.plan, keep=keep))
+    return case
 
 
 def _left(workload: Workload) -> Iterable[str]:

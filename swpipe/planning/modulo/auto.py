@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from swpipe._engine.program import compile_plan
 from swpipe.analysis import verify
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import required_orders, violations
@@ -22,11 +23,15 @@ from swpipe.core.effects import (
 )
 from swpipe.core.messages import counted, in_bytes, in_ms, listed
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
+from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.bounds import Bounds, bounds_of, lower_bounds
+from swpipe.planning.modulo.input_slack import with_slack
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
 from swpipe.planning.modulo.search import MOST_AHEAD, FoundPlan, Search
+from swpipe.planning.rank_simulation import rank_step
+from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.simulator import peak_of
 
@@ -47,12 +52,14 @@ class Choice:
         bounds: What no plan within the limits can beat.
         why: In words, a sentence each: what limits the interval, what each thread earned, what the
             depth is for.
+        ranks: The step on many ranks, where they are given.
     """
 
     plan: PipelinePlan
     ii_us: float
     bounds: Bounds
     why: tuple[str, ...]
+    ranks: RankStep | None = None
 
     @property
     def in_flight(self) -> int:
@@ -88,6 +95,7 @@ def auto_plan(
     effort: float = 1.0,
     body: bool = True,
     slack: float = 0.0,
+    ranks: Ranks | None = None,
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
@@ -116,12 +124,16 @@ def auto_plan(
         body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
         slack: The interval may be longer by this fraction where tasks of one stage then share a
             thread; 0.01 is 1%.
+        ranks: Plan for so many ranks: batches are then made as far ahead of the first task that
+            meets other ranks, and the host may run as far ahead of the device, as makes their
+            step shorter. ``ii_us`` and ``bounds`` remain those of one rank.
 
     Raises:
         ValueError: ``effort`` is not above 0.
         PlanError: ``plan`` cannot run or has more than ``MOST_TASKS`` tasks, a task has no cost, a
             frozen task is unknown, the limits admit no plan, no plan was found within
-            ``limits.max_bytes``, or dependences are missing for the effects given.
+            ``limits.max_bytes``, dependences are missing for the effects given, or ``ranks`` does
+            not fit the plan.
     """
     if not effort > 0:
         raise ValueError(f"effort is {effort}: it must be above 0")
@@ -130,6 +142,8 @@ def auto_plan(
         raise PlanError([Problem(f"the plan has {len(plan.schedule)} tasks, but {rule}")])
     limits = limits if limits is not None else Limits()
     limits.check(plan)
+    if ranks is not None:
+        ranks.meeting(plan, costs)
     why: list[str] = []
     if effects is not None:
         effects = with_the_others(effects, anything(effects.values()), apart=False, body=body)
@@ -142,6 +156,8 @@ def auto_plan(
     best = planner.best()
     if limits.max_bytes is not None:
         best = planner.fitting(best, limits.max_bytes)
+    if ranks is not None:
+        best = planner.for_ranks(best, ranks)
     best = replace(best, why=(*best.why, *why))
     if effects is not None:
         verify(best.plan, effects=effects, streams=streams, body=body)
@@ -274,6 +290,30 @@ class _Planner:
         )
         known = free.why if best[1] == free.plan else ()
         return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
+
+    def for_ranks(self, free: Choice, ranks: Ranks) -> Choice:
+        """Return the plan found with the input slack that many ranks need."""
+
+        def allowed(plan: PipelinePlan) -> bool:
+            if self.effects is not None and not _keeps(plan, self.effects, self.streams):
+                return False
+            most = self.limits.max_bytes
+            held = None if most is None else peak_of(plan, self.costs, streams=self.streams)
+            return held is None or most is None or held.bytes <= most
+
+        found, why = with_slack(
+            free.plan,
+            self.costs,
+            ranks,
+            self.limits,
+            streams=self.streams,
+            may_run_ahead=self.plan.run_ahead is None,
+            allowed=allowed,
+        )
+        program = compile_plan(resolve_plan(found.plan), streams=self.streams)
+        step = rank_step(program, self.costs, ranks)
+        reasons = (*free.why, step.format(), why)
+        return replace(free, plan=found.plan, ii_us=step.work_us, why=reasons, ranks=step)
 
     def _of_less_depth(self, free: Choice) -> Iterator[Choice]:
         yield free

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import PULL, PipelinePlan, is_host
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.planning.limits import Limits
 
@@ -64,7 +64,7 @@ class ScheduleGraph:
         launch_us: Task to the time on its thread before its device work.
         device_us: Task to its time on its stream; 0 without streams.
         blocks: Tasks whose thread waits for their device work.
-        stream: Task to the number of its stream, 0 for the caller's; -1 without streams.
+        stream: Task to the number of its stream, 0 for the caller's; -1 without one.
         resources: Resource to its name.
         reservations: Operation to what it reserves; ``2 * size`` entries.
         edges: Dependences between operations, edges from host work to device work, and those that
@@ -151,14 +151,16 @@ def schedule_graph(
     task_costs = list(costs.of(names).values())
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)
-    host = tuple(c.host_us if streams and not c.blocks else c.total_us for c in task_costs)
-    launch = tuple(c.host_us if streams else c.total_us for c in task_costs)
-    device = tuple(c.device_us if streams else 0.0 for c in task_costs)
-    blocks = frozenset(v for v, c in enumerate(task_costs) if streams and c.blocks)
+    of = [streams and not is_host(entry.stream) for entry in plan.schedule.values()]
+    each = list(zip(task_costs, of, strict=True))
+    host = tuple(c.host_us if on and not c.blocks else c.total_us for c, on in each)
+    launch = tuple(c.host_us if on else c.total_us for c, on in each)
+    device = tuple(c.device_us if on else 0.0 for c, on in each)
+    blocks = frozenset(v for v, (c, on) in enumerate(each) if on and c.blocks)
     numbers: dict[object, int] = {None: 0}
     stream = tuple(
-        numbers.setdefault(entry.stream, len(numbers)) if streams else -1
-        for entry in plan.schedule.values()
+        numbers.setdefault(entry.stream, len(numbers)) if on else -1
+        for entry, on in zip(plan.schedule.values(), of, strict=True)
     )
     edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
     if streams:
@@ -203,12 +205,13 @@ def _reservations(
     users: dict[str, list[tuple[int, float]]] = defaultdict(list)
     n = len(costs)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
+        has_stream = streams and not is_host(entry.stream)
         for resource in dict.fromkeys(cost.resources):
-            on_device = streams and cost.device_us > 0
+            on_device = has_stream and cost.device_us > 0
             users[f"resource {resource!r}"].append(
                 (n + v, cost.device_us) if on_device else (v, host[v])
             )
-        if streams:
+        if has_stream:
             stream = f"stream {stream_name(entry.stream)!r}"
             users[stream].append((n + v, cost.device_us))
             if entry.stream is not None and threaded:

@@ -58,6 +58,8 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.tables import table
 from swpipe.errors import PlanError, Problem
+from swpipe.planning.rank_simulation import rank_step
+from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import Interval, Limit, interval_of, limit_of
@@ -109,6 +111,7 @@ class Simulation:
         iterations: How many iterations ``spans`` has.
         arrows: The declared dependences of one iteration.
         memory: What the iterations in flight hold at most, where the costs have the tasks' memory.
+        ranks: The step on many ranks, where they are given.
     """
 
     plan: PipelinePlan
@@ -121,6 +124,7 @@ class Simulation:
     iterations: int
     arrows: tuple[Arrow, ...]
     memory: PeakMemory | None = None
+    ranks: RankStep | None = None
 
     @property
     def limit(self) -> str:
@@ -143,12 +147,17 @@ class Simulation:
             f"{in_ms(self.latency_us)}"
         )
         loads = table(("", "resource", "busy ms", "idle"), rows, left=(0, 1))
-        tail = "" if self.memory is None else f"\n{self.memory.format()}"
-        return f"{head}\n{loads}\nlimited by {self.limit}{tail}"
+        more = [one.format() for one in (self.memory, self.ranks) if one is not None]
+        return "\n".join([head, loads, f"limited by {self.limit}", *more])
 
 
 def simulate(
-    plan: PipelinePlan, costs: CostModel, *, streams: bool = True, iterations: int | None = None
+    plan: PipelinePlan,
+    costs: CostModel,
+    *,
+    streams: bool = True,
+    iterations: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Simulation:
     """Simulate a plan under a cost model.
 
@@ -158,9 +167,11 @@ def simulate(
         streams: Whether the device has streams; False for a CPU.
         iterations: How many ``spans`` shows; by default a few more than the plan's depth. The
             interval does not depend on it.
+        ranks: Simulate the step on so many ranks, too; the same ranks give the same result.
 
     Raises:
-        PlanError: The plan cannot run, a task has no cost, or the plan is too large to simulate.
+        PlanError: The plan cannot run, a task has no cost, the plan is too large to simulate, or
+            ``ranks`` does not fit the plan.
         ValueError: ``iterations`` is below 1.
     """
     if iterations is not None and iterations < 1:
@@ -187,6 +198,7 @@ def simulate(
         iterations=shown,
         arrows=arrows_of(resolved),
         memory=_peak(program, costs),
+        ranks=None if ranks is None else rank_step(program, costs, ranks),
     )
 
 

@@ -149,7 +149,7 @@ class TimedGraph:
 
 
 def host_time(cost: TaskCost, streams: bool) -> int:
-    """Ticks until the device work is launched; without streams all work is done on the thread."""
+    """Ticks until the device work is launched; without a stream all work is done on the thread."""
     return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
 
 
@@ -197,14 +197,15 @@ class _Builder:
         if not sampled:
             self.costs = [replace(one, host_each_us=(), device_each_us=()) for one in self.costs]
         self.least = least
-        self.times = [max(least, host_time(cost, streams)) for cost in self.costs]
+        self.has_stream = [streams and not ins.on_host for ins in order]
+        each = list(zip(order, self.costs, self.has_stream, strict=True))
+        self.times = [max(least, host_time(cost, there)) for _, cost, there in each]
         self.host = {ins.task: k for k, ins in enumerate(order)}
         self.device: dict[str, int] = {}
-        if streams:
-            for ins, cost in zip(order, self.costs, strict=True):
-                if _launches(ins, cost):
-                    self.device[ins.task] = len(order) + len(self.device)
-        blocking = [k for k, cost in enumerate(self.costs) if streams and cost.blocks]
+        for ins, cost, there in each:
+            if there and _launches(ins, cost):
+                self.device[ins.task] = len(order) + len(self.device)
+        blocking = [k for k, (_, cost, there) in enumerate(each) if there and cost.blocks]
         first = len(order) + len(self.device)
         self.returns = {k: first + number for number, k in enumerate(blocking)}
         threads = [Row("thread", lane.group) for lane in program.lanes]
@@ -215,7 +216,7 @@ class _Builder:
         queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
         self.rows = [threads[ins.lane] for ins in order]
         self.stream_rows = [queues[ins.stream] for ins in order]
-        self.on_device = [streams and cost.device_us > 0 for cost in self.costs]
+        self.on_device = [there and cost.device_us > 0 for _, cost, there in each]
 
     def build(self) -> TimedGraph:
         nodes, lines = self._nodes(), list(self._lines())
@@ -284,7 +285,7 @@ class _Builder:
             back = 0 if ins.position else len(self.threads[self.rows[k]])
             row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
             each = [*cost.each(self.sampled)]
-            times = tuple(max(self.least, host_time(one, self.streams)) for one in each)
+            times = tuple(max(self.least, host_time(one, self.has_stream[k])) for one in each)
             nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back, times))
             if ins.task in self.device:
                 time = ticks(cost.device_us)
@@ -352,9 +353,10 @@ class _Builder:
     def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
         """What each task uses, and for how many ticks."""
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
-            busy, row = max(self.times[k], thread_time(cost, self.streams)), self.rows[k]
+            has_stream, row = self.has_stream[k], self.rows[k]
+            busy = max(self.times[k], thread_time(cost, has_stream))
             yield row, ins.task, -(-busy // len(self.threads[row]))
-            if self.streams:
+            if has_stream:
                 yield self.stream_rows[k], ins.task, ticks(cost.device_us)
             for resource in cost.resources:
                 held = cost.device_us if self.on_device[k] else cost.total_us

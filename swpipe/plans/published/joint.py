@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
+from swpipe.core.plan import DEFAULT_GROUP, HOST, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
@@ -271,11 +271,12 @@ class SearchSpace:
 
     def _on_other_streams(self, layout: Layout) -> Iterator[Layout]:
         """Each bundle's tasks that have a stream, moved to each other stream of the plan."""
-        names = [stream for stream in dict.fromkeys(self._first.streams) if stream is not None]
+        stays = (None, HOST)
+        names = [stream for stream in dict.fromkeys(self._first.streams) if stream not in stays]
         for tasks in self._roles.bundles.values():
             for stream in names:
                 moved = tuple(
-                    stream if old is not None and name in tasks else old
+                    stream if old not in stays and name in tasks else old
                     for name, old in zip(self._plan.schedule, layout.streams, strict=True)
                 )
                 if moved != layout.streams:

@@ -58,7 +58,7 @@ class Bench:
         self.stream = rng.choice((device.current_stream(), device.new_stream(StreamSpec())))
         pause = host.pause if isinstance(host, ExploringHost) else lambda: None
         # Where a plan names no stream, what tasks drop themselves is not held.
-        streams = any(entry.stream for entry in case.plan.schedule.values())
+        streams = case.plan.names_streams
         drops = any(spec.deletes or "batch" in spec.sets for spec in case.workload.tasks)
         apart = case.plan.keep is not None and (streams or not drops)
         self.loaders_stream = device.new_stream(StreamSpec()) if apart else None
@@ -197,6 +197,7 @@ def _compare(bench: Bench) -> None:
     if found != wanted or len(found) != len(truth):
         device.report(WrongNumber(f"outputs {found} are not {truth}"))
     states = {n: [device.read(s) for s in slots] for n, slots in bench.machine.states.items()}
+    states |= {n: [s[0] for s in slots] for n, slots in bench.machine.plain.states.items()}
     plain_states = {n: [slot[0] for slot in slots] for n, slots in plain.states.items()}
     if states != plain_states:
         device.report(WrongNumber(f"states {states} are not {plain_states}"))

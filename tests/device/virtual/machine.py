@@ -10,8 +10,8 @@ from swpipe import IterContext, PipelineTask
 from swpipe._engine.program import Program
 from tests.device.virtual import Buffer, Violation, VirtualDevice, Work
 from tests.device.virtual.clocks import Stamp
-from tests.support.machines import mix, reads_of, run_task
-from tests.support.strategies import Case, TaskSpec
+from tests.support.machines import PlainMachine, mix, reads_of, run_task
+from tests.support.strategies import Case, TaskSpec, Workload
 
 
 class OutOfTurn(Violation):
@@ -37,6 +37,7 @@ class VirtualMachine:
         self._case = case
         self._device = device
         self._last_turn: Stamp | None = None
+        self.plain = PlainMachine(Workload((), {}, case.workload.host_slots))
         # Launched, not there from the start: all that the pipeline launches has to come after.
         self.states = {
             name: [device.launch(lambda n=n: n) for n in range(slots)]

@@ -1,0 +1,168 @@
+"""Input slack: how far before the first collective batches are made, to absorb slow iterations.
+
+    stage      0        1        2        3
+    slack 0    read  -> dist  -> train             dist(i+1) waits whenever a rank reads slowly
+    slack 1    read  ----------> dist  -> train    one slow batch on any rank goes unnoticed
+
+Iterations in flight after the first collective gain nothing: the ranks have met already. Before it
+each rank works ahead by itself, and so it does if the host may launch further ahead of the device
+(``run_ahead``). Where only the speed of ranks varies, neither helps.
+
+The plan that absorbs most is tried first; then the smallest is taken that is as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from swpipe._engine.program import compile_plan
+from swpipe.analysis.validation import validate
+from swpipe.core.costs import CostModel
+from swpipe.core.messages import in_ms
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.resolved import dependences_of, resolve_plan
+from swpipe.errors import PlanError
+from swpipe.planning.limits import Limits
+from swpipe.planning.rank_simulation import step_us
+from swpipe.planning.ranks import Ranks
+
+_AS_GOOD = 0.005
+"""Of two plans whose steps differ by less than this fraction, the smaller one is taken."""
+
+_RUN_AHEAD = (2, 4)
+"""What is tried as ``run_ahead``, beside that of the plan."""
+
+_GROUPS = ("input", *(f"input {k}" for k in range(2, 1_002)))
+
+
+class SlackPlan(NamedTuple):
+    """A plan with input slack: by how many batches, and the step of the ranks."""
+
+    plan: PipelinePlan
+    slack: int
+    step_us: float
+
+    @property
+    def ahead(self) -> int:
+        """How many iterations the first is ahead of the device's last at most."""
+        return self.plan.depth + (self.plan.launch_limit or 0)
+
+    @property
+    def words(self) -> str:
+        """What it has that absorbs slow iterations."""
+        batches = f"{self.slack} batch{'es' if self.slack > 1 else ''} of input slack"
+        parts = [batches] * bool(self.slack)
+        parts += [f"run_ahead={self.plan.run_ahead}"] * (self.plan.run_ahead is not None)
+        return " and ".join(parts) or "another order"
+
+    def why(self, given_us: float, ranks: Ranks) -> str:
+        """Return what it takes away from a step, in a sentence."""
+        saved = in_ms(given_us - self.step_us)
+        return f"With {self.words} the step of {ranks.number:,} ranks is {saved} shorter."
+
+
+def with_slack(
+    plan: PipelinePlan,
+    costs: CostModel,
+    ranks: Ranks,
+    limits: Limits,
+    *,
+    streams: bool,
+    may_run_ahead: bool,
+    allowed: Callable[[PipelinePlan], bool],
+) -> tuple[SlackPlan, str]:
+    """Return the plan with as little slack and ``run_ahead`` as absorb what they can, and why.
+
+    Args:
+        plan: A plan for one rank.
+        costs: A cost for each task.
+        ranks: The ranks.
+        limits: What to keep to.
+        streams: Whether the device has streams.
+        may_run_ahead: Whether ``run_ahead`` is open.
+        allowed: Whether a plan that can run may be chosen.
+    """
+
+    def simulated(candidate: PipelinePlan, slack: int) -> SlackPlan:
+        program = compile_plan(resolve_plan(candidate), streams=streams)
+        return SlackPlan(candidate, slack, step_us(program, costs, ranks))
+
+    ahead = _RUN_AHEAD if streams and may_run_ahead and plan.names_streams else ()
+    given = simulated(plan, 0)
+    found = [given]
+    candidates = [
+        (candidate, slack)
+        for slack in range(limits.in_flight - plan.depth + 1)
+        for run_ahead in (plan.run_ahead, *ahead)
+        for candidate in _plans(replace(plan, run_ahead=run_ahead), costs, ranks, limits, slack)
+        if candidate != plan
+    ]
+    candidates.sort(key=lambda one: (one[0].depth + (one[0].launch_limit or 0), one[1]))
+    for candidate, slack in reversed(candidates):
+        if allowed(candidate):
+            found.append(simulated(candidate, slack))
+            break
+    goal_us = min(one.step_us for one in found) * (1 + _AS_GOOD)
+    for candidate, slack in candidates if given.step_us > goal_us else ():
+        if allowed(candidate):
+            found.append(simulated(candidate, slack))
+            if found[-1].step_us <= goal_us:
+                break
+    most_us = min(one.step_us for one in found) * (1 + _AS_GOOD)
+    best = min((one for one in found if one.step_us <= most_us), key=lambda one: one.ahead)
+    if best is given:
+        return best, "More input slack takes no waiting away."
+    return best, best.why(given.step_us, ranks)
+
+
+def _plans(
+    plan: PipelinePlan, costs: CostModel, ranks: Ranks, limits: Limits, slack: int
+) -> Iterator[PipelinePlan]:
+    """Yield plans whose input is made further ahead, in their own order and in the engine's."""
+    for tasks in _inputs(plan, costs, ranks, limits):
+        if not tasks and slack and plan.pull_group is None:
+            continue  # the caller's thread pulls, and cannot do so further ahead
+        schedule = {
+            name: entry if name in tasks else replace(entry, stage=entry.stage + slack)
+            for name, entry in plan.schedule.items()
+        }
+        groups = {schedule[name].thread_group for name in tasks}
+        shared = any(e.thread_group in groups for n, e in schedule.items() if n not in tasks)
+        if slack and shared and plan.threads < limits.threads:
+            # Beside a task that meets, the thread would wait there for the slowest rank.
+            group = next(name for name in _GROUPS if name not in plan.thread_groups)
+            schedule |= {name: replace(schedule[name], thread_group=group) for name in tasks}
+        for order in (plan.order, ()):
+            changed = replace(
+                plan, schedule=schedule, pipeline_depth=plan.depth + slack, order=order
+            )
+            try:
+                validate(changed)
+            except PlanError:  # what the input needs of later tasks does not allow the stages
+                continue
+            yield changed
+
+
+def _inputs(
+    plan: PipelinePlan, costs: CostModel, ranks: Ranks, limits: Limits
+) -> Sequence[set[str]]:
+    """Return which tasks may be moved ahead together: the slow ones, with what they need.
+
+    They come before the first task that meets, and need nothing of what comes after. An empty set
+    stands for the pull, from which all tasks move away.
+    """
+    deps = [(d.consumer, d.producer) for d in dependences_of(plan)]
+    # Tasks that meet in a period keep their distance.
+    tied = [(c, p) for c, p in plan.same_period_deps] + [(p, c) for c, p in plan.same_period_deps]
+    deps += tied
+    before = {*plan.schedule} - {*ranks.meeting(plan, costs), *limits.frozen}
+    while late := {c for c, p in deps if c in before and p not in before}:
+        before -= late
+    slow = before & {*ranks.slow}
+    while needed := {p for c, p in deps if c in slow} - slow:
+        slow |= needed
+    found = [slow] if slow else []
+    found += [set()] * (PULL in ranks.slow)
+    return found or [before]

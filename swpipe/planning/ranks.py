@@ -1,0 +1,160 @@
+"""Many ranks that meet in collectives: how their times differ, and what a step takes then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swpipe.core.costs import CostModel
+from swpipe.core.keywords import suggests_keywords
+from swpipe.core.messages import in_ms, listed, shown
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.task import ByTask
+from swpipe.errors import PlanError, Problem
+
+MOST_RANKS = 65_536
+"""The most ranks that are simulated."""
+
+_MOST_JITTER = 10.0
+_MOST_FACTOR = 1e6
+
+
+@suggests_keywords
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks a job has, and how their times differ from the costs.
+
+    Tasks that are globally ordered meet those of the other ranks, and so do tasks that hold one of
+    ``links``: such a task ends on all ranks when it has ended on the slowest one.
+
+    Attributes:
+        number: How many ranks there are; 1 to 65,536.
+        jitter: The standard deviation of a rank's times from one iteration to the next, as a part
+            of their mean: 0.05 is 5%. In one iteration all of a rank's tasks are faster or slower
+            by the same factor, which is lognormal.
+        slow: Task, or ``"<pull>"``, to (share, factor): in such a share of a rank's iterations it
+            takes so many times as long.
+        links: Names of resources in ``TaskCost.resources`` that join the ranks, such as a
+            communicator whose tasks are not globally ordered.
+
+    Raises:
+        PlanError: The number is below 1, the jitter below 0, a share not from 0 to 1, or a factor
+            below 1.
+    """
+
+    number: int
+    jitter: float = 0.0
+    slow: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    links: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        problems = [*self._faults()]
+        if problems:
+            raise PlanError(problems)
+        object.__setattr__(self, "slow", ByTask(self.slow))
+        object.__setattr__(self, "links", tuple(self.links))
+
+    def _faults(self) -> Iterable[Problem]:
+        if type(self.number) is not int or not 1 <= self.number <= MOST_RANKS:
+            yield Problem(
+                f"the number of ranks is {shown(self.number)}: give an integer from 1 to "
+                f"{MOST_RANKS:,}"
+            )
+        if not _is_within(self.jitter, 0, _MOST_JITTER):
+            rule = f"give a part of the mean from 0 to {_MOST_JITTER:g}, such as 0.05 for 5%"
+            yield Problem(f"jitter is {shown(self.jitter)}: {rule}")
+        slow: object = self.slow
+        if not isinstance(slow, Mapping):
+            yield Problem(f'slow is {shown(slow)}: write {{"read": (share, factor)}}')
+        else:
+            for task, how in slow.items():
+                pair = how if isinstance(how, tuple | list) and len(how) == 2 else (None, None)
+                if not (_is_within(pair[0], 0, 1) and _is_within(pair[1], 1, _MOST_FACTOR)):
+                    yield Problem(
+                        f"slow iterations of {shown(task)} are {shown(how)}: give (share, factor), "
+                        "a share of the iterations from 0 to 1 and a factor of 1 or more"
+                    )
+        if isinstance(self.links, str) or not all(isinstance(one, str) for one in self.links):
+            yield Problem(
+                f'links is {shown(self.links)}: give names of resources, such as ["nccl"]'
+            )
+
+    def meeting(self, plan: PipelinePlan, costs: CostModel) -> list[str]:
+        """Return the tasks of a plan that meet those of other ranks.
+
+        Raises:
+            PlanError: ``slow`` has a task that the plan does not have, or ``links`` a resource that
+                no cost has; or the ranks' times differ, and no task meets.
+        """
+        problems = [
+            Problem(
+                f"slow names {shown(name)}, which is no task of the plan (it has: "
+                f'{listed(plan.schedule)}): correct the name, or write "{PULL}" for the loader'
+            )
+            for name in self.slow
+            if name not in plan.schedule and name != PULL
+        ]
+        held = {name: set(cost.resources) for name, cost in costs.of(plan.schedule).items()}
+        known = set().union(*held.values())
+        problems += [
+            Problem(
+                f"links names {shown(link)}, a resource that no cost has (they have: "
+                f"{listed(sorted(known))}): correct the name, or leave it out"
+            )
+            for link in self.links
+            if link not in known
+        ]
+        ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+        found = [name for name in held if name in ordered or held[name] & {*self.links}]
+        if not found and (self.jitter or self.slow):
+            problems.append(
+                Problem(
+                    "the ranks' times differ, and no task meets those of other ranks: say "
+                    "globally_ordered=True of the tasks that communicate, or name their resource "
+                    "in links"
+                )
+            )
+        if problems:
+            raise PlanError(problems)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A step of a plan on many ranks; microseconds per iteration.
+
+    Attributes:
+        ranks: The ranks.
+        step_us: The mean step.
+        work_us: Of it, what one rank takes whose times never differ.
+        input_us: What a rank alone takes more, with its own jitter and its own slow iterations.
+        slowest_us: What it takes more since it waits for the slowest rank.
+        floor_us: No plan for these tasks has a shorter step on so many ranks.
+    """
+
+    ranks: Ranks
+    step_us: float
+    work_us: float
+    input_us: float
+    slowest_us: float
+    floor_us: float
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above the floor; 0.01 is 1%."""
+        return max(0.0, self.step_us / self.floor_us - 1) if self.floor_us else 0.0
+
+    def format(self) -> str:
+        """Return the step, its parts and the floor, in a sentence."""
+        return (
+            f"On {self.ranks.number:,} ranks an iteration takes {in_ms(self.step_us)}: "
+            f"{in_ms(self.work_us)} as one rank, {in_ms(self.input_us)} waiting for input, "
+            f"{in_ms(self.slowest_us)} waiting for the slowest rank. No plan is below "
+            f"{in_ms(self.floor_us)}; this one is {self.gap:.1%} above."
+        )
+
+
+def _is_within(value: object, least: float, most: float) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return least <= value <= most  # never true of nan

@@ -1,0 +1,123 @@
+"""How the times of ranks differ, as measured: jitter, slow iterations, and the slowest rank.
+
+    tables of a rank        iteration  0    1    2    3          median
+    read                              60   61  300   59     ->   60     slow in 1 of 4, 5 times
+    train                            100  104   97  101     ->  100.5
+    sum, slow ones as usual          160  165  157  160     ->  their spread is the jitter
+
+Tasks that meet other ranks are left out, since they wait there. What they cost by themselves is
+what they take the rank that waits least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, pstdev
+
+from swpipe._distributed.rank_checks import gather
+from swpipe.core.costs import CostModel, TaskCost
+from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.planning import Ranks
+
+_SLOW = 2.0
+"""A task is slow in an iteration in which it takes so many times its median."""
+
+_LEAST_SHARE = 0.01
+"""Of a rank's work: slow iterations of tasks that take less are part of the jitter."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDifferences:
+    """How the times of ranks differ.
+
+    Attributes:
+        ranks: As many as were measured, with their jitter and slow iterations; for more ranks,
+            ``dataclasses.replace(ranks, number=...)``.
+        costs: What tasks take beside that: means, without slow iterations and without tables.
+        slowest: The rank whose tasks take longest, those that meet others left aside.
+        task: The task that takes that rank longer than the median rank by most.
+        longer_us: By how much; microseconds per iteration.
+    """
+
+    ranks: Ranks
+    costs: CostModel
+    slowest: int
+    task: str
+    longer_us: float
+
+
+def gather_differences(costs: CostModel, plan: PipelinePlan) -> RankDifferences:
+    """Return how the ranks differ, of the costs that each has measured; a collective.
+
+    Args:
+        costs: This rank's, with tables, such as ``profile_many(...).loop.costs``.
+        plan: Says which tasks meet other ranks: those that are globally ordered.
+    """
+    return rank_differences(gather(costs), plan)
+
+
+def rank_differences(models: Sequence[CostModel], plan: PipelinePlan) -> RankDifferences:
+    """Return how ranks differ that have measured these costs of a plan's tasks."""
+    names = [name for name in (PULL, *plan.schedule) if all(name in m.tasks for m in models)]
+    meets = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+    local = [name for name in names if name not in meets]
+    times = [{name: _times_us(model, name) for name in local} for model in models]
+    usual = [{name: median(us) for name, us in of.items()} for of in times]
+    slow: dict[str, tuple[float, float]] = {}
+    for name in local:
+        ratios = [
+            us / usual[r][name]
+            for r, of in enumerate(times)
+            for us in of[name]
+            if usual[r][name] > _LEAST_SHARE * sum(usual[r].values())
+        ]
+        longer = [ratio for ratio in ratios if ratio > _SLOW]
+        if longer:
+            slow[name] = (len(longer) / len(ratios), fmean(longer))
+    spreads = [spread for r, of in enumerate(times) if (spread := _jitter(of, usual[r], slow))]
+    mean_us = [{name: fmean(us) for name, us in of.items()} for of in times]
+    slowest = max(range(len(models)), key=lambda r: sum(mean_us[r].values()))
+    longer_us = {n: mean_us[slowest][n] - median(of[n] for of in mean_us) for n in local}
+    task = max(longer_us, key=lambda name: longer_us[name], default="")
+    return RankDifferences(
+        ranks=Ranks(len(models), fmean(spreads) if spreads else 0.0, slow if meets else {}),
+        costs=_costs(models, names, meets, slow),
+        slowest=slowest,
+        task=task,
+        longer_us=longer_us.get(task, 0.0),
+    )
+
+
+def _times_us(model: CostModel, name: str) -> list[float]:
+    """Return the times of a task over the sampled iterations, or its mean alone."""
+    cost = model.tasks[name]
+    return [each.total_us for each in cost.each(model.iterations)] or [cost.total_us]
+
+
+def _jitter(
+    times: Mapping[str, Sequence[float]], usual: Mapping[str, float], slow: Mapping[str, object]
+) -> float:
+    """Return the relative spread of one rank's work, with slow tasks as they usually are."""
+    columns = [
+        [usual[name] if name in slow and us > _SLOW * usual[name] else us for us in each]
+        for name, each in times.items()
+    ]
+    sums = [sum(column) for column in zip(*columns, strict=True)]
+    return pstdev(sums) / fmean(sums) if sums and fmean(sums) else 0.0
+
+
+def _costs(
+    models: Sequence[CostModel],
+    names: Sequence[str],
+    meets: set[str],
+    slow: Mapping[str, tuple[float, float]],
+) -> CostModel:
+    tasks: dict[str, TaskCost] = {}
+    for name in names:
+        each = [model.tasks[name] for model in models]
+        cost = min(each, key=lambda one: one.total_us) if name in meets else TaskCost.mean(each)
+        share, factor = slow.get(name, (0.0, 1.0))
+        cost = cost.scaled(1 / (1 + share * (factor - 1)))
+        tasks[name] = replace(cost, host_each_us=(), device_each_us=())
+    return replace(CostModel.mean(models), tasks=tasks)
