@@ -20,7 +20,7 @@ from swpipe.pipeline import SWPipeline
 if TYPE_CHECKING:
     from swpipe import loops as loops
     from swpipe import tuning as tuning
-    from swpipe.loops import EvenData, ahead, overlap
+    from swpipe.loops import EvenData, ahead, on_caller, overlap, through
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -41,9 +41,11 @@ __all__ = [
     "TypedContext",
     "ahead",
     "autotune",
+    "on_caller",
     "overlap",
     "report",
     "task",
+    "through",
 ]
 
 _LATE = {
@@ -52,8 +54,10 @@ _LATE = {
     "TaskProfiler": "swpipe.profiler",
     "ahead": "swpipe.loops",
     "autotune": "swpipe.tuning",
+    "on_caller": "swpipe.loops",
     "overlap": "swpipe.loops",
     "report": "swpipe.reporting",
+    "through": "swpipe.loops",
 }
 
 if not TYPE_CHECKING:  # which would take each name for Any

@@ -19,6 +19,7 @@ from swpipe.loops.resumable import Resumable, ResumableLoop
 
 if TYPE_CHECKING:
     from swpipe.loops.stop_request import StopRequest, WatchedLoop
+    from swpipe.loops.through_loop import OnCaller, ThroughLoop, on_caller, through
 
 __all__ = [
     "AccelerateLoader",
@@ -26,6 +27,7 @@ __all__ = [
     "EvenData",
     "EvenIterator",
     "EvenLoader",
+    "OnCaller",
     "OutOfStepError",
     "Overlap",
     "OverlappedLoop",
@@ -33,12 +35,15 @@ __all__ = [
     "Resumable",
     "ResumableLoop",
     "StopRequest",
+    "ThroughLoop",
     "UnevenDataError",
     "WatchedLoop",
     "ahead",
+    "on_caller",
     "overlap",
     "pad_with",
     "pad_with_last",
+    "through",
 ]
 
 if not TYPE_CHECKING:  # which would take each name for Any
@@ -49,4 +54,8 @@ if not TYPE_CHECKING:  # which would take each name for Any
             from swpipe.loops import stop_request
 
             return getattr(stop_request, name)
+        if name in ("OnCaller", "ThroughLoop", "on_caller", "through"):
+            from swpipe.loops import through_loop
+
+            return getattr(through_loop, name)
         raise AttributeError(f"module 'swpipe.loops' has no attribute {name!r}")

@@ -426,7 +426,7 @@ class ResumableLoop(Generic[Out]):
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
             return
-        if any(early_changes(pipe.plan, pipe.tasks)):
+        if self._changed_early():
             return
         if self.counted and self._is_complete(current) and not pipe.closed:
             pipe.settle()  # its end is found
@@ -434,6 +434,11 @@ class ResumableLoop(Generic[Out]):
             self._count(current)
         pipe.drop()
         self._dropped = True
+
+    def _changed_early(self) -> bool:
+        """Return whether tasks may have changed something for iterations in flight."""
+        pipe = self.pipe
+        return isinstance(pipe, SWPipeline) and any(early_changes(pipe.plan, pipe.tasks))
 
     def _check_lost(self, left: LoaderPass) -> None:
         """Refuse a new pass after one that was left, where what was dropped shows in it.
