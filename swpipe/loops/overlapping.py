@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import takewhile
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -44,7 +44,6 @@ from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draws import LoaderDraws, told_once
 from swpipe.loops.first_pass import FirstPass
-from swpipe.loops.handed_over import HandOver
 from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
@@ -52,6 +51,9 @@ from swpipe.loops.pass_generators import PassGenerators
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
+
+if TYPE_CHECKING:
+    from swpipe.loops.handed_over import HandOver
 
 _GROUP = "loader"
 

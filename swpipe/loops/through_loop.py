@@ -153,7 +153,8 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
             if left and not failed and self._handed.interrupted:
                 self._kept.append(None)  # the batch that was being worked on is lost
             self._set_number(number + failed)
-        if raised is None and (late := self._handed.failure) is not None:
+        late = self._handed.failure
+        if late is not raised:
             self._late = late
             warnings.warn(
                 f"a function behind the loop has failed after the loop was left: {late!r}. The "
@@ -304,7 +305,8 @@ def _threads(
     given = workers if isinstance(workers, Mapping) else dict.fromkeys(ahead, workers)
     others = (*ahead, *functions[place + 1 :])
     wrong = [count for count in given.values() if type(count) is not int or count < 1]
-    if wrong or any(function not in others for function in given) or not (given or workers == 1):
+    unused = not ahead and given is not workers and workers != 1
+    if wrong or unused or any(function not in others for function in given):
         raise ValueError(
             f"workers is {shown(workers)}: give how many threads the functions before the caller's "
             "have, 1 or more; or a mapping from functions that are not on_caller() to their threads"

@@ -499,7 +499,7 @@ def test_a_value_that_is_changed_after_it_was_handed_over_is_an_error() -> None:
     with pytest.raises(PlanError, match="function behind"):
         list(through([*batches()], on_caller(torch.clone), Tensor.zero_))
     weights.zero_()
-    found = list(through(batches(), on_caller(step, to_host=True), float_of))
+    found = list(through([*batches()], on_caller(step, to_host=True), float_of))
     assert found == [4.0 * k for k in range(1, 7)]
 
 
