@@ -16,6 +16,7 @@ from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
+from swpipe.loops.stateful_loader import StatefulLoader
 
 if TYPE_CHECKING:
     from swpipe.loops.stop_request import StopRequest, WatchedLoop
@@ -34,6 +35,7 @@ __all__ = [
     "RankDataError",
     "Resumable",
     "ResumableLoop",
+    "StatefulLoader",
     "StopRequest",
     "ThroughLoop",
     "UnevenDataError",

@@ -41,6 +41,7 @@ from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, names_told
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
+from swpipe.loops.stateful_loader import with_state
 from swpipe.pipeline import SWPipeline
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
@@ -100,7 +101,7 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._loader = loader
+        self._loader = loader = with_state(loader)
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
@@ -500,4 +501,4 @@ class ResumableLoop(Generic[Out]):
 
     def __len__(self) -> int:
         """The loader's length."""
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self._loader)
