@@ -1,5 +1,6 @@
 """What a plain loop gets: work ahead of it, resume, ranks that end together, a stop."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from swpipe._distributed.even_data import (
@@ -16,9 +17,9 @@ from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
-from swpipe.loops.stateful_loader import StatefulLoader
 
 if TYPE_CHECKING:
+    from swpipe.loops.stateful_loader import StatefulLoader
     from swpipe.loops.stop_request import StopRequest, WatchedLoop
     from swpipe.loops.through_loop import OnCaller, ThroughLoop, on_caller, through
 
@@ -48,16 +49,21 @@ __all__ = [
     "through",
 ]
 
+_LATE = {
+    "OnCaller": "through_loop",
+    "StatefulLoader": "stateful_loader",
+    "StopRequest": "stop_request",
+    "ThroughLoop": "through_loop",
+    "WatchedLoop": "stop_request",
+    "on_caller": "through_loop",
+    "through": "through_loop",
+}
+"""What few loops use, and the module that has it."""
+
 if not TYPE_CHECKING:  # which would take each name for Any
 
     def __getattr__(name: str) -> Any:
-        """What few loops use, loaded when asked for."""
-        if name in ("StopRequest", "WatchedLoop"):
-            from swpipe.loops import stop_request
-
-            return getattr(stop_request, name)
-        if name in ("OnCaller", "ThroughLoop", "on_caller", "through"):
-            from swpipe.loops import through_loop
-
-            return getattr(through_loop, name)
+        """Return what few loops use, loaded when it is asked for."""
+        if name in _LATE:
+            return getattr(import_module(f"swpipe.loops.{_LATE[name]}"), name)
         raise AttributeError(f"module 'swpipe.loops' has no attribute {name!r}")

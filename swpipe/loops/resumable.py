@@ -36,12 +36,12 @@ from swpipe.loops.live_loaders import (
     lives_on,
     may_keep_rows,
     torchs,
+    with_state,
 )
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, names_told
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
-from swpipe.loops.stateful_loader import with_state
 from swpipe.pipeline import SWPipeline
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it

@@ -7,11 +7,9 @@ get(iterator), set(iterator, state)     anything else, by ``StatefulLoader``
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from swpipe._values.stateful import has_state_dict
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 
@@ -102,15 +100,3 @@ class StatefulLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass at a state."""
         self._iterator, self._loaded = None, state["iterator"]
-
-
-def with_state(loader: Any) -> Any:
-    """Return the loader, or a ``StatefulLoader`` of it if its iterators have ``get_state``."""
-    if has_state_dict(loader):
-        return loader
-    grain = sys.modules.get("grain")
-    names = ("IterDataset", "DataLoader")
-    makes = tuple(getattr(grain, name) for name in names if hasattr(grain, name))
-    methods = ("get_state", "set_state")
-    has_methods = all(callable(getattr(type(loader), name, None)) for name in methods)
-    return StatefulLoader(loader) if has_methods or isinstance(loader, makes) else loader
