@@ -111,8 +111,11 @@ class HandOver:
         self.interrupted = False
         self._names = [task.name for task in behind]
         self._functions = [task.fn for task in behind]
-        self._caller, self._workers = caller.name, [*workers]
-        self._lag, self._to_host, self._device = lag, to_host, device
+        self._caller = caller.name
+        self._workers = [*workers]
+        self._lag = lag
+        self._to_host = to_host
+        self._device = device
         self._watched = [_WATCHED if watched else 0 for _ in behind]
         self._failures: dict[int, BaseException] = {}
         self._stopped = False

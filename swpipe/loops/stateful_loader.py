@@ -65,7 +65,8 @@ class StatefulLoader:
                 been pulled ahead that were not used.
         """
         iterator = iter(self._loader)
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is not None:
             other = self._set(iterator, loaded)
             iterator = iterator if other is None else other
@@ -99,4 +100,5 @@ class StatefulLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass at a state."""
-        self._iterator, self._loaded = None, state["iterator"]
+        self._iterator = None
+        self._loaded = state["iterator"]

@@ -164,7 +164,8 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
             )
 
     def _raise_late(self) -> None:
-        late, self._late = self._late, None
+        late = self._late
+        self._late = None
         if late is not None:
             raise late
 
