@@ -27,6 +27,7 @@ PARTS = (
     "turns",
     "ahead",
     "workers",
+    "behind",
     "first_batch",
     "profiler",
     "exposed",

@@ -30,12 +30,11 @@ from bench.device_shapes import (
 )
 from bench.measure import Row, Spread, compared, interleaved, off_by
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.core.costs import CostModel, TaskCost
 from swpipe.device import copy_task
 from swpipe.planning import auto_plan
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.plans import prefetch_plan
-from swpipe.plans.torchrec.hstu_schedule import TASKS, hstu_plan, hstu_schedule
+from swpipe.plans.torchrec.hstu_schedule import hstu_plan, hstu_schedule
 from swpipe.profiler import measure_costs
 from tests import backend
 from tests.support.device_work import device, spin
@@ -239,20 +238,10 @@ HSTU_SCALE = 0.5
 """The published step takes 126 ms."""
 
 
-def hstu_costs() -> CostModel:
-    """Return the published costs by the names of HSTU's tasks.
-
-    The forward was measured as a whole: the look-up costs nothing of its own here.
-    """
-    published = {**recsys14.costs().tasks}
-    published["dense_forward"] = published.pop("forward")
-    return CostModel({name: published.get(name, TaskCost()) for name in TASKS})
-
-
 def hstu_tasks() -> list[PipelineTask]:
     """Return HSTU's tasks as device work."""
     users: dict[str, Collectives] = {}
-    costs = hstu_costs().tasks
+    costs = recsys14.hstu_costs().tasks
 
     def task(name: str) -> PipelineTask:
         ms = HSTU_SCALE * costs[name].device_us / 1e3
@@ -279,7 +268,7 @@ def hstu_rows(rounds: int) -> list[Row]:
     """HSTU's default plan beside its tasks one after the other, and beside what is predicted."""
     plan = hstu_plan(hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=True), None)
     in_turn, ours = interleaved(rounds, partial(hstu_ms, None), partial(hstu_ms, plan))
-    predicted = [interval_us(plan, hstu_costs(), streams=True) / 1e3] * rounds
+    predicted = [interval_us(plan, recsys14.hstu_costs(), streams=True) / 1e3] * rounds
     spread = off_by(predicted, ours)
     return [
         compared("HSTU's costs, default plan", ours, in_turn, "ms", "one by one"),

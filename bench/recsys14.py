@@ -27,6 +27,7 @@ from typing import Any
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import HOST, PipelinePlan, TaskSchedule
 from swpipe.planning.limits import Limits
+from swpipe.plans.torchrec.hstu_schedule import TASKS
 
 __all__ = ["costs", "limits", "plan", "with_read"]
 
@@ -119,6 +120,16 @@ def costs(read_us: float | None = None) -> CostModel:
     if read_us is not None:
         tasks["read"] = TaskCost(host_us=read_us)
     return CostModel(tasks)
+
+
+def hstu_costs() -> CostModel:
+    """Return the published costs by the names of HSTU's tasks.
+
+    The forward was measured as a whole: the look-up costs nothing of its own here.
+    """
+    published = {**costs().tasks}
+    published["dense_forward"] = published.pop("forward")
+    return CostModel({name: published.get(name, TaskCost()) for name in TASKS})
 
 
 def limits(in_flight: int = 5, threads: int = 4) -> Limits:

@@ -20,7 +20,7 @@ from swpipe.pipeline import SWPipeline
 if TYPE_CHECKING:
     from swpipe import loops as loops
     from swpipe import tuning as tuning
-    from swpipe.loops import EvenData, ahead, feed, overlap
+    from swpipe.loops import EvenData, ahead, feed, on_caller, overlap, through
     from swpipe.profiler import ProfileResult, TaskProfiler
     from swpipe.reporting import report
     from swpipe.tuning import autotune
@@ -43,9 +43,11 @@ __all__ = [
     "ahead",
     "autotune",
     "feed",
+    "on_caller",
     "overlap",
     "report",
     "task",
+    "through",
 ]
 
 _LATE = {
@@ -55,8 +57,10 @@ _LATE = {
     "ahead": "swpipe.loops",
     "autotune": "swpipe.tuning",
     "feed": "swpipe.loops",
+    "on_caller": "swpipe.loops",
     "overlap": "swpipe.loops",
     "report": "swpipe.reporting",
+    "through": "swpipe.loops",
 }
 
 if not TYPE_CHECKING:  # which would take each name for Any

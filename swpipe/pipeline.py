@@ -124,7 +124,8 @@ class SWPipeline(ShortcutControl[C]):
         run_ahead: int | None = None,
         host: Host | None = None,
     ) -> None:
-        self.device, self.context = resolve(device), context_class(context)
+        self.device = resolve(device)
+        self.context = context_class(context)
         verified = verify_for_run(
             plan,
             tasks,
@@ -135,8 +136,10 @@ class SWPipeline(ShortcutControl[C]):
             run_ahead=run_ahead,
             record_all=record_all_events,
         )
-        self._verified, self._alike = verified, check_ranks
-        self.plan, self.tasks = verified.plan, verified.tasks
+        self._verified = verified
+        self._alike = check_ranks
+        self.plan = verified.plan
+        self.tasks = verified.tasks
         self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         engine = Engine(
@@ -153,14 +156,16 @@ class SWPipeline(ShortcutControl[C]):
             pull_check=PreparedCheck if verified.program.depth > 1 else None,
             releases=verified.releases,
         )
-        entries, streams = self.plan.schedule.values(), self.device.has_streams
+        entries = self.plan.schedule.values()
+        streams = self.device.has_streams
         lanes = {(entry.thread_group, streams and entry.stream) for entry in entries}
         overlaps = verified.program.depth > 1 or len(lanes) > 1
         if check_effects is not False and (check_effects is not None or overlaps):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, verified, check_effects)
-        timeout_s, frame = self._stall_timeout_s, sys._getframe(2)
+        timeout_s = self._stall_timeout_s
+        frame = sys._getframe(2)
         at = frame.f_code.co_filename, frame.f_lineno
         if check_data is None:
             ordered = {entry.stage for entry in entries if entry.globally_ordered}
@@ -387,7 +392,8 @@ class SWPipeline(ShortcutControl[C]):
             driver.begin_serial(number)
             ctx = self.context(batch, number)
             del batch  # which a plan with keep may let go
-            ctx, driver.lost = self._serial.run(driver.engine, ctx), ""
+            ctx = self._serial.run(driver.engine, ctx)
+            driver.lost = ""
             if iter_idx is None:
                 driver.next_iteration += 1
             return ctx
@@ -427,7 +433,9 @@ class SWPipeline(ShortcutControl[C]):
         self.check_idle("borrowing it")
         shortcuts = Shortcuts(self.device)
         shortcuts.enable_like(self._driver.engine.shortcuts)
-        asks, self._asks_of_body = self._asks_of_body, False  # measurements have none
+        # measurements have none
+        asks = self._asks_of_body
+        self._asks_of_body = False
         try:
             with self._driver.borrowed(shortcuts, self.context):
                 yield

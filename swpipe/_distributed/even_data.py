@@ -51,7 +51,11 @@ Pad: TypeAlias = Callable[[Any], Any]
 
 _GLOO_LATER_S = 60.0
 
-_HAS, _ENDED, _FAILED, _CANNOT_PAD, _NOT_PULLED = 1, 2, 3, 4, 5
+_HAS = 1
+_ENDED = 2
+_FAILED = 3
+_CANNOT_PAD = 4
+_NOT_PULLED = 5
 _BEGINS = 16  # plus the number of batches that the rank has left; minus 1 where it does not know
 _NO_ANSWER = 0
 _UNKNOWN = -1
@@ -151,10 +155,12 @@ class EvenData:
         self.pad = pad
         self.ahead = ahead
         self.timeout_s = timeout_s
-        self.rank, self.size = 0, 1
+        self.rank = 0
+        self.size = 1
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
             # Our timeout starts with the wait, gloo's with the request. Gloo's must be later, or
             # else a silent rank would be reported as a dead one.
             self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
@@ -185,7 +191,8 @@ class EvenData:
 
     def close(self) -> None:
         """Destroy the process group; all iterators must have ended on all ranks."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -238,7 +245,8 @@ class EvenLoader(LoaderAround):
     """A loader whose passes have as many batches on all ranks; made by ``EvenData.loader``."""
 
     def __init__(self, data: EvenData, loader: Iterable[Any]) -> None:
-        self._data, self.loader = data, loader
+        self._data = data
+        self.loader = loader
         if data.pad is not None:
             self.touches = "pads by a function, which may read what the loop changes"
         self._last: Callable[[], EvenIterator | None] = lambda: None
@@ -354,8 +362,10 @@ class EvenIterator:
             self._limit.end()
 
     def _end(self) -> None:
-        self.over, self._last = True, NO_BATCH
-        limit, self._limit = self._limit, None
+        self.over = True
+        self._last = NO_BATCH
+        limit = self._limit
+        self._limit = None
         if limit is not None:
             limit.end()
 
@@ -499,7 +509,8 @@ class EvenIterator:
             return _Pulled(NO_BATCH, None, _NOT_PULLED)
         if self._line:
             return self._line.popleft()
-        batch, status = NO_BATCH, _ENDED
+        batch = NO_BATCH
+        status = _ENDED
         if not self._data_ended:
             try:
                 batch = self._next_own()
@@ -543,7 +554,8 @@ class EvenIterator:
         """
         if work is not None:
             # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
-            deadline, pause_s = time.monotonic() + self._data.timeout_s, 20e-6
+            deadline = time.monotonic() + self._data.timeout_s
+            pause_s = 20e-6
             while not work.is_completed():
                 if self.left:
                     raise Cancelled

@@ -83,12 +83,15 @@ class PullLimit:
 
     def _watch(self) -> None:
         interval_s = min(self._limit_s / 5, 1.0)
-        last, seen, pulling_s = time.monotonic(), None, 0.0
+        last = time.monotonic()
+        seen = None
+        pulling_s = 0.0
         while not self._ended.reaches(1, interval_s):
             if self._watched() is None:  # and its finalizer was cut short by a signal
                 return
             now = time.monotonic()
-            looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
+            looked_s = min(now - last, LOOK_COUNTS_AT_MOST * interval_s)
+            last = now
             pulling_s = pulling_s + looked_s if self.began == seen is not None else 0.0
             seen = self.began
             error = self.late

@@ -197,7 +197,9 @@ def check_same_shortcuts(
 
 
 def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: float) -> str:
-    key, deadline, pause_s = _SHORTCUTS.format(turn, rank), time.monotonic() + timeout_s, 1e-4
+    key = _SHORTCUTS.format(turn, rank)
+    deadline = time.monotonic() + timeout_s
+    pause_s = 1e-4
     while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
         if time.monotonic() > deadline:
             raise RuntimeError(

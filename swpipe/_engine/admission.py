@@ -165,7 +165,8 @@ class Admission:
         return error
 
     def _mark_source(self, i: int, iteration: InFlight) -> None:
-        iterations, device = self._iterations, self._iterations.engine.device
+        iterations = self._iterations
+        device = self._iterations.engine.device
         if device.holds_work(vars(iteration.ctx)):  # the batch, and what the class may add
             # Only then: to wait for the caller's stream is to wait for all the work queued on it.
             source = self._sources[i % iterations.depth] or device.new_event()

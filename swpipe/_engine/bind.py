@@ -63,10 +63,13 @@ def build_step(
 
 
 def _call(iterations: InFlightIterations, task: PipelineTask, in_turn: Callable[[], None]) -> Step:
-    slots, depth = iterations.slots, iterations.depth
+    slots = iterations.slots
+    depth = iterations.depth
     shortcuts = iterations.engine.shortcuts
-    shortcut_names, run_shortcut = shortcuts.names, shortcuts.run
-    name, fn = task.name, task.fn
+    shortcut_names = shortcuts.names
+    run_shortcut = shortcuts.run
+    name = task.name
+    fn = task.fn
 
     def call(i: int) -> None:
         ctx = slots[i % depth].ctx
@@ -81,7 +84,8 @@ def _call(iterations: InFlightIterations, task: PipelineTask, in_turn: Callable[
 def _checked(
     iterations: InFlightIterations, check: TaskCheck, task: PipelineTask, step: Step
 ) -> Step:
-    slots, depth = iterations.slots, iterations.depth
+    slots = iterations.slots
+    depth = iterations.depth
     until = check.until(task) - iterations.first
     if until <= 0:
         return step
@@ -115,7 +119,9 @@ def observe(iterations: InFlightIterations, ins: Instruction, step: Step) -> Ste
 
 
 def _with_seed(iterations: InFlightIterations, task: PipelineTask, step: Step) -> Step:
-    generators, first, name = iterations.generators, iterations.first, task.name
+    generators = iterations.generators
+    first = iterations.first
+    name = task.name
 
     def seeded(i: int) -> None:
         with generators.seeded(name, first + i):
@@ -126,7 +132,8 @@ def _with_seed(iterations: InFlightIterations, task: PipelineTask, step: Step) -
 
 def with_torch_state(iterations: InFlightIterations, thread: ThreadTorchState, step: Step) -> Step:
     """Run ``step`` on a worker thread under the caller's torch settings and context variables."""
-    slots, depth = iterations.slots, iterations.depth
+    slots = iterations.slots
+    depth = iterations.depth
 
     def with_state(i: int) -> None:
         iteration = slots[i % depth]
@@ -140,7 +147,9 @@ def with_torch_state(iterations: InFlightIterations, thread: ThreadTorchState, s
 
 def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: Stream) -> Step:
     """Make ``stream`` wait for the instruction's events, where their iterations exist."""
-    slots, depth, ring = iterations.slots, iterations.depth, iterations.ring
+    slots = iterations.slots
+    depth = iterations.depth
+    ring = iterations.ring
     waits = tuple(
         (iterations.events[wait.producer], wait.distance)
         for wait in ins.event_waits
@@ -162,8 +171,10 @@ def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -
     if ins.on_host:
         # It launches nothing: any stream may be current. What it removes, a stream may still use.
         return _with_hold(iterations, step) if iterations.engine.streams else step
-    device, stream = iterations.engine.device, iterations.stream_of(ins)
-    ring, make_current = iterations.ring, device.make_current
+    device = iterations.engine.device
+    stream = iterations.stream_of(ins)
+    ring = iterations.ring
+    make_current = device.make_current
     wait = wait_for_events(iterations, ins, stream) if ins.event_waits else None
     events = iterations.events.get(ins.task)
 
@@ -180,7 +191,8 @@ def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -
 
 
 def _with_hold(iterations: InFlightIterations, step: Step) -> Step:
-    slots, depth = iterations.slots, iterations.depth
+    slots = iterations.slots
+    depth = iterations.depth
 
     def holding(i: int) -> None:
         iteration = slots[i % depth]

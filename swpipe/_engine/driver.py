@@ -168,7 +168,8 @@ class Driver(Generic[C]):
             if self.run is None:
                 self._raise_error()
             # If it called the iterator again instead, one that restarts would never end.
-            ended, self._ended = self._ended, None
+            ended = self._ended
+            self._ended = None
             if self.run is None and ended is not None and ended is iterator:
                 raise StopIteration
             run = self._prepared(iterator, length)
@@ -243,7 +244,8 @@ class Driver(Generic[C]):
                 finally:
                     if agreed is not None:
                         agreed.paused = False
-            contexts, self.drained = self.drained, []
+            contexts = self.drained
+            self.drained = []
             return contexts
 
     def _drain(self, run: Run) -> None:
@@ -272,7 +274,8 @@ class Driver(Generic[C]):
             with self:
                 if self.run is not None:
                     self.run.settle()
-        run, number = self.run, self.next_iteration
+        run = self.run
+        number = self.next_iteration
         if check and (self.lost or (run is not None and run.interrupted)):
             raise RuntimeError(
                 f"{self.lost or INTERRUPTED}, and their tasks may have changed what you save: go "
@@ -294,7 +297,8 @@ class Driver(Generic[C]):
                 raise ValueError(
                     f"the state's {name} is {shown(value)}: give what state_dict() returned"
                 )
-        self.next_iteration, self.lost = state["next_iteration"], ""
+        self.next_iteration = state["next_iteration"]
+        self.lost = ""
         self._errors.clear()
         self._agreed = None
         self.engine.seeds.seed = state["seed"]
@@ -304,14 +308,16 @@ class Driver(Generic[C]):
         if self.access.closed:
             return 0
         with self:
-            run, dropped = self.run, len(self.drained)
+            run = self.run
+            dropped = len(self.drained)
             self.drained.clear()
             if run is not None:
                 run.stop()
                 run.join(PULL_GRACE_S)
                 dropped += run.admission.pulled - run.retired
                 self._end(run)
-                self.next_iteration, self.lost = self._oldest, ""
+                self.next_iteration = self._oldest
+                self.lost = ""
             elif self.lost:  # by a failure of the oldest, which keeps its number
                 self.next_iteration = self._oldest + 1
             self._errors.clear()
@@ -329,7 +335,8 @@ class Driver(Generic[C]):
     @contextmanager
     def borrowed(self, shortcuts: Shortcuts, context: type[C]) -> Iterator[None]:
         """Other shortcuts and contexts, and no check, within the block; then all is as it was."""
-        engine, next_iteration = self.engine, self.next_iteration
+        engine = self.engine
+        next_iteration = self.next_iteration
         self.engine = replace(engine, shortcuts=shortcuts, check=None, context=context)
         try:
             yield
@@ -338,7 +345,8 @@ class Driver(Generic[C]):
                 self.drain()
             raise
         finally:
-            self.engine, self.next_iteration = engine, next_iteration
+            self.engine = engine
+            self.next_iteration = next_iteration
 
     def close(self) -> None:
         """Stop the threads and drop what is in flight, or make the call under way do so."""
@@ -474,9 +482,11 @@ class Driver(Generic[C]):
             self._check_ranks = False
 
     def _mixed(self, run: Run, iterator: Iterator[Any]) -> RuntimeError:
-        source, end = "of another iterator", "finish it, or call drain()"
+        source = "of another iterator"
+        end = "finish it, or call drain()"
         if run.admission.iterator is self._pushed:
-            source, end = "of pushed batches", "call flush()"
+            source = "of pushed batches"
+            end = "call flush()"
         return RuntimeError(
             f"iterations {source} are in flight ({run.in_flight}): {end} to get them, before "
             f"giving {'a batch to push()' if iterator is self._pushed else 'progress() a new one'}"
@@ -540,7 +550,8 @@ class Driver(Generic[C]):
             self._end_with_warning(self.run)
         self._errors.clear()
         self._agreed = None
-        even, self._even = self._even, None
+        even = self._even
+        self._even = None
         if even is not None and not self.access.forked:
             even.close()
 

@@ -105,7 +105,8 @@ class _Reach:
 
     def grown(self, weight: int) -> Iterator[int]:
         """The places whose ``beyond`` grows with this weight; it has to be asked for in turn."""
-        direct, news = self._next.pop(weight, {}), self._news[weight]
+        direct = self._next.pop(weight, {})
+        news = self._news[weight]
         places = [-self._rank[place] for place in {*direct, *news}]
         heapq.heapify(places)
         while places:

@@ -223,9 +223,11 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
         streams: Whether the device has streams; where not, those of the plan mean nothing.
         record_all: Record every task's event, needed or not (for hunting trouble).
     """
-    plan, depth = resolved.plan, resolved.plan.depth
+    plan = resolved.plan
+    depth = resolved.plan.depth
     layout = _layout(resolved, depth, streams)
-    order, members = layout.order, layout.members
+    order = layout.order
+    members = layout.members
     waits = _host_waits(layout)
     events = _event_waits(layout) if streams else [[]] * len(order)
     recorded = {hop.producer for hops in events for hop in hops}
@@ -276,7 +278,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
 
 
 def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
-    plan, tasks = resolved.plan, resolved.period_order
+    plan = resolved.plan
+    tasks = resolved.period_order
     last = plan.max_stage
     ahead = depth - 1 - last
     order = _order(plan, tasks, ahead, streams)
@@ -342,7 +345,9 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 
 def _host_waits(layout: _Layout) -> list[list[Hop]]:
     """Place to the host waits there, none implied by others; weights are lags."""
-    stage, lane, workers = layout.stage, layout.lane, layout.workers
+    stage = layout.stage
+    lane = layout.lane
+    workers = layout.workers
     hops = [Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
     hops += layout.within_call
     for chain in (layout.ordered, *_by_stream(layout)):
@@ -381,7 +386,8 @@ def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
 
 def _event_waits(layout: _Layout) -> list[list[Hop]]:
     """Place to the event waits there, none implied by others; weights are distances."""
-    stage, queue = layout.stage, layout.queue
+    stage = layout.stage
+    queue = layout.queue
     crossing: list[Hop] = []
     fixed: list[Hop] = []
     for hop in _through_the_host(layout):

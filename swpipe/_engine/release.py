@@ -69,7 +69,9 @@ def with_releases(
 def _with_release(
     iterations: InFlightIterations, releases: Releases, release: Release, step: Step, worker: int
 ) -> Step:
-    slots, depth, after = iterations.slots, iterations.depth, release.after
+    slots = iterations.slots
+    depth = iterations.depth
+    after = release.after
     let_go = _let_go(iterations, release, worker)
 
     def released(i: int) -> None:
@@ -90,7 +92,9 @@ def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[An
 
     One for which the class has a default, or a property, stays: who read it would get that.
     """
-    there, gone, values = vars(ctx), getattr(ctx, RELEASED), []
+    there = vars(ctx)
+    gone = getattr(ctx, RELEASED)
+    values = []
     for name in names:
         if name in there and not hasattr(type(ctx), name):
             gone[name] = releases.why.get(name, releases.why_others)

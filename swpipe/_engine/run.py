@@ -82,7 +82,9 @@ class WorkersProgress:
 
     def __init__(self, workers: Sequence[LaneRunner], first: int) -> None:
         self._counters = [worker.progress for worker in workers]
-        self._lane, self._size, self._first = workers[0].lane, workers[0].size, first
+        self._lane = workers[0].lane
+        self._size = workers[0].size
+        self._first = first
 
     def wait(self, count: int) -> None:
         """Sleep until the worker whose turn that is has reached ``count``."""
@@ -112,7 +114,8 @@ class LaneRunner:
     """A thread that runs a lane, one of several; ``period`` and ``position`` say where it is."""
 
     def __init__(self, lane: Lane, worker: int, progress: ProgressCounter) -> None:
-        self.lane, self.worker = lane, worker
+        self.lane = lane
+        self.worker = worker
         self.group = lane.group
         self.instructions = lane.instructions
         self.size = len(lane.instructions)
@@ -287,7 +290,8 @@ class Run:
             # With a context to hand out, the next call raises it; but once closed, there is none.
             if self._goes_first(error) and (self._handed_out is None or self.failure is None):
                 raise
-        handed_out, self._handed_out = self._handed_out, None
+        handed_out = self._handed_out
+        self._handed_out = None
         if handed_out is not None:
             if self.driver:  # an exception came before _leave() had
                 self._leave()
@@ -354,7 +358,9 @@ class Run:
         last_stage = self.engine.program.depth - 1  # that of <retire>
         try:
             self.engine.device.use_on_this_thread()
-            first, turn, step = self.iterations.first, lane.lane.turn, lane.lane.workers
+            first = self.iterations.first
+            turn = lane.lane.turn
+            step = lane.lane.workers
             period = next(p for p in range(step) if turn(first + p) == lane.worker)
             # To the last period of the run, even where this lane has no task left by then: another
             # lane's wait for an instruction of this one may stand for a wait for a third lane.
@@ -387,7 +393,8 @@ class Run:
         return workers[workers[0].lane.turn(self.iterations.first + period)]
 
     def _retire_step(self, ins: Instruction) -> Step:
-        iterations, depth = self.iterations, self.engine.program.depth
+        iterations = self.iterations
+        depth = self.engine.program.depth
         releases = self.engine.releases
         wait = (
             wait_for_events(iterations, ins, iterations.caller_stream)
@@ -418,7 +425,8 @@ class Run:
 
     def _mark_end(self, i: int) -> None:
         if self.engine.program.launch_limit is not None:
-            ends, slot = self.engine.ends, self.engine.end_slot(self.iterations.first + i)
+            ends = self.engine.ends
+            slot = self.engine.end_slot(self.iterations.first + i)
             end = ends[slot] = ends.get(slot) or self.engine.device.new_event()
             end.record(self.iterations.caller_stream)
 

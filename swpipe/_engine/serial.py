@@ -31,7 +31,8 @@ class SerialLane:
         Raises:
             BaseException: Whatever a task raised, with a note of where.
         """
-        observers, has_streams = engine.observers(), engine.device.has_streams
+        observers = engine.observers()
+        has_streams = engine.device.has_streams
         releases = engine.releases and engine.releases.serially
         if releases is not None:
             begin(ctx)
@@ -57,7 +58,8 @@ class SerialLane:
         self, engine: Engine, observers: Sequence[Observer], task: PipelineTask, ctx: TypedContext
     ) -> None:
         """Run a task on the caller's stream, observed, or with its seed."""
-        device, i = engine.device, ctx.iter_idx
+        device = engine.device
+        i = ctx.iter_idx
         seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
         observed = observing(observers, self._instructions[task.name], i)
         with device.on(device.current_stream()), seeded, observed:

@@ -247,7 +247,8 @@ class Mode(NamedTuple):
     @classmethod
     def now(cls, other: object) -> Mode:
         """That of the calling thread."""
-        gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        gradients = torch.is_grad_enabled()
+        inference = torch.is_inference_mode_enabled()
         return cls(gradients, inference, torch.get_default_dtype(), other)
 
     def switch(self, other: object, in_flight: int) -> Mode:

@@ -126,7 +126,8 @@ class WorkerThread:
             target=self._run, name=name, daemon=True
         )
         self._refused: RuntimeError | None = None
-        self._started, self._done = ProgressCounter(), ProgressCounter()
+        self._started = ProgressCounter()
+        self._done = ProgressCounter()
         _thread.start_new_thread(self._start, ())
         self._started.wait(1)
         if self._refused is not None:
@@ -142,7 +143,8 @@ class WorkerThread:
 
     def _start(self) -> None:
         try:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             if thread is not None:
                 thread.start()
         except RuntimeError as error:  # the system refuses one more

@@ -90,17 +90,21 @@ class Watchdog:
     def _watch(self) -> None:
         seen: list[tuple[int, int]] = []
         interval_s = min(self._timeout_s / 5, 1.0)
-        idle_s, last, gone = 0.0, time.monotonic(), 0
+        idle_s = 0.0
+        last = time.monotonic()
+        gone = 0
         while not self._stopped.reaches(1, interval_s):
             now = time.monotonic()
-            looked_s, last = min(now - last, LOOK_COUNTS_AT_MOST * interval_s), now
+            looked_s = min(now - last, LOOK_COUNTS_AT_MOST * interval_s)
+            last = now
             gone = gone + 1 if self._owner() is None else 0
             if gone > 1:  # the finalizer has had its time
                 self._run.end()
                 return
             places = [(lane.period, lane.position) for lane in self._run.lanes]
             if places != seen or not self._run.in_call:
-                seen, idle_s = places, 0.0
+                seen = places
+                idle_s = 0.0
                 continue
             idle_s += looked_s
             if idle_s >= self._timeout_s and (caller := self._caller()) is not None:
@@ -157,7 +161,8 @@ def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
 
 
 def _doing(run: Run, lane: LaneRunner) -> str:
-    ins, wait = lane.instruction, unmet(run, lane)
+    ins = lane.instruction
+    wait = unmet(run, lane)
     place = _place(run, ins.task, lane.period - ins.stage)
     if wait is None:
         if ins.task in SOURCES:

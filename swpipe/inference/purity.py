@@ -90,10 +90,12 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
         self._given: set[StorageId] = set()
+        self._may_train = True
 
     def begin(self, ctx: Any) -> None:
         """Note the memory of the context: the loader may write it for each batch anew."""
         self._given = self._memory_of(ctx)
+        self._may_train = torch.is_grad_enabled()  # under no_grad nobody does, or it is seen
 
     def _memory_of(self, ctx: Any) -> set[StorageId]:
         values = attributes(ctx).values()
@@ -136,7 +138,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             span, uses = _span_of(tensor), self.uses.setdefault(number, [])
             use = next((use for use in uses if use.span == span), None)
             if use is None:
-                trains = owner.is_leaf and owner.requires_grad
+                trains = self._may_train and owner.is_leaf and owner.requires_grad
                 use = _MemoryUse(span, owner, version_of(owner), trains)
                 uses.append(use)
             use.writes |= mode != "r"

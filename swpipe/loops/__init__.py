@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from swpipe.loops.feed_pace import Arrival
     from swpipe.loops.feed_workers import StoreWorker, serve_store, worker_processes
     from swpipe.loops.feeding import Feed, FeedBatch, FeedWorker, Sample, feed
+    from swpipe.loops.stateful_loader import StatefulLoader
     from swpipe.loops.stop_request import StopRequest, WatchedLoop
+    from swpipe.loops.through_loop import OnCaller, ThroughLoop, on_caller, through
 
 __all__ = [
     "AccelerateLoader",
@@ -34,6 +36,7 @@ __all__ = [
     "Feed",
     "FeedBatch",
     "FeedWorker",
+    "OnCaller",
     "OutOfStepError",
     "Overlap",
     "OverlappedLoop",
@@ -41,29 +44,47 @@ __all__ = [
     "Resumable",
     "ResumableLoop",
     "Sample",
+    "StatefulLoader",
     "StopRequest",
     "StoreWorker",
+    "ThroughLoop",
     "UnevenDataError",
     "WatchedLoop",
     "ahead",
     "feed",
+    "on_caller",
     "overlap",
     "pad_with",
     "pad_with_last",
     "serve_store",
+    "through",
     "worker_processes",
 ]
 
+_LATE = {
+    "Arrival": "feed_pace",
+    "Feed": "feeding",
+    "FeedBatch": "feeding",
+    "FeedWorker": "feeding",
+    "OnCaller": "through_loop",
+    "Sample": "feeding",
+    "StatefulLoader": "stateful_loader",
+    "StopRequest": "stop_request",
+    "StoreWorker": "feed_workers",
+    "ThroughLoop": "through_loop",
+    "WatchedLoop": "stop_request",
+    "feed": "feeding",
+    "on_caller": "through_loop",
+    "serve_store": "feed_workers",
+    "through": "through_loop",
+    "worker_processes": "feed_workers",
+}
+"""What few loops use, and the module that has it."""
+
 if not TYPE_CHECKING:  # which would take each name for Any
-    _LATE = {
-        **dict.fromkeys(("StopRequest", "WatchedLoop"), "stop_request"),
-        **dict.fromkeys(("StoreWorker", "serve_store", "worker_processes"), "feed_workers"),
-        **dict.fromkeys(("Feed", "FeedBatch", "FeedWorker", "Sample", "feed"), "feeding"),
-        "Arrival": "feed_pace",
-    }
 
     def __getattr__(name: str) -> Any:
-        """What few loops use, loaded when asked for."""
+        """Return what few loops use, loaded when it is asked for."""
         if name in _LATE:
             return getattr(import_module(f"swpipe.loops.{_LATE[name]}"), name)
         raise AttributeError(f"module 'swpipe.loops' has no attribute {name!r}")

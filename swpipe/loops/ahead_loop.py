@@ -176,7 +176,7 @@ def ahead(
             "and functions; what the loader does itself has DataLoader(num_workers=)"
         )
     where = resolve(device)
-    tasks = _tasks(functions)
+    tasks = function_tasks(functions)
     if device is not None and not on_cpu(torch.device(where.name)):
         tasks.append(copy_task(where, buffers=prefetch + workers))
     least = 2 if tasks or is_prepared(loader) else 1
@@ -201,8 +201,8 @@ def ahead(
     return loop
 
 
-def _tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:
-    """A task for each function, by its name, and a number from the second of a name on."""
+def function_tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:
+    """Return a task for each function, by its name; with a number from the second of a name on."""
     found = []
     known = Counter[str]()
     for function in functions:

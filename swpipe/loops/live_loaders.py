@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,22 @@ def has_own_state(loader: Any) -> bool:
     begin it alike: it is begun again.
     """
     return has_state_dict(loader) and not is_prepared(loader)
+
+
+def with_state(loader: Any) -> Any:
+    """Return the loader, or a ``StatefulLoader`` of it if its iterators have ``get_state``."""
+    if has_state_dict(loader):
+        return loader
+    grain = sys.modules.get("grain")
+    names = ("IterDataset", "DataLoader")
+    makes = tuple(getattr(grain, name) for name in names if hasattr(grain, name))
+    methods = ("get_state", "set_state")
+    has_methods = all(callable(getattr(type(loader), name, None)) for name in methods)
+    if has_methods or isinstance(loader, makes):
+        from swpipe.loops.stateful_loader import StatefulLoader
+
+        return StatefulLoader(loader)
+    return loader
 
 
 def is_prepared_with_state(loader: Any) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import takewhile
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -52,6 +52,9 @@ from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
 
+if TYPE_CHECKING:
+    from swpipe.loops.handed_over import HandOver
+
 _GROUP = "loader"
 
 
@@ -73,9 +76,12 @@ class Overlap:
 
     def __str__(self) -> str:
         names = [*(["the loader"] if self.loader_ahead else []), *self.ahead]
-        in_turn = [n for n in self.plan.schedule if n not in (*self.ahead, HAND_OVER.name)]
+        others = [n for n in self.plan.schedule if n not in (*self.ahead, HAND_OVER.name)]
+        behind = [n for n in others if self.plan.schedule[n].thread_group != DEFAULT_GROUP]
+        in_turn = [n for n in others if n not in behind]
         lines = [f"ahead: {listed(names) if names else 'nothing'}"]
         lines += [f"in turn: {listed(in_turn)}"] if in_turn else []
+        lines += [f"behind: {listed(behind)}"] if behind else []
         return "\n".join([*map(wrapped, lines), *(wrapped(f"- {one}") for one in self.why)])
 
 
@@ -313,6 +319,7 @@ def loop_over(
     depth: int | None,
     keep: Sequence[str] | None,
     workers: int = 1,
+    handed: HandOver | None = None,
     **options: Any,
 ) -> L:
     """A loop of a kind, for ``overlap`` and ``ahead``, whose arguments the others are.
@@ -327,6 +334,7 @@ def loop_over(
         depth: As in a plan; None for the default.
         keep: As in a plan.
         workers: As for ``overlap``.
+        handed: The tasks behind the caller's thread, as for ``through``.
         options: Of the pipeline.
     """
     _check_loader(loader, draws)
@@ -362,10 +370,15 @@ def loop_over(
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
     if keep is not None or depth is not None:
         plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
-    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
+    tasks = functions.tasks
+    if handed is not None:
+        why = ()
+        plan = handed.plan(plan)
+        tasks = handed.tasks(tasks, leading)
+    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
-    pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
+    pipe = SWPipeline(plan, tasks, effects=effects, **options)
     loop = kind(loader, found, pipe, functions, draws, keep_nothing)
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop

@@ -36,6 +36,7 @@ from swpipe.loops.live_loaders import (
     lives_on,
     may_keep_rows,
     torchs,
+    with_state,
 )
 from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, names_told
@@ -100,7 +101,7 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._loader = loader
+        self._loader = loader = with_state(loader)
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
@@ -431,7 +432,7 @@ class ResumableLoop(Generic[Out]):
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
             return
-        if any(early_changes(pipe.plan, pipe.tasks)):
+        if self._changed_early():
             return
         if self.counted and self._is_complete(current) and not pipe.closed:
             pipe.settle()  # its end is found
@@ -439,6 +440,11 @@ class ResumableLoop(Generic[Out]):
             self._count(current)
         pipe.drop()
         self._dropped = True
+
+    def _changed_early(self) -> bool:
+        """Return whether tasks may have changed something for iterations in flight."""
+        pipe = self.pipe
+        return isinstance(pipe, SWPipeline) and any(early_changes(pipe.plan, pipe.tasks))
 
     def _check_lost(self, left: LoaderPass) -> None:
         """Refuse a new pass after one that was left, where what was dropped shows in it.
@@ -500,4 +506,4 @@ class ResumableLoop(Generic[Out]):
 
     def __len__(self) -> int:
         """The loader's length."""
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self._loader)

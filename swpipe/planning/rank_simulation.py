@@ -50,7 +50,8 @@ from swpipe.planning.simulation.timed_graph import TimedGraph, timed_graph
 
 _Times: TypeAlias = NDArray[np.float64]
 
-_WARM_UP, _MEASURED = 80, 240
+_WARM_UP = 80
+_MEASURED = 240
 """Iterations before those that are measured; 240 hold every pattern of up to 6, 8 or 10."""
 
 _PLACES = 8_192
@@ -107,16 +108,20 @@ class _Run:
 
     def step_us(self, *, differ: bool, meet: bool) -> float:
         """Return the mean step, of times that differ or not, and of ranks that meet or do not."""
-        nodes, into = self.graph.nodes, self._into
+        nodes = self.graph.nodes
+        into = self._into
         far = 1 + max(lag for arcs in into for _, _, lag in arcs)
         shape = (max(1, _PLACES // self.ranks.number), self.ranks.number) if differ else (1, 1)
         ends = np.zeros((len(nodes), far, *shape))
         factors: dict[int, Mapping[str, _Times]] = {}
-        last, first = _WARM_UP + _MEASURED, _WARM_UP
-        retire, retired = nodes[self.graph.retire], dict[int, float]()
+        last = _WARM_UP + _MEASURED
+        first = _WARM_UP
+        retire = nodes[self.graph.retire]
+        retired = dict[int, float]()
         for period in range(last + retire.stage + 1):
             for k in self._order:
-                node, end = nodes[k], ends[k, period % far]
+                node = nodes[k]
+                end = ends[k, period % far]
                 end[...] = 0.0
                 for tail, extra_us, lag in into[k]:
                     if period >= lag:
@@ -142,7 +147,8 @@ class _Run:
 
         Each iteration has a generator of its own, so that all plans meet the same slow batches.
         """
-        rng, ranks = np.random.default_rng((_SEED, iteration)), self.ranks
+        rng = np.random.default_rng((_SEED, iteration))
+        ranks = self.ranks
         jitter = _lognormal(rng, ranks.jitter, shape)
         found = {"": jitter}
         for task, (share, factor) in ranks.slow.items():
@@ -237,7 +243,8 @@ def _longest_us(
     graph: ScheduleGraph, ranks: Ranks, meets: int, tasks: Mapping[int, float]
 ) -> float:
     """Return the mean of the slowest rank's time for tasks between two meetings of one of them."""
-    to, back = _distances(graph, meets, ahead=True), _distances(graph, meets, ahead=False)
+    to = _distances(graph, meets, ahead=True)
+    back = _distances(graph, meets, ahead=False)
     rng = np.random.default_rng(_SEED)
     shape = (max(8, _SAMPLES // ranks.number), ranks.number)
     before, after = (_lognormal(rng, ranks.jitter, shape) for _ in range(2))

@@ -60,13 +60,15 @@ def first_unequal(
         atol: Likewise.
     """
     for name in {**a, **b}:
-        one, other = a.get(name, ABSENT), b.get(name, ABSENT)
+        one = a.get(name, ABSENT)
+        other = b.get(name, ABSENT)
         if one is ABSENT or other is ABSENT:
             return Unequal(name, (), one, other)
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             place = _first_different(one, other, rtol, atol)
             if place:
-                one, other = one[place].item(), other[place].item()
+                one = one[place].item()
+                other = other[place].item()
         else:
             place = None if _equal(one, other) else ()
         if place is not None:
@@ -117,9 +119,11 @@ def _first_different(
     if plain.layout != ahead.layout or plain.is_nested != ahead.is_nested:
         return ()
     if plain.is_nested:  # a ragged size is a new symbol for each tensor
-        parts, others = plain.detach().unbind(), ahead.detach().unbind()
+        parts = plain.detach().unbind()
+        others = ahead.detach().unbind()
     elif plain.shape == ahead.shape:
-        parts, others = (*parts_of(plain),), (*parts_of(ahead),)
+        parts = (*parts_of(plain),)
+        others = (*parts_of(ahead),)
     else:
         return ()
     if len(parts) != len(others):

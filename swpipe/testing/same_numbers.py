@@ -93,7 +93,8 @@ def assert_same_numbers(
     begin = default_generators(where)
     expected = [*_plain(make_loop(), iterations, where)]
     set_default_generators(where, begin)
-    loop, number = make_loop(), -1
+    loop = make_loop()
+    number = -1
     with overlap(
         loop.loader,
         loop.tasks,

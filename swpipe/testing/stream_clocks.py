@@ -127,7 +127,8 @@ class MemoryHistory(Generic[A]):
 
     def add(self, use: Use[A]) -> list[Use[A]]:
         """Add a use; returns those before that it races with."""
-        kept, races = [], []
+        kept = []
+        races = []
         base, begin, end = use.bytes
         for other in self._uses[base]:
             ordered = self._clocks.includes(use.stream, other.stream, other.launch)

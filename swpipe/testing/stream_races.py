@@ -291,7 +291,8 @@ class _Finder(Observer):
             if not func.overloadpacket.__name__.startswith(_ONLY_ALLOCATE):
                 uses += [(t, memory, True) for t, memory, new in results if new]
             if not any(not on_cpu(t) for t in [*(t for t, _ in arguments), *tensors_of(result)]):
-                launch, stream = host_launch, HOST
+                launch = host_launch
+                stream = HOST
             for tensor, memory, writes in uses:
                 access = watch.access(func._schema.name, self._name(stream), writes)
                 use = Use(memory, writes, stream, launch, access)
@@ -337,7 +338,9 @@ class _Watch(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, finder: _Finder, task: str = "", iteration: int | None = None) -> None:
         super().__init__(finder.device)
-        self._finder, self._task, self._iteration = finder, task, iteration
+        self._finder = finder
+        self._task = task
+        self._iteration = iteration
 
     def arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -41,8 +41,8 @@ class StepTimes(Observer):
 
     Args:
         *sinks: Where reports go. A path: a line of JSON each. An object with TensorBoard's
-            ``add_scalar``. A function that is called as ``wandb.log`` is: with the values, their
-            names after "swpipe/", and ``step=``.
+            ``add_scalar``, or a meter of OpenTelemetry with ``create_gauge``. A function that is
+            called as ``wandb.log`` is: with the values, their names after "swpipe/", and ``step=``.
         every: Steps between two reports.
         last: Of how many steps the percentiles are.
 
@@ -124,10 +124,22 @@ def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
         return lambda values, step: [
             sink.add_scalar(f"swpipe/{name}", value, step) for name, value in values.items()
         ]
+    if hasattr(sink, "create_gauge"):
+        gauges: dict[str, Any] = {}
+
+        def set_gauges(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                if name not in gauges:
+                    unit = "ms" if name.endswith("_ms") else ""
+                    gauges[name] = sink.create_gauge(f"swpipe.{name}", unit=unit)
+                gauges[name].set(value)
+
+        return set_gauges
     if callable(sink):
         return lambda values, step: sink(
             {f"swpipe/{name}": value for name, value in values.items()}, step=step
         )
     raise TypeError(
-        f"{sink!r} is no sink: give a path, an object with add_scalar, or a function(values, step=)"
+        f"{sink!r} is no sink: give a path, an object with add_scalar or create_gauge, or a "
+        "function(values, step=)"
     )

@@ -16,6 +16,7 @@ import pytest
 
 import swpipe._engine.run
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe._engine.admission import Admission
 from swpipe._engine.driver import Driver
 from swpipe.device.cpu import NoEvent
 from swpipe.errors import StallError
@@ -553,7 +554,7 @@ def test_a_drain_that_was_interrupted_goes_on_with_a_drain(
         assert pipe.progress(data).batch == 0
         with monkeypatch.context() as interrupted:
             interrupted.setattr(
-                swpipe._engine.run.Run, "ask", lambda run: throw(KeyboardInterrupt())
+                Admission, "take_error", lambda admission, i: throw(KeyboardInterrupt())
             )
             with pytest.raises(KeyboardInterrupt):
                 pipe.drain()

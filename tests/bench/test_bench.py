@@ -12,6 +12,7 @@ import torch
 
 from bench import (
     ahead,
+    behind,
     data_bound,
     dispatch,
     extras,
@@ -108,6 +109,7 @@ SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] 
     "workers": (
         lambda _: workers.rows(rounds=1, batches=3, read_s=0.002)[:8], [workers.WAITING_MOST] * 8
     ),
+    "behind": (lambda _: behind.rows(rounds=1, batches=3, scale=0.05), [behind.MOST] * 3),
 }  # fmt: skip
 """Each at a size too small to tell anything, with the bars of its rows."""
 

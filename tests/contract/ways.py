@@ -161,6 +161,24 @@ class AheadByWorkers(Ahead):
     workers = 3
 
 
+class Through(_Loop):
+    """``through(loader, decode, on_caller(step))``."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+
+        def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return rows, training.decode(rows)
+
+        def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+            return trained(training, *batch)
+
+        self.loop = swpipe.through(training.loader, decode, swpipe.on_caller(step), device="cpu")
+
+    def _begin(self) -> Generator[Tensor]:
+        yield from self.loop
+
+
 # ------------------------------------------------------------------------------------ by a plan
 
 
@@ -364,6 +382,6 @@ def trained(training: Training, rows: Tensor, x: Tensor) -> Tensor:
 
 
 WAYS = (
-    Ahead, AheadByWorkers, Overlap, OverlapInTurn, OverlapWithinBody,
+    Ahead, AheadByWorkers, Through, Overlap, OverlapInTurn, OverlapWithinBody,
     Serial, Piped, PulledByAGroup, PulledForWorkers, WithinCalls, Looped, Scheduled,
 )  # fmt: skip

@@ -73,7 +73,7 @@ MEASURED = {
 What else they say, such as which task bounds a step, is what was found on one machine.
 """
 
-DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ")
+DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ", "loader          pull")
 """How blocks begin that are drawings, or one example of what may be printed."""
 
 KINDS = re.compile(

@@ -140,6 +140,17 @@ def test_every_guarantee_says_how_it_is_checked() -> None:
     assert rows == [f"G{n}" for n in range(1, 13)]
 
 
+def test_each_example_has_a_line_on_the_page_of_examples() -> None:
+    """With the first sentence of its docstring."""
+    rows = []
+    for script in sorted((DOCS / "examples").glob("*.py")):
+        says = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+        name = script.name
+        rows.append(f"| [`{name}`](examples/{name}) | {says.partition(chr(10))[0]} |")
+    page = (DOCS / "examples.md").read_text(encoding="utf-8").splitlines()
+    assert sorted(line for line in page if line.startswith("| [")) == sorted(rows)
+
+
 def test_the_guide_and_the_readme_stay_short() -> None:
     """Both have a limit, so that what is added replaces something."""
     words = [

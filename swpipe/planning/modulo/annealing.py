@@ -34,7 +34,8 @@ from swpipe.planning.modulo.starts import distributed
 _MOVES_PER_TASK = 24
 """Moves of a run."""
 
-_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.5, 0.042
+_FIRST_TEMPERATURE = 0.5
+_LAST_TEMPERATURE = 0.042
 """How much worse a move may be: on average this fraction of the cost, over the number of tasks."""
 
 _CRITICAL = 0.8
@@ -71,7 +72,9 @@ class Annealer:
         self.incumbent: ModuloSchedule | None = None
         self.ii_us = math.inf
         self.work = 0
-        self._estimator, self._simulate, self._goal_us = estimator, simulate, goal_us
+        self._estimator = estimator
+        self._simulate = simulate
+        self._goal_us = goal_us
         self._rng = random.Random(1_000 * estimator.threads + estimator.depth)
         self._graph = estimator.graph
         self._operations = self._graph.size * (2 if self._graph.streams else 1)
@@ -100,7 +103,9 @@ class Annealer:
 
     def run(self, start: ModuloSchedule, work: float, *, to_threads: bool = True) -> None:
         """One run of annealing, from high temperature to low; or until ``work`` is done in all."""
-        graph, estimator, random = self._graph, self._estimator, self._rng.random
+        graph = self._graph
+        estimator = self._estimator
+        random = self._rng.random
         moves = _MOVES_PER_TASK * graph.size
         temperature = _FIRST_TEMPERATURE / graph.size
         cooling = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / moves)
@@ -120,7 +125,8 @@ class Annealer:
                 here.undo()
                 continue
             here.keep()
-            cost, critical = new, estimator.critical()
+            cost = new
+            critical = estimator.critical()
         if self._waiting is not None:
             self._ask(self._waiting)
 
@@ -133,7 +139,8 @@ class Annealer:
             return cost
         estimate_us = estimator.ii_us
         if 2 * self._simulating > self.work:
-            self._waiting, self._best_estimate_us = here.schedule, estimate_us
+            self._waiting = here.schedule
+            self._best_estimate_us = estimate_us
             return cost
         return cost + max(0.0, self._ask(here.schedule) - estimate_us)
 
@@ -145,14 +152,18 @@ class Annealer:
             self._answers[schedule] = self._simulate(schedule, self.ii_us)
         ii_us = self._answers[schedule]
         if ii_us < self.ii_us * (1 - TOLERANCE):
-            self.incumbent, self.ii_us = schedule, ii_us
-        self._waiting, self._best_estimate_us = None, self.ii_us
+            self.incumbent = schedule
+            self.ii_us = ii_us
+        self._waiting = None
+        self._best_estimate_us = self.ii_us
         return ii_us
 
     def _distributed(self, start: ModuloSchedule) -> ModuloSchedule:
         """The best of many distributions of the tasks to threads, by their estimate."""
-        graph, estimator = self._graph, self._estimator
-        best, best_cost = start, math.inf
+        graph = self._graph
+        estimator = self._estimator
+        best = start
+        best_cost = math.inf
         for _ in range(_DISTRIBUTIONS):
             self.work += graph.size // 4
             most_us = self.ii_us
@@ -163,5 +174,6 @@ class Annealer:
                 self.work += self._operations
                 cost = estimator.cost(start.order, thread, start.stage, best_cost)
                 if cost < best_cost:
-                    best, best_cost = replace(start, thread=thread), cost
+                    best = replace(start, thread=thread)
+                    best_cost = cost
         return best

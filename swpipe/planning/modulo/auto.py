@@ -194,7 +194,8 @@ class _Planner:
 
     def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
         """The plan with one more worker, again and again, in each group that is always busy."""
-        found, limits = best, self.limits
+        found = best
+        limits = self.limits
         host_us = {n: c.total_us for n, c in self.costs.of(best.plan.schedule).items()}
         while True:
             load: dict[str, float] = {}
@@ -222,7 +223,8 @@ class _Planner:
 
     def _choice(self) -> Choice:
         """The plan found, with the pull on the thread group that ``plan`` gives it."""
-        plan, limits = self.plan, self.limits
+        plan = self.plan
+        limits = self.limits
         if plan.pull_group is not None:  # beside the thread that pulls, one iteration ahead
             if min(limits.threads, limits.in_flight) == 1:
                 text = (
@@ -366,7 +368,8 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
     shared = shared_with_body(found)
     pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in found)
     silent = [name for name in shared if effects[name].undeclared]
-    why, named = [], [name for name in shared if name not in silent]
+    why = []
+    named = [name for name in shared if name not in silent]
     if silent:
         alone = len(silent) == 1
         why.append(

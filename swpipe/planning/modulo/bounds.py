@@ -160,7 +160,8 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
     even = max(total / threads, load[0], *graph.host_us)
     if graph.size > _MOST_TASKS:
         return even
-    least, nodes = total + 1.0, 0
+    least = total + 1.0
+    nodes = 0
 
     def place(k: int) -> None:
         nonlocal least, nodes
@@ -187,12 +188,15 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
 
 def _heaviest(graph: ScheduleGraph, depth: int | None) -> ArcCycle | None:
     """The heaviest cycle of dependences and, with a depth, of admission and retirement."""
-    n, place = graph.size, {v: 2 * k for k, v in enumerate(graph.serial)}
+    n = graph.size
+    place = {v: 2 * k for k, v in enumerate(graph.serial)}
     arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
     arcs.sort(key=lambda arc: place[arc.tail % n] + arc.tail // n)  # so that the search is fast
     if depth is None:
         return heaviest_cycle(2 * n, arcs)
-    admit, retire, done = 2 * n, 2 * n + 1, 2 * n + 2
+    admit = 2 * n
+    retire = 2 * n + 1
+    done = 2 * n + 2
     tasks = range(n)
     arcs = [
         *(Arc(admit, v, 0, 0) for v in tasks),

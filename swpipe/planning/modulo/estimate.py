@@ -55,7 +55,9 @@ class Estimator:
 
     def __init__(self, graph: ScheduleGraph, threads: int, depth: int) -> None:
         n = graph.size
-        self.graph, self.threads, self.depth = graph, threads, depth
+        self.graph = graph
+        self.threads = threads
+        self.depth = depth
         self.ii_us = math.inf
         self._rows = threads + len(graph.resources)
         names = dict(zip(graph.resources, range(threads, self._rows), strict=True))
@@ -89,14 +91,20 @@ class Estimator:
 
         A schedule that costs more than ``limit_us`` may be given up: it costs infinity.
         """
-        at, cause, handover_us = self._at, self._cause, self.graph.handover_us
-        free, first, last = [0.0] * self._rows, [-1.0] * self._rows, [-1] * self._rows
+        at = self._at
+        cause = self._cause
+        handover_us = self.graph.handover_us
+        free = [0.0] * self._rows
+        first = [-1.0] * self._rows
+        last = [-1] * self._rows
         first[0] = 0.0  # the caller's thread begins with <retire> of the period before
         admit = -1.0 if self.graph.streams else 0.0
         newest = max(stage) - self.depth + 1
         later: list[tuple[int, int, _Into]] = []
         for task in order:
-            mine, s, start = thread[task], stage[task], 0.0
+            mine = thread[task]
+            s = stage[task]
+            start = 0.0
             if s == newest:
                 if admit < 0:
                     admit = free[0]
@@ -112,11 +120,13 @@ class Estimator:
                         if across_us and thread[producer] != mine:
                             ready += across_us
                         if ready > start:
-                            start, because = ready, tail
+                            start = ready
+                            because = tail
                 for row, _ in held:
                     k = mine if row < 0 else row
                     if free[k] > start:
-                        start, because = free[k], last[k]
+                        start = free[k]
+                        because = last[k]
                 at[operation], cause[operation] = start, because
                 for row, time_us in held:
                     k = mine if row < 0 else row
@@ -135,7 +145,8 @@ class Estimator:
 
     def critical(self) -> list[int]:
         """The tasks that set the interval of the last estimate: each waited for the next."""
-        operation, found = self._limiting, []
+        operation = self._limiting
+        found = []
         while operation >= 0:
             found.append(operation % self.graph.size)
             operation = self._cause[operation]
@@ -144,22 +155,26 @@ class Estimator:
     def _row_time(
         self, free: Sequence[float], first: Sequence[float], last: Sequence[int]
     ) -> float:
-        longest, self._limiting = 0.0, last[0]
+        longest = 0.0
+        self._limiting = last[0]
         for row in range(self._rows):
             if first[row] >= 0 and free[row] - first[row] > longest:
-                longest, self._limiting = free[row] - first[row], last[row]
+                longest = free[row] - first[row]
+                self._limiting = last[row]
         return longest
 
     def _later_time(
         self, us: float, later: Sequence[tuple[int, int, _Into]], thread: Sequence[int]
     ) -> float:
-        n, at = self.graph.size, self._at
+        n = self.graph.size
+        at = self._at
         for head, lag, (tail, producer, time_us, across_us, _) in later:
             after = at[tail] + time_us - at[head]
             if thread[producer] != thread[head % n]:
                 after += across_us
             if after > us * lag:
-                us, self._limiting = after / lag, tail
+                us = after / lag
+                self._limiting = tail
         return us
 
     def _frame_time(
@@ -172,7 +187,10 @@ class Estimator:
         first: Sequence[float],
     ) -> float:
         """What ``<admit>`` and ``<retire>`` ask for, given when they come, if that is more."""
-        graph, at, n, over = self.graph, self._at, self.graph.size, self.graph.handover_us
+        graph = self.graph
+        at = self._at
+        n = self.graph.size
+        over = self.graph.handover_us
         oldest = max(stage)
         newest = oldest - self.depth + 1
         ends = [at[v] + host + (over if thread[v] else 0.0) for v, host in enumerate(graph.host_us)]

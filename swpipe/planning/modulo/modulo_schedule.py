@@ -74,7 +74,9 @@ def plan_of(
             base.schedule.items(), schedule.stage, schedule.thread, strict=True
         )
     }
-    within, across, same = list(base.deps), list(base.cross_iter_deps), []
+    within = list(base.deps)
+    across = list(base.cross_iter_deps)
+    same = []
     for c, p in base.same_period_deps:
         distance = base.schedule[p].stage - base.schedule[c].stage
         if entries[p].stage - entries[c].stage == distance:

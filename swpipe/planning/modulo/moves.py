@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
-_TO_THREAD, _TO_STAGE = 0.5, 0.3
+_TO_THREAD = 0.5
+_TO_STAGE = 0.3
 """The probability that a move tries another thread; another stage. Else it tries another place."""
 
 _TOGETHER = 12
@@ -51,7 +52,10 @@ class MovableSchedule:
         depth: int,
         random: Callable[[], float],
     ) -> None:
-        self._graph, self._threads, self._depth, self._draw = graph, threads, depth, random
+        self._graph = graph
+        self._threads = threads
+        self._depth = depth
+        self._draw = random
         self.order = list(schedule.order)
         self.thread = list(schedule.thread)
         self.stage = list(schedule.stage)
@@ -84,7 +88,9 @@ class MovableSchedule:
 
     def _to_thread(self, task: int) -> bool:
         """Move a task to another thread, in half of the cases in exchange for one from there."""
-        frozen, thread, partner = self._graph.frozen, self.thread, -1
+        frozen = self._graph.frozen
+        thread = self.thread
+        partner = -1
         target = int(self._draw() * self._threads)
         if self._draw() < 0.5:
             partner = int(self._draw() * len(thread))
@@ -100,7 +106,8 @@ class MovableSchedule:
 
     def _to_stage(self, task: int, by: int) -> bool:
         """Move a task a stage on or back, and all tasks that dependences take along."""
-        graph, stage = self._graph, self.stage
+        graph = self._graph
+        stage = self.stage
         arcs = graph.consumers if by > 0 else graph.producers
         moved = [task]
         for v in moved:  # grows meanwhile
@@ -135,8 +142,11 @@ class MovableSchedule:
 
     def _room(self, task: int, order: Sequence[int], missing: set[int]) -> tuple[int, int]:
         """The first and the last place that dependences of lag 0 leave to a task."""
-        graph, stage, s = self._graph, self.stage, self.stage[task]
-        low, high = 0, len(order)
+        graph = self._graph
+        stage = self.stage
+        s = self.stage[task]
+        low = 0
+        high = len(order)
         for p, distance in graph.producers[task]:
             if s - stage[p] + distance == 0 and p not in missing:
                 low = max(low, order.index(p) + 1)
@@ -171,7 +181,8 @@ class MovableSchedule:
 
     def _exchange(self, low: int, high: int) -> bool:
         """Put the tasks at two places the other way round; False where one needs the other."""
-        between, onward = self.order[low : high + 1], self._draw() < 0.5
+        between = self.order[low : high + 1]
+        onward = self._draw() < 0.5
         if onward:  # the first goes right after the last
             along = self._along(between, self._graph.producers)
         else:  # the last goes right before the first
@@ -184,7 +195,8 @@ class MovableSchedule:
 
     def _along(self, tasks: Sequence[int], arcs: Sequence[Iterable[tuple[int, int]]]) -> set[int]:
         """The first of the tasks, and those that dependences of lag 0 take along with it."""
-        stage, found = self.stage, {tasks[0]}
+        stage = self.stage
+        found = {tasks[0]}
         way = 1 if arcs is self._graph.producers else -1
         for task in tasks[1:]:
             for other, distance in arcs[task]:

@@ -147,7 +147,8 @@ def schedule_graph(
     plan = resolved.plan
     limits.check(plan)
     names = tuple(plan.schedule)
-    n, index = len(names), {name: v for v, name in enumerate(names)}
+    n = len(names)
+    index = {name: v for v, name in enumerate(names)}
     task_costs = list(costs.of(names).values())
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)

@@ -25,7 +25,8 @@ from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import starts
 from swpipe.planning.simulation.interval import interval_us
 
-_WORK, _WORK_PER_TASK = 200_000, 35_000
+_WORK = 200_000
+_WORK_PER_TASK = 35_000
 """The usual effort, in operations estimated: what takes about a second for 14 tasks."""
 
 _MOST_COUNTED = 200
@@ -62,7 +63,8 @@ class FoundPlan:
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
-        mine, others = self.schedule, other.schedule
+        mine = self.schedule
+        others = other.schedule
         size = (self.ahead, mine.threads, mine.parts)
         return size < (other.ahead, others.threads, others.parts)
 
@@ -74,7 +76,8 @@ class Search:
         self, base: PipelinePlan, costs: CostModel, graph: ScheduleGraph, effort: float = 1.0
     ) -> None:
         self.graph = graph
-        self._base, self._costs = base, costs
+        self._base = base
+        self._costs = costs
         self._work = effort * (_WORK + _WORK_PER_TASK * min(graph.size, _MOST_COUNTED))
 
     def bound_us(self, threads: int, depth: int) -> float:
@@ -88,7 +91,8 @@ class Search:
 
         To be asked for first: it leaves a small share of the effort for lower limits.
         """
-        best, bound_us = self.serial(), self.bound_us(threads, depth)
+        best = self.serial()
+        bound_us = self.bound_us(threads, depth)
         if best.ii_us <= bound_us * (1 + TOLERANCE):
             return best
         rest = self._work * _LIMITS_SHARE

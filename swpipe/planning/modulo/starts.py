@@ -77,7 +77,8 @@ def _in_order(graph: ScheduleGraph, stages: Sequence[int], threads: int) -> Modu
         order = period_order_of(graph, stages, {v: (place,) for place, v in enumerate(first)})
     except CycleError:
         return None
-    load, thread = [0.0] * threads, [0] * graph.size
+    load = [0.0] * threads
+    thread = [0] * graph.size
     load[0] = sum(graph.host_us[v] for v in graph.frozen)
     for v in order:
         if v not in graph.frozen:
@@ -93,7 +94,8 @@ def distributed(
 
     None where a task fits on no thread: each may have ``most_us`` of host work.
     """
-    load, thread = [0.0] * threads, [0] * graph.size
+    load = [0.0] * threads
+    thread = [0] * graph.size
     load[0] = sum(graph.host_us[v] for v in graph.frozen)
     key = [us * (1 - _MIXED * random()) for us in graph.host_us]
     for v in sorted(range(graph.size), key=key.__getitem__, reverse=True):

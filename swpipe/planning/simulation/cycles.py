@@ -87,9 +87,12 @@ def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> ArcCycle 
         PlanError: The search takes more than ``MOST_STEPS``.
     """
     best: ArcCycle | None = None
-    time, distance = above, 1
+    time = above
+    distance = 1
     while (heavier := _positive_cycle(nodes, arcs, time, distance)) is not None:
-        best, time, distance = heavier, heavier.time, heavier.distance
+        best = heavier
+        time = heavier.time
+        distance = heavier.distance
     return best
 
 

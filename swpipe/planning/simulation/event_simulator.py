@@ -61,8 +61,10 @@ class EventSimulator:
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
-        self.graph, self.iterations = graph, iterations
-        self.size, self._reach = len(graph.nodes), graph.reach
+        self.graph = graph
+        self.iterations = iterations
+        self.size = len(graph.nodes)
+        self._reach = graph.reach
         self.limit = self.size * (iterations + graph.depth - 1)
         self.start: list[int] = []
         self.end: list[int] = []
@@ -127,11 +129,19 @@ class EventSimulator:
 
     def _propagate(self, stack: list[int]) -> None:
         """Compute all executions that follow from those on the stack, except contended ones."""
-        size, total, count = self.size, self.iterations, len(self.end)
-        stage, time, request, out = self._stage, self._time, self._request, self._out
-        start, pending, end = self.start, self._pending, self.end
+        size = self.size
+        total = self.iterations
+        count = len(self.end)
+        stage = self._stage
+        time = self._time
+        request = self._request
+        out = self._out
+        start = self.start
+        pending = self._pending
+        end = self.end
         queues = self.graph.queues
-        each, sampled = self._each, self._sampled
+        each = self._each
+        sampled = self._sampled
         while stack:
             execution = stack.pop()
             k = execution % size
@@ -170,7 +180,8 @@ class EventSimulator:
             return self._launch(execution)
         k = execution % self.size
         needs = self._needs[k] if request is _Request.HOLD else (_LOCK,)
-        free, begin = self._free, time
+        free = self._free
+        begin = time
         for what in needs:
             if free[what] == _HELD:
                 self._blocked.setdefault(what, []).append((time, execution, request))
@@ -185,7 +196,8 @@ class EventSimulator:
         return [execution]
 
     def _start(self, execution: int, k: int, begin: int) -> None:
-        time, lock = self._time[k], self._lock[k]
+        time = self._time[k]
+        lock = self._lock[k]
         if self._each[k] and time:
             iteration = execution // self.size - self._stage[k]
             taken = self._each[k][iteration % self._sampled]
@@ -248,7 +260,8 @@ class _Waits:
         self.counts = [0] * len(graph.nodes)
         self.first: dict[int, list[int]] = defaultdict(list)
         self.over: dict[int, list[int]] = defaultdict(list)
-        nodes, fixed = graph.nodes, len(graph.arcs) - graph.optional
+        nodes = graph.nodes
+        fixed = len(graph.arcs) - graph.optional
         for _, head, _, lag in graph.arcs[:fixed]:
             self.first[lag].append(head)
         for tail, head, _, lag in graph.arcs[fixed:]:
@@ -277,8 +290,10 @@ time; for arcs that apply only if both iterations exist, the offset between the 
 
 def _outgoing(graph: TimedGraph) -> list[list[_OutArc]]:
     out: list[list[_OutArc]] = [[] for _ in graph.nodes]
-    stage, time = [node.stage for node in graph.nodes], [node.time for node in graph.nodes]
-    size, fixed = len(graph.nodes), len(graph.arcs) - graph.optional
+    stage = [node.stage for node in graph.nodes]
+    time = [node.time for node in graph.nodes]
+    size = len(graph.nodes)
+    fixed = len(graph.arcs) - graph.optional
     for tail, head, taken, lag in graph.arcs[:fixed]:
         out[tail].append((lag * size + head - tail, taken - time[tail], None))
     for tail, head, taken, lag in graph.arcs[fixed:]:

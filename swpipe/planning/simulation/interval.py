@@ -77,7 +77,8 @@ def _sampled_interval(graph: TimedGraph) -> Interval:
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
     """The interval of a run that repeats, or the mean of a long run; whether it is exact."""
     run = EventSimulator(graph, UNBOUNDED)
-    size, memory = run.size, _memory(graph)
+    size = run.size
+    memory = _memory(graph)
     offsets = [node.stage * size + k for k, node in enumerate(graph.nodes)]
     retired: list[int] = []
     shapes: list[tuple[int, ...]] = []
@@ -86,7 +87,9 @@ def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
     for i in range(LONGEST_RUN * graph.reach):
         retired.append(run.retired(i))
         # All ends in the iteration, relative to its retirement; and the time since the last one.
-        done, end, first = retired[i], run.end, i * size
+        done = retired[i]
+        end = run.end
+        first = i * size
         shape = (done - retired[i - 1], *[end[first + offset] - done for offset in offsets])
         shapes.append(shape)
         for pattern in range(1, min(i, LONGEST_PATTERN) + 1):
@@ -142,9 +145,11 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     key, busy = graph.busiest()
     if ii_us <= busy / TICKS_PER_US:
         if isinstance(key, Row):
-            what, state = f"{key.kind} {key.name!r}", "busy"
+            what = f"{key.kind} {key.name!r}"
+            state = "busy"
         else:
-            what, state = f"the {key}" if key == LOCK else f"resource {key!r}", "taken"
+            what = f"the {key}" if key == LOCK else f"resource {key!r}"
+            state = "taken"
         tasks = tuple(task for task, time in graph.load[key].items() if time)
         return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tasks)
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady))
@@ -160,7 +165,9 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
 
 
 def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
-    nodes, arcs, iteration = graph.nodes, cycle.arcs, 0
+    nodes = graph.nodes
+    arcs = cycle.arcs
+    iteration = 0
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
     words: list[str] = []
     for tail, head, _, lag in (*arcs[first:], *arcs[:first], arcs[first]):

@@ -216,11 +216,14 @@ def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
     """
     if costs.memory is None:
         return None
-    plan, graph = program.resolved.plan, timed_graph(program, costs, least=_TICKS_PER_NS)
-    least, most = 3 * graph.depth + 8, MOST_STEPS // len(graph.nodes)
+    plan = program.resolved.plan
+    graph = timed_graph(program, costs, least=_TICKS_PER_NS)
+    least = 3 * graph.depth + 8
+    most = MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
     made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
-    blocks, going = costs.memory.under(plan.keep), ReleasePlaces(HappensBefore(program))
+    blocks = costs.memory.under(plan.keep)
+    going = ReleasePlaces(HappensBefore(program))
     places = {users: going.after(users) for users in {block.users for block in blocks}}
     memory = replace(costs.memory, blocks=blocks)
     used = made_on if program.streams and plan.names_streams else None
@@ -245,7 +248,8 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
 
 def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
     """The spans of a run; also of what takes no time on a stream, if ``events``."""
-    nodes, returns = run.graph.nodes, run.graph.returns
+    nodes = run.graph.nodes
+    returns = run.graph.returns
     hidden = {k for k, node in enumerate(nodes) if node.task == BEGIN or k in returns.values()}
     for execution, start in enumerate(run.start):
         period, k = divmod(execution, len(nodes))
@@ -253,7 +257,8 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
         iteration = period - node.stage
         if not 0 <= iteration < run.iterations or k in hidden:
             continue
-        wait, end = 0, run.end[execution - k + returns.get(k, k)]
+        wait = 0
+        end = run.end[execution - k + returns.get(k, k)]
         row = node.row
         if row.kind == "thread":
             threads = run.graph.threads[row]
@@ -262,5 +267,6 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
             wait = start - run.end[before] if before >= 0 else start
         elif start == end and not events:  # an event without work
             continue
-        begin_ns, end_ns = start // _TICKS_PER_NS, end // _TICKS_PER_NS
+        begin_ns = start // _TICKS_PER_NS
+        end_ns = end // _TICKS_PER_NS
         yield Span(node.task, iteration, row, begin_ns, end_ns, wait // _TICKS_PER_NS)

@@ -219,7 +219,8 @@ class _Builder:
         self.on_device = [there and cost.device_us > 0 for _, cost, there in each]
 
     def build(self) -> TimedGraph:
-        nodes, lines = self._nodes(), list(self._lines())
+        nodes = self._nodes()
+        lines = list(self._lines())
         streams = [line for line in lines if line.on_one_stream and line.is_programs]
         queues = [line for line in lines if line not in streams]
         optional = tuple(self._optional(nodes))
@@ -276,14 +277,17 @@ class _Builder:
         shared = self._requested()
         holders = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
         lockers = [thread for row in holders for thread in self.threads[row]]
-        nodes, device = [], []
+        nodes = []
+        device = []
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
             held = tuple(r for r in cost.resources if r in shared) if shared else ()
             here, there = ((), held) if self.on_device[k] else (held, ())
             lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
             previous = before[ins.task]
             back = 0 if ins.position else len(self.threads[self.rows[k]])
-            row, stream_row, time = self.rows[k], self.stream_rows[k], self.times[k]
+            row = self.rows[k]
+            stream_row = self.stream_rows[k]
+            time = self.times[k]
             each = [*cost.each(self.sampled)]
             times = tuple(max(self.least, host_time(one, self.has_stream[k])) for one in each)
             nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back, times))
@@ -341,7 +345,8 @@ class _Builder:
         for ins in self.instructions:
             for wait in ins.event_waits:
                 if wait.producer in self.device:  # the batch itself is assumed to be on the host
-                    tail, head = self.device[wait.producer], self.device[ins.task]
+                    tail = self.device[wait.producer]
+                    head = self.device[ins.task]
                     lag = stage[ins.task] - stage[wait.producer] + wait.distance
                     yield Arc(tail, head, nodes[tail].time, lag)
         if (limit := self.program.launch_limit) is not None:
@@ -353,7 +358,8 @@ class _Builder:
     def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
         """What each task uses, and for how many ticks."""
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
-            has_stream, row = self.has_stream[k], self.rows[k]
+            has_stream = self.has_stream[k]
+            row = self.rows[k]
             busy = max(self.times[k], thread_time(cost, has_stream))
             yield row, ins.task, -(-busy // len(self.threads[row]))
             if has_stream:

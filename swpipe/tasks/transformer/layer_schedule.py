@@ -304,7 +304,8 @@ class TransformerLayerSchedulePlan:
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the nodes; a subclass may override it and replace some."""
-        layer, chunk_state = self.layer, self.chunk_state
+        layer = self.layer
+        chunk_state = self.chunk_state
         decoder = decoder_of(layer)
         shared = (event, self.layer_state, chunk_state)
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}

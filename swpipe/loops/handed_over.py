@@ -1,0 +1,320 @@
+"""What the caller's thread hands over to the functions behind it, and how far these have come.
+
+    caller    model 3, hand over 3 ──┐   model 4, hand over 4 ──┐   result 3   body 3
+    decode    decode 2               └─> decode 3               └─> decode 4      ^
+    write     write 1     write 2                  write 3 ───────────────────────┘
+
+Guarantees
+    - A function with one thread runs on the iterations in order. Each function runs once on each.
+    - An error of iteration i, of any function, is raised in place of its result: the results before
+      are complete (1). No function begins on iteration i or a later one when the error is known.
+    - When the loop is left, the functions end on all iterations that were handed over before the
+      first error: those that run are awaited (2), the rest runs on the caller's thread (3).
+    - A value that was changed between its hand-over and its result is an error (4).
+
+Assumptions
+    - No lock is taken, which an interrupt of the caller's thread could leave locked. A thread says
+      that it runs, and then looks whether the loop was left; who leaves it does the reverse (5).
+    - ``finish`` and ``take`` are called on the caller's thread only, with no other call under way.
+    - Functions behind change their own state only, and draw from no default generator. The first
+      runs of each function are watched for draws.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swpipe._values.walk import map_tensors
+from swpipe.core.messages import listed
+from swpipe.core.plan import PipelinePlan, TaskSchedule
+from swpipe.core.task import DeclaredIO, PipelineTask
+from swpipe.device import Device, on_cpu
+from swpipe.device.protocol import Event
+from swpipe.errors import PlanError, Problem, add_note
+from swpipe.inference.operators import OperatorRecorder
+from swpipe.loops.batches_ahead import BatchAsPulled
+
+_WATCHED = 4
+"""So many runs of each function are watched for draws."""
+
+_LONGEST_S = 600.0
+"""How long a loop that is left waits for a function that is running."""
+
+_PAUSE_S = 50e-6
+"""How long a thread sleeps before it looks again for the end of a copy, or of a function."""
+
+
+@dataclass(slots=True)
+class Handed:
+    """An iteration that was handed over.
+
+    Attributes:
+        ctx: Its context.
+        value: The value as it was handed over.
+        copied: Reached when the device has copied the value to the host; None if it has not to.
+        done: How many functions behind have run.
+        thread: The thread that is running one of them; 0 for none.
+        lost: One of them has begun and not returned: as in a plain loop, none runs again.
+    """
+
+    ctx: Any
+    value: BatchAsPulled
+    copied: Event | None
+    done: int = 0
+    thread: int = 0
+    lost: bool = False
+
+
+class HandOver:
+    """The iterations of one loop between the caller's thread and their results.
+
+    Attributes:
+        failure: The error that was met first, by iteration; None for none.
+        handed: The iterations that were handed over and not taken, by number.
+        left: Those that were not taken when the loop was left, oldest first.
+        interrupted: Whether an interrupt has ended a function on the caller's thread.
+
+    Args:
+        caller: The task on the caller's thread that hands over.
+        behind: The tasks behind it, in order.
+        workers: How many threads each of these has.
+        lag: How many iterations the results may be behind the caller's thread.
+        to_host: Whether tensors are copied to the host.
+        device: The loop's device.
+        watched: Whether the functions are watched for draws.
+    """
+
+    def __init__(
+        self,
+        caller: PipelineTask,
+        behind: Sequence[PipelineTask],
+        workers: Sequence[int],
+        *,
+        lag: int,
+        to_host: bool,
+        device: Device,
+        watched: bool,
+    ) -> None:
+        own = [_declared(task, threads) for task, threads in zip(behind, workers, strict=True)]
+        self.given = (_declared(caller, 1), *own)
+        self.handed: dict[int, Handed] = {}
+        self.left: list[Handed] = []
+        self.interrupted = False
+        self._names = [task.name for task in behind]
+        self._functions = [task.fn for task in behind]
+        self._caller = caller.name
+        self._workers = [*workers]
+        self._lag = lag
+        self._to_host = to_host
+        self._device = device
+        self._watched = [_WATCHED if watched else 0 for _ in behind]
+        self._failures: dict[int, BaseException] = {}
+        self._stopped = False
+
+    # ------------------------------------------------------------------------ plan and tasks
+
+    def plan(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return the plan of a loop with the tasks behind on threads and streams of their own."""
+        stage = plan.max_stage + self._lag
+        schedule = dict(plan.schedule)
+        for name, threads in zip(self._names, self._workers, strict=True):
+            place = f"behind {name}"[:200]
+            schedule[name] = TaskSchedule(stage, place, place, workers=threads)
+        deps = plan.deps or [(after, before) for before, after in pairwise(schedule)]
+        return replace(plan, schedule=schedule, deps=deps)
+
+    def tasks(
+        self, tasks: Sequence[PipelineTask], ahead: Sequence[PipelineTask]
+    ) -> tuple[PipelineTask, ...]:
+        """Return all tasks, those on the caller's thread and behind with functions that do this."""
+        return tuple(
+            task
+            if number < len(ahead)
+            else self._behind(task)
+            if task.name in self._names
+            else self._on_caller(task)
+            for number, task in enumerate(tasks)
+        )
+
+    def _on_caller(self, task: PipelineTask) -> PipelineTask:
+        @wraps(task.fn)
+        def run(ctx: Any) -> None:
+            if self._is_after_failure(ctx.iter_idx):
+                return
+            self.interrupted = True
+            try:
+                task.fn(ctx)
+                if task.name == self._caller:
+                    self._hand_over(ctx)
+            except Exception as error:  # noqa: BLE001 - raised in place of the result (1)
+                self._fail(ctx.iter_idx, task.name, error)
+            self.interrupted = False
+
+        return replace(task, fn=run)
+
+    def _hand_over(self, ctx: Any) -> None:
+        copied = None
+        if self._to_host:
+            ctx.batch = map_tensors(ctx.batch, self._on_host)
+            copied = self._device.new_event()
+            copied.record(self._device.current_stream())
+        self.handed[ctx.iter_idx] = Handed(ctx, BatchAsPulled(ctx.batch, keep=False), copied)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor into host memory of its own; from a device, without waiting for it."""
+        pinned = self._device.pins_memory and not on_cpu(tensor)
+        there = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+        return there.copy_(tensor.detach(), non_blocking=True)
+
+    def _behind(self, task: PipelineTask) -> PipelineTask:
+        number = self._names.index(task.name)
+
+        @wraps(task.fn)
+        def run(ctx: Any) -> None:
+            handed = self.handed.get(ctx.iter_idx)
+            if handed is None or handed.done != number or self._is_after_failure(ctx.iter_idx):
+                return
+            handed.thread = threading.get_ident()  # before it looks whether the loop was left (5)
+            try:
+                if not self._stopped:
+                    self._run(handed)
+            finally:
+                handed.thread = 0
+
+        return replace(task, fn=run)
+
+    def _run(self, handed: Handed) -> None:
+        """Run the next function on an iteration."""
+        number = handed.done
+        try:
+            while handed.copied is not None and not handed.copied.query():
+                time.sleep(_PAUSE_S)
+            handed.copied = None
+            handed.lost = True
+            if self._watched[number]:
+                self._watched[number] -= 1
+                self._run_watched(number, handed.ctx)
+            else:
+                self._functions[number](handed.ctx)
+        except Exception as error:  # noqa: BLE001 - raised in place of the result (1)
+            self._fail(handed.ctx.iter_idx, self._names[number], error)
+        else:
+            handed.done += 1
+            handed.lost = False
+
+    def _run_watched(self, number: int, ctx: Any) -> None:
+        recorder = OperatorRecorder(self._device)
+        with recorder:
+            self._functions[number](ctx)
+        if 0 in recorder.draws:
+            raise _problem(
+                self._names[number],
+                "draws from torch's default generators beside the caller's thread, so its numbers "
+                "depend on who draws before it. Give it a torch.Generator of its own",
+            )
+
+    # ------------------------------------------------------------------------------ failures
+
+    def _fail(self, iteration: int, name: str, error: Exception) -> None:
+        if isinstance(error, StopIteration):  # to the loop it would be the end of the data
+            cause = error
+            error = RuntimeError(f"{name!r} raised StopIteration")
+            error.__cause__ = cause
+        add_note(error, f"swpipe: raised by {name!r}, iteration {iteration}")
+        self._failures.setdefault(iteration, error)
+
+    def _is_after_failure(self, iteration: int) -> bool:
+        return any(failed <= iteration for failed in self._failures.copy())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the first iteration that has one."""
+        return self._failures[min(self._failures)] if self._failures else None
+
+    # ----------------------------------------------------------------------------- the caller
+
+    def begin(self) -> None:
+        """A pass begins, or goes on."""
+        self._failures.clear()
+        self._stopped = self.interrupted = False
+        self.handed.clear()
+
+    def complete(self, handed: Handed) -> None:
+        """Run on this thread what has not run on an iteration."""
+        while handed.done < len(self._functions) and not handed.lost:
+            if self._is_after_failure(handed.ctx.iter_idx):
+                return
+            self._run(handed)
+
+    def take(self, iteration: int) -> None:
+        """Raise what there is in place of an iteration's result.
+
+        Raises:
+            PlanError: The value that was handed over has been changed since.
+            Exception: What a function has raised.
+        """
+        handed = self.handed.get(iteration)
+        failure = self._failures.get(iteration)
+        if failure is not None:
+            self.handed.pop(iteration, None)
+            raise failure
+        if handed is not None and handed.value.written():  # (4)
+            names = listed([repr(name) for name in self._names])
+            error = _problem(
+                self._caller,
+                f"handed over a value of iteration {iteration} that was changed before {names} "
+                "had run, by the next iterations on the caller's thread or by a function behind. "
+                "Hand over a copy (on_caller(function, to_host=True)), and let functions behind "
+                "make new values",
+            )
+            del self.handed[iteration]
+            self._failures[iteration] = error
+            raise error
+
+    def finish(self) -> None:
+        """The loop is left: run what is behind, and move what was not taken to ``left``.
+
+        Raises:
+            RuntimeError: A function has not returned.
+        """
+        try:
+            self._stopped = True  # before it looks whether one runs (5)
+            deadline = time.monotonic() + _LONGEST_S
+            while not self._is_idle():  # (2)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"a function behind the loop has not returned for {_LONGEST_S:.0f} s"
+                    )
+                time.sleep(_PAUSE_S)
+            for number in sorted(self.handed):
+                self.complete(self.handed[number])  # (3)
+        finally:
+            self.left = [self.handed[number] for number in sorted(self.handed)]
+            self.handed = {}
+            missed = [h.ctx.iter_idx for h in self.left if h.done < len(self._functions)]
+            if missed and self.failure is not None:
+                text = f"swpipe: functions behind did not run on iterations {missed}"
+                add_note(self.failure, text)
+
+    def _is_idle(self) -> bool:
+        own = threading.get_ident()  # an interrupt may have ended what ran on this one
+        return all(handed.thread in (0, own) for handed in self.handed.copy().values())
+
+
+def _declared(task: PipelineTask, threads: int) -> PipelineTask:
+    """A task that changes a state of its own, or on several threads none."""
+    own = DeclaredIO(state=f"what {task.name} keeps"[:200], others="", on_host=threads == 1)
+    return task if threads > 1 else replace(task, pure=False, io=(own,))
+
+
+def _problem(name: str, text: str) -> PlanError:
+    return PlanError([Problem(f"{name!r} {text}", (name,))])

@@ -1,0 +1,315 @@
+"""The results of a loader's batches: functions before the loop's thread, one on it, some behind it.
+
+The line, and who does what at the same time::
+
+    for result in swpipe.through(loader, tokenize, on_caller(model), decode, write):
+        ...                                             # uses results alone
+
+    loader's thread    pull 4
+    io                 tokenize 3
+    caller             model 2     body of result 0
+    behind decode      decode 1
+    behind write       write 0
+
+It is the plan and the loop of ``overlap``. The functions behind are tasks of a later stage, each in
+a thread group of its own; ``handed_over`` says what they do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from swpipe.core.context import IterContext
+from swpipe.core.keywords import suggests_keywords
+from swpipe.core.messages import listed, shown
+from swpipe.device import Device, copy_task, on_cpu, resolve
+from swpipe.loops.accelerate import is_prepared
+from swpipe.loops.ahead_loop import function_tasks
+from swpipe.loops.ahead_tasks import HAND_OVER
+from swpipe.loops.handed_over import Handed, HandOver
+from swpipe.loops.live_loaders import goes_on
+from swpipe.loops.loader_pass import LoaderPass
+from swpipe.loops.overlapping import OverlappedLoop, loop_over
+
+Result = TypeVar("Result")
+Function = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OnCaller:
+    """A function for the loop's thread, made by ``on_caller``."""
+
+    function: Function
+    to_host: bool
+
+
+def on_caller(function: Function, *, to_host: bool = False) -> OnCaller:
+    """Mark the function of ``through`` that runs on the loop's thread, such as a model or a step.
+
+    Args:
+        function: Takes a batch and returns what is handed over to the functions behind.
+        to_host: Copy the tensors of what it returns into host memory of their own. From a device
+            this does not wait: the functions behind begin when the copies are complete. For values
+            that a later call changes in place, such as weights.
+
+    Raises:
+        TypeError: The function cannot be called.
+    """
+    if not callable(function):
+        raise TypeError(f"on_caller() takes a function, and {shown(function)} cannot be called")
+    return OnCaller(function, to_host)
+
+
+class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
+    """An iterable of results, one pass over the loader each time; made by ``through``.
+
+    Attributes:
+        overlap: What runs ahead.
+        pipe: The pipeline, to profile or trace: its tasks have the functions' names.
+    """
+
+    _frames = 4
+    _call = "through(loader, ..., draws=False)"
+    _handed: HandOver
+    _kept: deque[Handed | None]  # of the pass that was left; None for a batch that is lost
+    _left_pass: LoaderPass | None = None
+    _late: BaseException | None = None
+    _first = 0  # the iteration of the pass's first batch
+
+    def __iter__(self) -> Iterator[Result]:  # type: ignore[override]
+        """The results. The pass begins now, as that of a ``for``.
+
+        Raises:
+            Exception: A function behind has failed after the last pass was left.
+        """
+        self._raise_late()
+        return self._results(super().__iter__())
+
+    def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
+        yield from map(self._given_to_body, contexts)  # which keeps nothing that the body drops
+
+    def _given_to_body(self, ctx: IterContext) -> Any:
+        self._handed.handed.pop(ctx.iter_idx, None)
+        return ctx.batch
+
+    def _begin(self, current: LoaderPass) -> None:
+        super()._begin(current)
+        if current is not self._left_pass:
+            self._kept.clear()
+        self._handed.begin()
+        self._first = self.pipe.next_iteration - current.handed_out
+
+    def _next(self, current: LoaderPass) -> IterContext:
+        ctx = self._kept_result(current)
+        if ctx is None:
+            ctx = super()._next(current)
+        self._handed.take(ctx.iter_idx)
+        return ctx
+
+    def _kept_result(self, current: LoaderPass) -> IterContext | None:
+        """Return a result of the pass that was left; an iterator would give its batch again."""
+        while self._kept:
+            handed = self._kept[0]
+            if handed is not None:
+                self._handed.handed[handed.ctx.iter_idx] = handed
+            self._kept.popleft()
+            next(current.iterator)
+            self._set_number(self._first + current.handed_out + 1)
+            if handed is not None and not handed.lost:
+                self._handed.complete(handed)
+                ctx: IterContext = handed.ctx
+                return ctx
+            current.hand_out()
+        return None
+
+    def _set_number(self, number: int) -> None:
+        """Set the number of the pipeline's next iteration."""
+        state = self.pipe.state_dict(check=False)
+        self.pipe.load_state_dict({**state, "next_iteration": number})
+
+    def _changed_early(self) -> bool:
+        """Return False: what was handed over is completed, and not run again."""
+        return False
+
+    def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        raised = self._handed.failure
+        try:
+            self._handed.finish()
+        finally:
+            number = self._first + current.handed_out
+            left = [handed for handed in self._handed.left if handed.ctx.iter_idx >= number]
+            # An interrupt while the caller waited for a result that is complete now loses nothing.
+            failed = failed and not (left and left[0].ctx.iter_idx == number)
+            super()._end(current, failed=failed)
+        if goes_on(self._loader) and not (current.ended or self.pipe.closed):
+            self._left_pass = current
+            self._kept.extendleft(reversed(left))
+            if left and not failed and self._handed.interrupted:
+                self._kept.append(None)  # the batch that was being worked on is lost
+            self._set_number(number + failed)
+        late = self._handed.failure
+        if late is not raised:
+            self._late = late
+            warnings.warn(
+                f"a function behind the loop has failed after the loop was left: {late!r}. The "
+                "next pass, or close(), raises it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _raise_late(self) -> None:
+        late = self._late
+        self._late = None
+        if late is not None:
+            raise late
+
+    def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
+        if self._handed.handed or (self._kept and rest is not False):
+            raise RuntimeError(
+                "results are behind the loop's body: the function on the caller's thread has run "
+                "on batches of which the body has no result, and a state saved here would lead to "
+                "these batches again. Save between two passes"
+            )
+        return super()._place(rest, check)
+
+    def close(self) -> None:
+        """Complete what was handed over, and end the threads.
+
+        Raises:
+            Exception: A function behind has failed after the last pass was left.
+        """
+        self._handed.finish()
+        super().close()
+        self._raise_late()
+
+
+@suggests_keywords
+def through(
+    loader: Iterable[Any],
+    *functions: Function | OnCaller,
+    ahead: int = 2,
+    behind: int | None = None,
+    workers: int | Mapping[Function, int] = 1,
+    device: Device | torch.device | str | int | None = None,
+    draws: bool | None = None,
+    check_effects: bool | float | None = None,
+) -> ThroughLoop[Any]:
+    """Return the results of a loader's batches, with functions ahead of the loop and behind it.
+
+    Each batch goes through all functions, and the results come in order. The functions before the
+    one in ``on_caller`` run ahead, as those of ``ahead``. That one runs on the loop's thread. Those
+    after it run on a thread each, while it works on the next batches. The results, and what the
+    functions write, are those of a plain loop, bit for bit.
+
+    To use it is to say that the loop's body uses results alone, and nothing that the function on
+    the caller's thread changes: that one is up to ``behind`` batches further. The functions behind
+    use what they are given and what nobody else changes; each may keep a state of its own, such as
+    a file or a sum. They draw from no default generator, and do not change a value in place that
+    the caller's thread has handed over.
+
+    An error is raised in place of its result, when the results before it were given. The end of a
+    pass waits for all functions. A pass that is left early, by ``break``, an error or an interrupt,
+    waits until they have run on all that was handed over; a loader that is an iterator goes on with
+    these results in the next pass.
+
+    Args:
+        loader: As for ``ahead``.
+        functions: Each takes what the one before has returned; the first one a batch. One of them
+            may be ``on_caller(function)``; without it, all run ahead.
+        ahead: How many batches are in the making before the one on the caller's thread; 1 or more,
+            2 or more with functions, a device or a prepared loader.
+        behind: How many results may be in the making behind it; 1 or more. None: one more than
+            there are threads behind.
+        workers: How many threads the functions have that run ahead, as for ``ahead``. Or a mapping
+            from functions to numbers of threads; one that is behind and has 2 or more must keep
+            nothing from batch to batch.
+        device: Where the batches are copied before the caller's thread, as for ``ahead``.
+        draws: As for ``overlap``.
+        check_effects: As for ``SWPipeline``; False also stops the check that functions behind draw
+            from no default generator.
+
+    Raises:
+        TypeError: A function cannot be called, or the loader cannot be iterated over.
+        ValueError: Two functions are on the caller's thread, or ``ahead``, ``behind`` or
+            ``workers`` is too small; or as for ``ahead``.
+    """
+    for each in functions:
+        if not (callable(each) or isinstance(each, OnCaller)):
+            raise TypeError(
+                "through() takes a loader and functions, of which one may be on_caller(function), "
+                f"and {shown(each)} is neither"
+            )
+    plain = [each.function if isinstance(each, OnCaller) else each for each in functions]
+    marked = [each for each in functions if isinstance(each, OnCaller)]
+    if len(marked) > 1:
+        names = listed([shown(each.function) for each in marked])
+        raise ValueError(
+            f"{names} are all on_caller(), and there is one such place: make one function of them"
+        )
+    place = functions.index(marked[0]) if marked else len(functions)
+    threads = _threads(plain, place, workers)
+    before = max(threads[:place], default=1)
+    behind_threads = threads[place + 1 :]
+    if behind is not None and (type(behind) is not int or behind < 1 or not behind_threads):
+        rule = "give 1 or more" if behind_threads else "no function is behind: leave it out"
+        raise ValueError(f"behind is {shown(behind)}: {rule}")
+    lag = 0 if not behind_threads else behind or sum(behind_threads) + 1
+    where = resolve(device)
+    tasks = function_tasks(plain)
+    leading = tasks[:place]
+    depth = ahead + lag + max([before, *behind_threads]) if type(ahead) is int else 0
+    if device is not None and not on_cpu(torch.device(where.name)):
+        leading.append(copy_task(where, buffers=max(depth, 1)))
+    least = 2 if leading or is_prepared(loader) else 1
+    if type(ahead) is not int or ahead < least:
+        beside = " with functions before the caller, a device or a prepared loader"
+        raise ValueError(f"ahead is {shown(ahead)}: give {least} or more{beside * (least - 1)}")
+    handed = HandOver(
+        tasks[place] if marked else HAND_OVER,
+        tasks[place + 1 :],
+        behind_threads,
+        lag=lag,
+        to_host=any(each.to_host for each in marked),
+        device=where,
+        watched=check_effects is not False,
+    )
+    loop = loop_over(
+        ThroughLoop,
+        loader,
+        (*leading, *handed.given),
+        pull_ahead=True,
+        draws=draws,
+        keep_nothing=draws is False,
+        depth=depth,
+        keep=None,
+        workers=before,
+        handed=handed,
+        device=where,
+        check_effects=check_effects,
+    )
+    loop._handed = handed
+    loop._kept = deque()
+    return loop
+
+
+def _threads(
+    functions: Sequence[Function], place: int, workers: int | Mapping[Function, int]
+) -> list[int]:
+    """Return how many threads each function has; the one at ``place`` has the caller's."""
+    ahead = functions[:place]
+    given = workers if isinstance(workers, Mapping) else dict.fromkeys(ahead, workers)
+    others = (*ahead, *functions[place + 1 :])
+    wrong = [count for count in given.values() if type(count) is not int or count < 1]
+    unused = not ahead and given is not workers and workers != 1
+    if wrong or unused or any(function not in others for function in given):
+        raise ValueError(
+            f"workers is {shown(workers)}: give how many threads the functions before the caller's "
+            "have, 1 or more; or a mapping from functions that are not on_caller() to their threads"
+        )
+    return [given.get(function, 1) for function in functions]

@@ -1,0 +1,179 @@
+"""Loaders whose iterators have a state of their own are resumed in mid-pass, by any protocol."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import swpipe
+from swpipe.loops import StatefulLoader
+
+BATCHES = 24
+
+
+class Numbers:
+    """An iterator with ``get_state`` and ``set_state``; what it shuffles by is in its state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.draws = random.Random(4)
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> float:
+        if self.place == BATCHES:
+            raise StopIteration
+        self.place += 1
+        return self.place + self.draws.random()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"place": self.place, "draws": self.draws.getstate()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+        version, numbers, gauss = state["draws"]
+        self.draws.setstate((version, tuple(numbers), gauss))
+
+
+class Dataset:
+    """Makes such iterators, which count how many batches are pulled of them."""
+
+    pulled = 0
+
+    def __iter__(self) -> Iterator[float]:
+        dataset = self
+
+        class Counted(Numbers):
+            def __next__(self) -> float:
+                batch = super().__next__()
+                dataset.pulled += 1
+                return batch
+
+        return Counted()
+
+
+class Counting:
+    """An iterator that has no methods for its state."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.place = first
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> float:
+        if self.place == BATCHES:
+            raise StopIteration
+        self.place += 1
+        return 3.0 * self.place
+
+
+def place_of(iterator: Counting) -> int:
+    return iterator.place
+
+
+def go_on(iterator: Counting, place: int) -> Counting:
+    return Counting(place)
+
+
+class CountingDataset:
+    def __iter__(self) -> Counting:
+        return Counting()
+
+
+LOADERS: dict[str, tuple[Callable[[], Any], list[float]]] = {
+    "an iterator": (Numbers, [*Numbers()]),
+    "what makes it": (lambda: StatefulLoader(Dataset()), [*Dataset()]),
+    "two functions": (
+        lambda: StatefulLoader(CountingDataset(), get_state=place_of, set_state=go_on),
+        [*Counting()],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("stop", [1, 5, 11, BATCHES])
+def test_a_pass_goes_on_where_its_state_was_saved(kind: str, stop: int) -> None:
+    """In the middle and at its end, over a loader that runs ahead."""
+    make, batches = LOADERS[kind]
+    with swpipe.ahead(make(), draws=False, device="cpu") as loop:
+        found = [*islice(loop, stop - 1)] if stop > 1 else []
+        assert found == batches[: stop - 1]
+    loop, found = swpipe.ahead(make(), draws=False, device="cpu"), []
+    for batch in loop:
+        found.append(batch)
+        if len(found) == stop:
+            state = copy.deepcopy(loop.state_dict())
+            break
+    resumed = swpipe.ahead(make(), draws=False, device="cpu")
+    resumed.load_state_dict(state)
+    assert [*found, *resumed] == batches
+
+
+def test_few_batches_are_pulled_again() -> None:
+    """The state leads there, and not the beginning of the pass."""
+    loop = swpipe.ahead(StatefulLoader(Dataset()), draws=False, device="cpu")
+    for batch in loop:
+        if int(batch) == 18:
+            state = loop.state_dict()
+            break
+    dataset = Dataset()
+    resumed = swpipe.ahead(StatefulLoader(dataset), draws=False, device="cpu")
+    resumed.load_state_dict(state)
+    assert [*map(int, resumed)] == [*range(19, BATCHES + 1)]
+    assert dataset.pulled < BATCHES - 18 + 13
+
+
+def test_a_state_between_two_passes_leads_to_a_whole_one() -> None:
+    """The iterator of the last pass is at its end."""
+    loop = swpipe.ahead(StatefulLoader(Dataset()), draws=False, device="cpu")
+    batches = [*loop]
+    assert [*loop] == batches
+    resumed = swpipe.ahead(StatefulLoader(Dataset()), draws=False, device="cpu")
+    resumed.load_state_dict(loop.state_dict())
+    assert [*resumed] == batches == LOADERS["what makes it"][1]
+
+
+def test_a_new_pass_over_an_iterator_that_was_left_is_refused() -> None:
+    """Batches of it were pulled ahead, and are lost; after its end a pass is empty."""
+    loop = swpipe.ahead(Numbers(), draws=False, device="cpu")
+    assert [len([*loop]), len([*loop])] == [BATCHES, 0]
+    loop = swpipe.ahead(Numbers(), draws=False, device="cpu")
+    for _ in loop:
+        break
+    with pytest.raises(RuntimeError, match="last pass over an iterator .Numbers. was left"):
+        iter(loop)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    """And what the loader has can be read."""
+    with pytest.raises(TypeError, match="takes functions get_state.*not 3"):
+        StatefulLoader([], get_state=3)  # type: ignore[arg-type]
+    assert len(StatefulLoader([1, 2])) == 2
+    assert StatefulLoader([1, 2]).index(2) == 1
+    with pytest.raises(AttributeError, match="_nothing"):
+        StatefulLoader([])._nothing  # noqa: B018
+
+
+def test_grains_datasets_are_known_by_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being told; other loaders whose iterators may have a state are not."""
+    monkeypatch.setitem(sys.modules, "grain", SimpleNamespace(IterDataset=Dataset))
+    loop = swpipe.ahead(Dataset(), draws=False, device="cpu")
+    for batch in loop:
+        if int(batch) == 3:
+            state = loop.state_dict()
+            break
+    resumed = swpipe.ahead(Dataset(), draws=False, device="cpu")
+    resumed.load_state_dict(state)
+    assert [*resumed] == LOADERS["what makes it"][1][3:]
+    monkeypatch.delitem(sys.modules, "grain")
+    with pytest.raises(ValueError, match="one with a state of its own"):
+        swpipe.ahead(Dataset(), draws=False, device="cpu").load_state_dict(state)
