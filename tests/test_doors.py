@@ -38,7 +38,8 @@ OF_OTHERS = {
     "_top_saved_tensors_default_hooks", "_values", "_version",
     "_activate_gpu_trace", "_gpu_trace", "_is_in_bad_fork", "_lazy_init", "_register_device_module",
     # TorchRec's
-    "_awaitables", "_current_step", "_dist", "_fuse_input_dist_splits", "_get_leaf_module_names",
+    "_awaitables", "_context", "_current_step", "_dist", "_fuse_input_dist_splits",
+    "_get_leaf_module_names",
     "_input", "_input_tensors", "_jt_dict", "_module", "_optimizer",
     "_override_input_dist_forwards", "_workers",
     "_embedding_collection", "_embedding_dim_for_sharding_type", "_embedding_names_per_sharding",

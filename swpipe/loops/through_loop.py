@@ -49,6 +49,7 @@ class OnCaller:
     to_host: bool
 
 
+@suggests_keywords
 def on_caller(function: Function, *, to_host: bool = False) -> OnCaller:
     """Mark the function of ``through`` that runs on the loop's thread, such as a model or a step.
 

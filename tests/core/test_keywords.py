@@ -31,6 +31,7 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any], str]]:
 MADE_BY_US = {
     *("AheadLoop", "Overlap", "OverlappedLoop", "ProfileResult", "Resumable"),
     *("AccelerateLoader", "StopRequest", "WatchedLoop"),  # one argument, or two
+    *("Feed", "FeedWorker", "OnCaller", "ThroughLoop"),
 }
 """Classes that users do not make with keywords."""
 
