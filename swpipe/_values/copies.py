@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, to be restored into the same tensors.
 
-A restored tensor has its old identity, memory and values, and the tensors that it has as
-attributes; a leaf also has its old ``requires_grad`` and gradient.
+A restored tensor has its old identity, memory and values, and its old tensor attributes; a leaf
+also has its old ``requires_grad`` and gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
 
 
 class SavedTensors:
-    """Copies of tensors; each tensor is saved once."""
+    """The copies of some tensors; each tensor is saved once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, _SavedTensor] = {}
@@ -38,23 +38,28 @@ class SavedTensors:
                 self.add(held)
 
     def addresses(self) -> set[int]:
-        """Where the memory of the strided ones begins."""
+        """Return the addresses at which the memory of the saved strided tensors begins."""
         parts = (part for saved in self._saved.values() for part, _ in saved.copies)
         return {p.untyped_storage().data_ptr() for p in parts if p.layout is torch.strided}
 
     def restore(self) -> None:
-        """Restore all of them."""
+        """Restore all saved tensors."""
         for saved in self._saved.values():
             saved.restore()
 
 
 def attributes_given(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that code has given a tensor; not those of a library's kinds of tensors."""
+    """Return the attributes that code has given a tensor.
+
+    Attributes of a library's own kinds of tensors are left out.
+    """
     plain = type(tensor) in (Tensor, Parameter) and not hasattr(tensor, "_is_flat_param")
     return vars(tensor) if plain else {}
 
 
 class _SavedTensor:
+    """The copy of one tensor."""
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._leaf = tensor.is_leaf
@@ -78,10 +83,13 @@ class _SavedTensor:
             if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
                 tensor.detach_()
             tensor.requires_grad_(self._requires_grad)
+        # Memory comes before values: the copies are written into the original memory.
         if not _same_memory(tensor, memory):
             tensor.data = memory
         for part, saved in self.copies:
             if _has_memory(part):
+                # Written in place: views and optimizers that refer to the memory see the old values
+                # again.
                 part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad

@@ -249,7 +249,7 @@ def find_transfers(
 
 
 def add_transfers(effects: EffectTable, transfers: Iterable[MemoryTransfer]) -> dict[str, Effects]:
-    """Return the effects with transfers added: the producer writes a location, the consumer reads it."""
+    """Return the effects plus, per transfer, a write of the producer and a read of the consumer."""
     table = dict(effects)
     for one in transfers:
         name = f"memory from {one.producer!r} to {one.consumer!r}"

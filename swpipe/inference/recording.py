@@ -105,7 +105,10 @@ class Recording:
 
     @property
     def _of_tasks(self) -> Mapping[str, Effects]:
-        """The effects of the tasks alone: a plan declares no dependences on the loader or the body."""
+        """The effects of the tasks alone.
+
+        A plan declares no dependences on the loader or the body.
+        """
         return {name: touched for name, touched in self.effects.items() if name not in OTHERS}
 
     def report(self, plan: PipelinePlan | None = None) -> str:
