@@ -86,7 +86,10 @@ class AttributeLog:
             self.reads |= names - self.sets - self.deletes - {"iter_idx"}
 
     def _pause(self) -> bool:
-        """Pause the logging of reads and return True; return False on another thread or if paused."""
+        """Pause the logging of reads, and return True.
+
+        Return False, and change nothing, on another thread or if the log is paused already.
+        """
         own = threading.get_ident() == self._thread and not self._paused
         self._paused |= own
         return own

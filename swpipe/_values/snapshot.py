@@ -189,6 +189,7 @@ def _in_plain(path: str, value: Any) -> Iterator[Named]:
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for number, (key, child) in enumerate(items if len(value) <= MAX_ITEMS else ()):
+            # repr of any other key could run code of the user's class.
             name = repr(key) if type(key) in PLAIN else f"{type(key).__name__} {number}"
             yield f"{path}[{name}]", child
     elif not (isinstance(value, _SKIPPED) or is_foreign(type(value).__module__)):
@@ -299,6 +300,7 @@ def _save_containers(value: Any, tensors: SavedTensors) -> Restore:
     """Save the contents of each dict, list, set and deque in ``value``, and all tensors."""
     for tensor in tensors_in(value):
         tensors.add(tensor)
+    # Shallow copies: nested containers are nodes of their own and get a copy each.
     saved = [
         (node.value, copy.copy(node.value))
         for node in nodes_in(value)
