@@ -123,13 +123,15 @@ def _add_attributes(
         used = operators.all_reads | operators.writes
         used = used.union(*(held.get(name, ()) for name in observed.reads))
         # Memory that nobody modifies in place is ordered by the attribute itself, which its reader
-        # has read. A schema or a version counter shows most writes; the rest are silent.
+        # has read.
         for number in used & any_modified & home.keys():
             accesses.attributes[home[number]] |= READ
         for number in modified[observed.task]:
             names = {name for name, numbers in held.items() if number in numbers}
             for name in names | ({home[number]} if number in home else set()):
                 accesses.attributes[name] |= WRITE
+                # Neither a schema nor a version counter shows a silent write: it was found by the
+                # content.
                 if number in observed.silent - operators.writes:
                     accesses.silent.add(f"ctx.{name}")
 
@@ -144,8 +146,7 @@ def _add_items(
     """Add accesses to state items.
 
     With ``only``, there is a single iteration, and memory that the iteration created and kept
-    cannot
-    be told from memory that existed before.
+    cannot be told from memory that existed before.
     """
     any_modified = set[StorageId]().union(*modified.values())
     operators = observed.operators

@@ -168,7 +168,7 @@ class RunCheck:
         return max(self._every.until, self._pure.until) if task.pure else self._every.until
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
-        """Watch a task that runs within the block, on this thread.
+        """Return a block that watches a task which runs within it, on this thread.
 
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
@@ -183,7 +183,7 @@ class RunCheck:
         """Note that a task begins whose accesses are all compared."""
         with self._lock:
             watch.alone = self._runs_alone(watch)
-            # Beside another task, a gradient read directly could be half accumulated: see
+            # Beside another task, no gradient may be read directly, which could crash torch: see
             # watched_gradients.
             for other in self._running:
                 other.alone = False

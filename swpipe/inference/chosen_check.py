@@ -19,9 +19,9 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
         engine: The engine.
         verified: The plan and its tasks.
         share: The share of the iterations that are watched. None: pure tasks in the first
-            iterations
-            and a share of the later ones; all tasks in the first ones, unless the plan is proved by
-            what they declare. A recording is no proof: it has what tasks did in a few iterations.
+            iterations and a share of the later ones; all tasks in the first ones, unless the plan
+            is proved by what they declare. A recording is no proof: it has what tasks did in a few
+            iterations.
 
     Raises:
         ValueError: ``share`` is not a number above 0 and up to 1.

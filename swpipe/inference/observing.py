@@ -52,8 +52,7 @@ class TaskObservation(NamedTuple):
             inspected.
         ran: Names of the outermost modules that were called, in whole or in part.
         switched: Names of the outermost modules of which a part ran in the other mode, or was left
-            in
-            it.
+            in it.
     """
 
     task: str
@@ -110,7 +109,7 @@ class IterationObserver:
     ) -> None:
         self.storages = Storages()
         self.owners = [*owners]
-        self._name_of: dict[int, str] = {}  # of the outermost module
+        self._name_of: dict[int, str] = {}  # module's id to its outermost owner
         for path, owner in owners:
             if isinstance(owner, torch.nn.Module):
                 for module in modules_in(owner):
@@ -163,7 +162,7 @@ class IterationObserver:
             # drawn.
             generators &= before.generators.keys()
             # Number 0 stands for torch's default generators. A random task has states of its own.
-            if operators.draws.keys() & {0} and not task.random:  # which has states of its own
+            if operators.draws.keys() & {0} and not task.random:
                 generators |= {TORCH}
             observed.append(
                 TaskObservation(
@@ -191,9 +190,11 @@ class IterationObserver:
         return tuple(observed), at_begin, before.of_items()
 
     def _moment(self, ctx: TypedContext) -> _Moment:
+        """Return the present moment of a context."""
         return _Moment(ctx, self._tasks, self.owners, self.storages, self._device)
 
     def _names(self, modules: Iterable[int]) -> frozenset[str]:
+        """Return the names of the outermost modules that contain some modules."""
         return frozenset(self._name_of[number] for number in modules if number in self._name_of)
 
     def _call(
@@ -204,6 +205,8 @@ class IterationObserver:
         operators: OperatorRecorder,
         stepped: set[int],
     ) -> None:
+        """Run a task under all recorders, and note which optimizers step."""
+
         def step(optimizer: torch.optim.Optimizer) -> None:
             stepped.add(id(optimizer))
             # An optimizer creates its state in its first step: from here on, its state counts too.

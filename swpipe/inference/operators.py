@@ -192,8 +192,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Yield each argument and its mode.
 
         The modes are "r", "w", "rw", ALIASED, CREATED, and "" for an argument of which only the
-        shape is
-        used.
+        shape is used.
         """
         modes = _modes(func)
         given = dict(zip(modes, args, strict=False)) | kwargs
@@ -260,8 +259,7 @@ def _recomputes(frame: FrameType | None) -> bool:
     """Return whether activation checkpointing runs a forward again, in a backward.
 
     Checkpointing sets the default generators and sets them back: another task would draw other
-    numbers
-    meanwhile, whether or not the forward draws.
+    numbers meanwhile, whether or not the forward draws.
     """
     # -1: no backward runs on this thread. The function is private in torch 2.13.
     if torch._C._current_graph_task_id() == -1:

@@ -22,12 +22,9 @@ class Orders:
     """The closure of some dependences between tasks.
 
     A path from producer to consumer whose distances sum to n orders the consumer on iteration i
-    after
-    the producer on iteration i - n, and so after the producer on all earlier iterations: under
-    every
-    plan, each task comes after its own run on the previous iteration. An edge is implied by a path
-    of
-    no greater distance.
+    after the producer on iteration i - n, and so after the producer on all earlier iterations:
+    under every plan, each task comes after its own run on the previous iteration. An edge is
+    implied by a path of no greater distance.
 
     Args:
         names: The tasks.
@@ -38,7 +35,7 @@ class Orders:
         self._index = {name: index for index, name in enumerate(names)}
         self._least = torch.full((len(names), len(names)), torch.inf)  # [producer, consumer]
         self._least.fill_diagonal_(0)
-        self._rows: list[list[float]] = self._least.tolist()  # the same, quick to look things up in
+        self._rows: list[list[float]] = self._least.tolist()  # _least as lists, for quick look-ups
         for edge in edges:
             self.add(edge)
 
@@ -71,6 +68,7 @@ class Orders:
         return added
 
     def _rank(self, edge: Edge) -> tuple[int, int, int]:
+        """Return the sort key of an edge: shorter edges first."""
         consumer, producer = self._index[edge.consumer], self._index[edge.producer]
         return edge.distance, consumer - producer, consumer
 

@@ -57,8 +57,7 @@ class Place:
     Attributes:
         kind: "memory", "gradient", "attribute" or "generator".
         number: The number of the storage or generator, the attribute's iteration, or the
-            parameter's
-            id.
+            parameter's id.
         name: The name of the attribute or generator; the first description of the memory.
         reference: A weak reference to the memory, or the generator: its number is not used again.
         maker: The watched task that made the memory, and its iteration.
@@ -147,7 +146,7 @@ class KeptOrders:
             return True  # only one of the two is in flight
         if place.name == TORCH and {first, then} <= self._random:
             return True  # each is seeded by task and iteration
-        if self._guaranteed.plan.most_workers > 1:  # no order carries over to larger distances
+        if self._guaranteed.plan.most_workers > 1:  # orders may not hold further apart
             return self._guaranteed.keeps(first, then, distance)
         not_at, at = self._begins.get((first, then), (-1, depth + 1))
         if not_at < distance < at:

@@ -61,8 +61,7 @@ class _MemoryUse:
         tensor: The tensor whose version counter stands for the memory: the first one that the task
             met there, or its base. A weak reference once the task has ended.
         version: The counter's value when the task began to use the memory; once the task has ended,
-            the
-            value then. None for a tensor without a counter.
+            the value then. None for a tensor without a counter.
         trains: Whether it is a leaf that requires grad.
         writes: Whether the task wrote the memory.
     """
@@ -238,8 +237,7 @@ class PureUses:
         """Yield the violations of ``pure=True`` by a task in an iteration.
 
         On one thread, a task may draw from a generator of its own if the task's function, which
-        runs in
-        order, sets the generator back when iterations are dropped (``draws_from``).
+        runs in order, sets the generator back when iterations are dropped (``draws_from``).
         """
         yield from self._draws(task, iteration, recorder, workers)
         for number, uses in recorder.uses.items():

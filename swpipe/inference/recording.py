@@ -26,8 +26,7 @@ class Recording:
         tasks: In serial order.
         effects: Task to what it reads and writes, including declared states; in serial order. The
             first entry is ``PULL``, if what the loader may access is known; the last entry is
-            ``BODY``,
-            what the loop's body may access.
+            ``BODY``, what the loop's body may access.
         states: State to its members: names of parameters, gradients and so on.
         collectives: Tasks that communicated.
         notes: Sentences on what was not recorded, or not reliably.
@@ -48,7 +47,7 @@ class Recording:
         return {**vars(self), "owners": Owners()}
 
     def together(self, others: Iterable[Recording]) -> Recording:
-        """Merge with recordings of the same tasks on other ranks or batches.
+        """Merge this recording with recordings of the same tasks on other ranks or batches.
 
         Args:
             others: The other recordings. Their ``tasks`` are not used and may be empty, so that
@@ -64,8 +63,7 @@ class Recording:
                     f"cannot merge a recording of {listed(other.effects)} with one of "
                     f"{listed(self.effects)}: record the same tasks in the same order"
                 )
-        # A dict keeps the order of first appearance, so that all ranks name states in the same
-        # order.
+        # A dict keeps the order of first appearance, which a set would lose.
         states = list(dict.fromkeys(state for each in found for state in each.states))
         return Recording(
             self.tasks,
@@ -186,5 +184,6 @@ def _told(places: frozenset[Location]) -> str:
 
 
 def _places(places: Iterable[Location]) -> str:
+    """Return the names of locations, sorted, as text."""
     # str() marks attributes of the context with "ctx."; states appear by their plain names.
     return ", ".join(sorted(p.name if p.persistent else str(p) for p in places))

@@ -26,7 +26,7 @@ class WatchedIterations:
     def __init__(self, depth: int, share: float | None) -> None:
         self.until = sys.maxsize if share else 0 if share is None else _FIRST
         self._window = depth + 1
-        self._every = round(self._window / share) if share else 0  # with one window among them
+        self._every = round(self._window / share) if share else 0  # one window in each such block
 
     def __contains__(self, iteration: int) -> bool:
         if iteration < _FIRST or not self._every:
