@@ -29,8 +29,7 @@ class Kind(NamedTuple):
 
     A kind without children is a leaf or a tensor. A container that may contain itself is remade by
     ``fill``: an empty container is made before the children are known. Any other container is
-    remade at
-    once, by ``make``.
+    remade at once, by ``make``.
 
     Attributes:
         children: Returns the items of a container, one level deep.

@@ -158,8 +158,7 @@ def _logging(original: Any) -> Any:
     """Return a subclass of a context's class that logs.
 
     The subclass adds nothing to its instances, so that a context can get its own class back, even
-    while
-    another thread is within these methods. They therefore name that class instead of calling
+    while another thread is within these methods. They therefore name that class instead of calling
     ``super()``.
     """
 
@@ -227,4 +226,4 @@ def _set_class(ctx: Any, cls: type) -> None:
     try:
         object.__setattr__(ctx, "__class__", cls)
     except TypeError:
-        return  # not logged, see above
+        return  # this context is not logged

@@ -75,10 +75,12 @@ class _SavedTensor:
         self.copies = [(part, _to_host(part)) for part in parts]
 
     def restore(self) -> None:
+        """Restore the tensor, in inference mode if it was made there."""
         with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
             self._restore(self._tensor, self._memory)
 
     def _restore(self, tensor: Tensor, memory: Tensor) -> None:
+        """Restore a tensor: its place in autograd, memory, values, gradient and attributes."""
         if self._leaf:
             if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
                 tensor.detach_()
@@ -98,6 +100,7 @@ class _SavedTensor:
 
 
 def _has_memory(part: Tensor) -> bool:
+    """Return whether a tensor's storage is large enough for all of its elements."""
     if part.layout is not torch.strided or inner_tensors(part):
         return True
     steps = zip(part.shape, part.stride(), strict=True)
@@ -106,6 +109,7 @@ def _has_memory(part: Tensor) -> bool:
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether two strided tensors have the same memory, shape, strides and type."""
     if tensor.layout is not torch.strided or inner_tensors(tensor):
         return True
     a, b = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
@@ -113,7 +117,7 @@ def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Tensors that cover the memory of ``tensor``, with each element once."""
+    """Yield tensors that cover the memory of ``tensor``, with each element once."""
     if inner := inner_tensors(tensor):
         for part in inner:
             yield from _parts(part)
@@ -127,5 +131,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory."""
     with torch.no_grad():
         return tensor.clone() if on_cpu(tensor) else tensor.to("cpu")

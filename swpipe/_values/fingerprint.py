@@ -84,8 +84,8 @@ class Fingerprint:
                 self.tensors.append(one)
                 self._states.append(TensorState.of(one))
                 self._copies.append(_inference_copy(one))
-            # Arrays and buffers come next. They are compared by their bytes and not by their
-            # contents as nodes, since a buffer has no children.
+            # All opened kinds but _OBJECTS are nodes: an array of objects is compared by its bytes,
+            # and the objects in it are parts of their own.
             elif kind is not _CLOSED and kind is not _OBJECTS:
                 self.nodes.append(ValueNode(one, tuple(kind.keys(one)), children))
             elif (digest := _digest(one)) is not None:

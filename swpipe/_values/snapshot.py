@@ -84,7 +84,7 @@ class Snapshot:
         self._modules = [*modules_of(owners)]
         _reshard(self._modules)
         tensors = SavedTensors()
-        # Some optimizers wrap others, whose state their own state_dict does not show.
+        # An optimizer may wrap others, whose containers and tensors are saved as well.
         wrapped = [
             Owner(one.path, inner)
             for one in owners
@@ -151,8 +151,7 @@ class Snapshot:
         """Save one more object as it is now, to be restored before everything saved earlier.
 
         A task is running, and may have filled containers that modules hold beside parameters and
-        buffers,
-        such as a queue: these containers are left alone. An optimizer is not kept alive.
+        buffers, such as a queue: these containers are left alone. An optimizer is not kept alive.
         """
         self._device.synchronize()
         modules = [*modules_of([one])]
@@ -161,8 +160,7 @@ class Snapshot:
         tensors, added, key = SavedTensors(), self._added, object()
         restores: list[Restore] = [_save(one, tensors, within=True), tensors.restore]
 
-        # Called when the optimizer is freed. Until then its copies are kept; its id could be reused
-        # after.
+        # Called when the optimizer is freed: nothing is left to restore.
         def forget(_: object) -> None:
             added.pop(key, None)
 
@@ -249,7 +247,8 @@ def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
     restores: list[Restore] = []
     modules = list(modules_in(root))
     for module in modules:
-        # Attributes without tensors (hooks, counters, flags) are not restored.
+        # Attributes without tensors (hooks, counters, flags) are not restored: most belong to
+        # libraries.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
         restores.append(partial(vars(module).update, held))
         restores.append(_save_registered(module, tensors))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from swpipe._values.walk import nodes_in
 
 Named: TypeAlias = tuple[str, Any]
-"""A path, such as "model.net.weight", and what is there."""
+"""A path, such as "model.net.weight", and the object at that path."""
 
 FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
 """The modules whose objects are not searched."""
@@ -53,10 +53,8 @@ def has_state(value: Any) -> bool:
     """Return whether ``value`` has state to restore.
 
     It does if it is an object with ``state_dict`` and ``load_state_dict``, a random number
-    generator,
-    or a leaf tensor that requires grad; but not if it is a pipeline or loop of swpipe, which may be
-    in
-    use.
+    generator, or a leaf tensor that requires grad; but not if it is a pipeline or loop of swpipe,
+    which may be in use.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad and value.is_leaf
@@ -67,10 +65,8 @@ def has_state_dict(value: Any) -> bool:
     """Return whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
 
     A wrapper may have both methods whatever it wraps; a wrapper of a ``DataLoader`` shows the
-    wrapped
-    class as its ``__class__``. The methods are not called: torchdata begins a pass, and draws its
-    seed,
-    when its state is requested.
+    wrapped class as its ``__class__``. The methods are not called: torchdata begins a pass, and
+    draws its seed, when its state is requested.
     """
     classes = (type(value), value.__class__) if isinstance(value, DataLoader) else (type(value),)
     names = ("state_dict", "load_state_dict")
@@ -202,6 +198,6 @@ def modules_restored_by(owners: Iterable[Owner]) -> Iterator[Module]:
     The object lists them in ``restored_modules``.
     """
     for one in owners:
-        # A protocol for the user's classes: such an object's state_dict covers these modules.
+        # For an object whose restore function also restores modules, such as a table's state.
         for root in getattr(one.owner, "restored_modules", ()):
             yield from modules_in(root)

@@ -90,8 +90,8 @@ class MemoryPrint:
 
         The second set has those of them without another version.
         """
-        # A tensor that the later moment has no checksum of is read again, since it may still be in
-        # use.
+        # A tensor that the later moment no longer reaches is read again: it may have been changed
+        # before.
         sums, versions = dict(now._sums), set[StorageId]()
         for tensor, numbers, version in self._tensors:
             sums |= checksums(tensor) if numbers - sums.keys() else {}
@@ -110,7 +110,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors with a storage that a tensor consists of."""
     if is_lazy(tensor):
         return []
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all are
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all tensors are
     return [part for part in ((tensor,) if plain else parts_of(tensor)) if has_storage(part)]
 
 

@@ -197,11 +197,9 @@ def record_stream(value: Any, *streams: Any) -> None:
     """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
 
     ``Tensor.record_stream`` is called for every tensor that ``value`` holds on an accelerator, and
-    for
-    its ``.grad``; an object's own ``record_stream`` is called if the object holds no tensor. The
-    gradients of an ``nn.Parameter`` are left out: other iterations may be training it, and torch
-    may
-    crash if another thread reads them.
+    for its ``.grad``; an object's own ``record_stream`` is called if the object holds no tensor.
+    The gradients of an ``nn.Parameter`` are left out: other iterations may be training it, and
+    torch may crash if another thread reads them.
     """
     parts, opaque = _on_device(value)
     for owner in (*parts, *opaque):
@@ -213,8 +211,7 @@ def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
     """Return the storages of everything that ``record_stream`` finds, each once.
 
     Objects that hold no tensor have no known storage: their own ``record_stream`` is called for
-    each
-    stream.
+    each stream.
     """
     parts, opaque = _on_device(value)
     for owner in opaque:
