@@ -31,12 +31,9 @@ class ShortcutControl(Generic[C]):
         """Cache what each task's next run produces, and replay that in place of later runs.
 
         Give ``with_`` for one task, to take its outputs from elsewhere: a function of the context
-        that is
-        called in its place, or attributes and their values. The task itself never runs. On several
-        ranks,
-        enable the same tasks on all of them, between the same two steps; the ranks wait for each
-        other
-        here.
+        that is called in its place, or attributes and their values. The task itself never runs. On
+        several ranks, enable the same tasks on all of them, between the same two steps; the ranks
+        wait for each other here.
 
         Raises:
             TypeError: ``with_`` is neither a function nor a dict of values.
@@ -90,8 +87,7 @@ class ShortcutControl(Generic[C]):
         """Return the seconds that replays of tasks have cost in the backward of other tasks.
 
         A replayed forward makes zero gradients there, for the parameters that the task used. The
-        time
-        counts since the tasks were enabled.
+        time counts since the tasks were enabled.
         """
         return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
 

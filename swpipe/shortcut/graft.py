@@ -39,11 +39,11 @@ class Spent:
 
 
 class _GraftGrad(torch.autograd.Function):
-    """Forward: the cached tensors. Backward: their gradients, and zeros for upstream tensors.
+    """The autograd function in place of a replayed task.
 
-    The tensors are the cached ones, ``count`` of them, then the upstream ones and the leaves. Zeros
-    are
-    returned even if only some outputs are used.
+    Forward returns the cached tensors. Backward returns their gradients, and zeros for upstream
+    tensors. The inputs are the cached tensors, ``count`` of them, then the upstream ones and the
+    leaves. Zeros are returned even if only some outputs are used.
     """
 
     @staticmethod

@@ -55,17 +55,16 @@ class Shortcuts:
     Attributes:
         names: The tasks that have to go through ``run``; always the same set object.
         cycle: The number of iterations after which the same batches come again. Each iteration of
-            the
-            cycle has a cache of its own, so that later tasks work on values of the right batch.
+            the cycle has a cache of its own, so that later tasks work on values of the right batch.
     """
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()
         self.cycle = 1
         self._device: Device = CpuDevice() if device is None else device
-        # Task to grad mode and place in the cycle to cache. Each ``enable`` creates a new inner
-        # dict: a run that started before ``disable`` stores its cache in the old one, where it is
-        # never read.
+        # Task to its caches, by grad mode and place in the cycle. Each ``enable`` creates a new
+        # inner dict: a run that started before ``disable`` stores its cache in the old one, where
+        # it is never read.
         self._caches: dict[str, dict[tuple[bool, int], Cache]] = {}
         self._substitutes: dict[str, Callable[[Any], None]] = {}
         self._lock = threading.Lock()  # names and caches must change together
@@ -142,8 +141,7 @@ class Shortcuts:
             task: The task. If it was disabled in the meantime, it runs normally.
             ctx: The iteration's context: any object with a ``__dict__``.
             in_turn: Called before the run that is cached; waits until the task has run for all
-                earlier
-                iterations.
+                earlier iterations.
 
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.

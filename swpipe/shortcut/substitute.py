@@ -52,6 +52,7 @@ def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
 
 
 def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
+    """Call the user's function, and set the values that it returns, if any."""
     made = function(ctx)
     if made is not None and not isinstance(made, Mapping):
         raise TypeError(
