@@ -91,8 +91,7 @@ class _Step(NamedTuple):
     """Memory that is allocated or, with ``turn`` 0 or 2, freed.
 
     At one time, ends of earlier memory come first (0), then begins (1), then the ends of memory
-    that
-    began at the same time (2).
+    that began at the same time (2).
     """
 
     at_ns: int
@@ -115,8 +114,7 @@ def peak_memory(
         streams: Task to its stream, as rows are named, under a plan that uses streams of a device:
             memory that a task removes from the context is then held until the iteration is retired
             and all other streams are done with it, and memory that the plan releases is held for
-            one
-            more iteration. None if there are no streams, or one.
+            one more iteration. None if there are no streams, or one.
         places: Users of memory that the plan releases to the place of the release; if it is not
             known, the place is the end of the last user.
     """
@@ -154,9 +152,8 @@ def _behind(
     """Return a function that tells when streams are done with memory that Python has dropped.
 
     The function takes the task that made the memory and the time at which Python drops it. The
-    task's
-    own stream may use the memory again at once; every other stream must have done the work that was
-    submitted to it before.
+    task's own stream may use the memory again at once; every other stream must have done the work
+    that was submitted to it before.
 
     Args:
         work: Spans of streams.

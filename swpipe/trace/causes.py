@@ -25,7 +25,7 @@ from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Span, in_order
 
 Why: TypeAlias = Literal["row", "dependence", "queued", "begin"]
-"""The row was busy; a dependence; the host had not queued it; or nothing that was recorded."""
+"""The reason for a start: the row was busy, a dependence, not queued yet, or nothing recorded."""
 
 
 class Cause(NamedTuple):

@@ -79,8 +79,7 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
     """Return the share of the tasks' time in which something else ran too, from 0 to 1.
 
     A task's time is that of its work on a stream if it has any there, or else that on its thread.
-    All
-    other tasks, on any row, count as something else.
+    All other tasks, on any row, count as something else.
 
     Returns:
         None if the tasks took no time.

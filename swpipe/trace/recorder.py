@@ -100,9 +100,11 @@ class Recorder:
         self._local = threading.local()
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
+        """Note that a thread has arrived at a task, and may have to wait."""
         self._log().arrived = (ins.task, iteration, time.perf_counter_ns())
 
     def start(self, ins: Instruction, iteration: int) -> None:
+        """Note that a task starts on this thread."""
         log = self._log()
         if log.streams is not None and ins.task not in OWN:
             log.streams.start()
@@ -114,6 +116,7 @@ class Recorder:
         log.wait_ns = log.start_ns - arrived_ns if arrived == [ins.task, iteration] else 0
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        """Add the span of a task that has ended; without a span if its iteration does not exist."""
         # Read first, for the same reason as in start.
         end_ns = time.perf_counter_ns() - self._origin_ns
         log = self._log()
@@ -126,8 +129,8 @@ class Recorder:
                     log.runs.pop()
                 return
             start_ns -= self._origin_ns
-            # Workers take iterations in turn, so the iteration's number says which of them ran the
-            # task.
+            # Iterations go to the workers of a group round robin, so the number says which worker
+            # ran this one.
             rows = self._rows[ins.lane]
             row = rows[iteration % len(rows)]
             log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
@@ -261,9 +264,11 @@ class _StreamLog:
         self._open: Any | None = None
 
     def start(self) -> None:
+        """Mark the beginning of a task's work on the current stream."""
         self._open = self._mark()
 
     def stop(self, task: str, iteration: int) -> None:
+        """Mark the end of a task's work, and convert events that the device has reached."""
         start, self._open = self._open, None
         # The recording began while this task ran.
         if start is None:
@@ -276,18 +281,21 @@ class _StreamLog:
                 self._resolve()
 
     def finish(self) -> Iterable[Span]:
+        """Wait for all marked work, and return its spans."""
         while self._in_flight:
             self._in_flight[0][-1].synchronize()
             self._resolve()
         return self.spans
 
     def _mark(self) -> Any:
+        """Return an event recorded on the current stream."""
         device = self._clock.device
         event = self._pool.pop() if self._pool else device.new_event(timing=True)
         event.record(device.current_stream())
         return event
 
     def _resolve(self) -> None:
+        """Convert the oldest pair of events to a span."""
         task, iteration, row, start, end = self._in_flight.popleft()
         start_ns = self._clock.time_ns(start)
         # Times far from the base event are rounded to single precision; the duration is not.

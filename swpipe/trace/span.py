@@ -32,8 +32,7 @@ class Span:
     Attributes:
         task: The task's name, or ``<admit>`` or ``<retire>``.
         row: The row of the run. A task that queues device work has one span on its thread and one
-            on
-            its stream.
+            on its stream.
         start_ns: When the task's function was called, or its work on the stream started.
         end_ns: When the function returned, or the work on the stream was done.
         wait_ns: How long the thread waited before the start; 0 on streams.

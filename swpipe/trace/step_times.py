@@ -31,7 +31,7 @@ _numbers = count()
 
 
 class StepTimes(Observer):
-    """Reports of step times at regular intervals, at about a microsecond per task and step.
+    """An observer that reports step times, at about a microsecond per task and step.
 
     A report has ``step``, and milliseconds ``p50_ms`` and ``p99_ms``; on rank 0 of several ranks
     also ``worst_rank``, the rank with the greatest p50, with its ``worst_p50_ms`` and
@@ -41,9 +41,8 @@ class StepTimes(Observer):
 
     Args:
         *sinks: The destinations of reports. A path: a line of JSON each. An object with
-        TensorBoard's
-            ``add_scalar``. A function that is called like ``wandb.log``: with the values, their
-            names after "swpipe/", and ``step=``.
+            TensorBoard's ``add_scalar``. A function that is called like ``wandb.log``: with the
+            values, their names after "swpipe/", and ``step=``.
         every: The number of steps between two reports.
         last: The number of steps that the percentiles cover.
 

@@ -200,8 +200,7 @@ class Trace(Rows):
             memory: The memory of the tasks, from ``swpipe.profiler.measure_memory``.
             streams: Whether the plan uses streams on a device. Memory that tasks remove from an
                 iteration's context is then held until the iteration is retired and other streams
-                are done
-                with it.
+                are done with it.
         """
         # A task's memory belongs to the stream on which it works: tasks without one use the
         # caller's.
