@@ -29,8 +29,7 @@ class _CurrentStream:
     """A context manager that makes a stream, and the device that it is on, current.
 
     A ``torch.Stream`` can do this itself, but keeps the previously current stream in the stream
-    object,
-    which several threads share here.
+    object, which several threads share here.
     """
 
     __slots__ = ("_before", "_index", "_stream")

@@ -4,8 +4,7 @@
     caller's stream            └ train 1  └ train 2     by the waits and holds of any two tasks
 
 The task moves tensors, wherever ``swpipe._values.walk`` finds them (tuples, dicts, dataclasses),
-and
-objects with a ``to`` method of their own, by calling it. All other values are kept.
+and objects with a ``to`` method of their own, by calling it. All other values are kept.
 """
 
 from __future__ import annotations
@@ -121,7 +120,8 @@ class BatchCopy:
         if not (self._device.pins_memory and callable(getattr(value, "pin_memory", None))):
             return False
         if isinstance(value, Tensor):
-            # Of tensors, only jagged ones come here to be pinned: strided ones go through the pool.
+            # Of tensors, only jagged ones are pinned here: ordinary strided ones go through the
+            # pool.
             return value.layout is torch.jagged and on_cpu(value) and not value.requires_grad
         return all(map(on_cpu, tensors_held(value)))
 
@@ -150,8 +150,7 @@ def copy_task(
 
     Tensors that are not pinned go through pinned buffers, which are used again when the copies from
     them have ended. A tensor that requires grad is copied within autograd's graph. An object that
-    is on
-    the device already stays the same object, and so does one without tensors.
+    is on the device already stays the same object, and so does one without tensors.
 
     Args:
         device: The target. On "cpu" the task does nothing.
