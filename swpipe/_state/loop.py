@@ -83,13 +83,11 @@ class LoopState:
         """Run a block in which the tasks run, and restore everything at its end.
 
         Everything is restored after a failure, too. An optimizer that steps within the block for
-        the first
-        time is restored with its parameters.
+        the first time is restored with its parameters.
 
         Raises:
             UnsavedStateError: From the step of an optimizer that has a state and that the user has
-                left
-                out of what is to be restored; or that is not known and has a scheduler.
+                left out of what is to be restored; or that is not known and has a scheduler.
         """
         try:
             with before_steps(self._before_step):
