@@ -65,8 +65,8 @@ from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import WatchedIterations
 
 
-# Not contextlib.contextmanager: it sets the traceback of a task's exception, and a task may have an
-# exception whose traceback cannot be set.
+# Not contextlib.contextmanager: it sets the traceback of the exception that a task raises, and a
+# task may raise one that does not allow this.
 class _WordWatch:
     """A context manager that checks one run of a pure task against ``pure=True``."""
 

@@ -129,8 +129,7 @@ def _on_unseen(
 ) -> Iterator[str]:
     """Yield what is uncertain, was not inspected, or cannot be checked on one rank."""
     for name, of_task in accesses.items():
-        # A silent write was found in the content; whether silent reads exist cannot be found at
-        # all.
+        # A silent write was found in the content; a silent read leaves no trace.
         if of_task.silent:
             yield (
                 f"{name!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "

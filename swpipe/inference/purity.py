@@ -6,11 +6,12 @@
                                 writes mean    writes mean      contexts: here the table, the mean
 
 Guarantees
-    - PlanError is raised for a pure task that draws without ``random=True``. It is also raised for
-      a pure task that, in a watched iteration, uses memory which pure tasks used or made in an
-      earlier watched one, if the task writes the memory, finds it changed, or finds that it
-      belongs to a tensor that training changes (a leaf that requires grad). The same applies to a
-      task that runs a module whose mode is switched, unless something is compiled in the process.
+    - In a watched iteration, PlanError is raised for a pure task that draws without
+      ``random=True``. It is also raised for a pure task that uses memory which pure tasks used or
+      made in an earlier watched iteration, if the task writes the memory, finds it changed, or
+      finds that it belongs to a tensor that training changes (a leaf that requires grad). The same
+      applies to a task that runs a module whose mode is switched, unless something is compiled in
+      the process.
     - A task's own tensors and its batch's tensors may be anything; a task may read what a cache
       gives it.
 
@@ -253,7 +254,8 @@ class PureUses:
             self._note(number, iteration, use, recorder)
         if len(self._known) > self._most:
             self._known = {n: one for n, one in self._known.items() if not one[0].expired()}
-            # Doubling keeps the cost of dropping dead storages constant per added storage.
+            # The next clean-up comes only after as many storages again, so its cost per storage is
+            # constant.
             self._most = 2 * len(self._known) + _MOST_KEPT
 
     def _draws(

@@ -66,7 +66,8 @@ class ModuleModes:
         if len(self._known) > self._most:
             alive = dict(self._alive())
             self._known = {number: self._known[number] for number in alive}
-            # Doubling keeps the cost of dropping dead modules constant per added module.
+            # The next clean-up comes only after as many modules again, so its cost per module is
+            # constant.
             self._most = 2 * len(alive) + _MOST_KEPT
 
     def _run(self, module: Module) -> None:
