@@ -69,6 +69,6 @@ def set_back(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    # numpy's older RandomState has its bit generator as a private attribute only.
     """Return numpy's bit generator, which holds the state of its random generators."""
+    # numpy's older RandomState has its bit generator as a private attribute only.
     return getattr(generator, "bit_generator", None) or generator._bit_generator

@@ -247,8 +247,7 @@ def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
     restores: list[Restore] = []
     modules = list(modules_in(root))
     for module in modules:
-        # Attributes without tensors (hooks, counters, flags) are not restored: most belong to
-        # libraries.
+        # Attributes without tensors (hooks, counters, flags) are not restored.
         held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
         restores.append(partial(vars(module).update, held))
         restores.append(_save_registered(module, tensors))
