@@ -92,8 +92,8 @@ class ShortcutControl(Generic[C]):
         return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
 
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
-        # Without check_ranks, ranks may run different pipelines and would not come here.
         """Check that all ranks shortcut the same tasks."""
+        # Without check_ranks, ranks may run different pipelines and would not come here.
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
             check_same_shortcuts(self.plan.digest(), act, wanted, timeout_s)
