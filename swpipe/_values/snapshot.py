@@ -99,6 +99,7 @@ class Snapshot:
         self._restores += [partial(set_default_generators, device, default_generators(device))]
         by_others = {id(module) for module in modules_restored_by(owners)}
         self._watched = [module for module in self._modules if id(module) not in by_others]
+        # A tensor in the memory of a saved one is restored with it, and needs no warning.
         addresses = tensors.addresses()
         # The tensors of plain objects, and their versions, to warn of a change: see restore.
         self._unsaved = {
