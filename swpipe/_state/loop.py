@@ -4,8 +4,8 @@
     what tasks declare with capture and restore    captured before, and restored
     an optimizer that is shown later               saved before its first step
 
-Nothing else is restored: for a Python value that no ``DeclaredIO`` captures, or a file, a trial is
-so many more iterations.
+Nothing else is restored. A Python value that no ``DeclaredIO`` captures, or a file, ends up as if
+the trial's iterations had been part of the training.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ class LoopState:
 
     Args:
         tasks: The tasks.
-        state: What to restore, as ``given_state`` takes it; ``Owners`` if it was only shown.
-        device: Where the tasks work.
+        state: The objects to restore, as for ``given_state``; ``Owners`` if torch only showed them.
+        device: The device on which the tasks work.
 
     Raises:
         TypeError: Something in ``state`` has no state that can be restored.
-        UnsavedStateError: A module is one of TorchScript, which keeps its state to itself; or an
+        UnsavedStateError: A module is one of TorchScript, whose state is not accessible; or an
             optimizer that was only shown has a scheduler that is not restored.
-        BaseException: What ``DeclaredIO.capture`` of a task raised.
+        BaseException: The exception that a task's ``DeclaredIO.capture`` raised.
     """
 
     def __init__(self, tasks: Iterable[PipelineTask], state: Any, device: Device) -> None:
         self._shown = isinstance(state, Owners)
         self.owners = given_state(state)
         refuse_scripted(self.owners)
+        # Only for shown state: whoever names the state explicitly may leave a scheduler out on
+        # purpose.
         for one in self.owners if self._shown else ():
             if isinstance(one.owner, Optimizer):
                 refuse_scheduled(one.owner, [other.owner for other in self.owners])
@@ -64,24 +66,28 @@ class LoopState:
         """Restore everything, after the device has finished its current work."""
         with ExitStack() as last_to_first:  # all, also if one of them fails
             last_to_first.callback(self.restore_training)
+            # Runs first: what the restore functions change in modules and generators, the snapshot
+            # then sets.
             last_to_first.callback(self._captured.restore)
 
     def restore_training(self) -> None:
-        """Restore all but what tasks declare, between two measurements of one run.
+        """Restore everything but what tasks declare, between two measurements of one run.
 
-        A counter goes on, so that what a task does every hundredth time is measured as well.
+        A task's own counter continues, so that what the task does every hundredth time is measured
+        too.
         """
         self._snapshot.restore()
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """A block in which the tasks run; everything is restored at its end, also on failure.
+        """Run a block in which the tasks run, and restore everything at its end.
 
-        So is an optimizer that steps within it for the first time, with its parameters.
+        Everything is restored after a failure, too. An optimizer that steps within the block for
+        the first time is restored with its parameters.
 
         Raises:
-            UnsavedStateError: From the step of an optimizer that has a state, and that the user has
-                left out of what is to be restored; or that is not known, and has a scheduler.
+            UnsavedStateError: From the step of an optimizer that has a state and that the user has
+                left out of what is to be restored; or that is not known and has a scheduler.
         """
         try:
             with before_steps(self._before_step):
@@ -90,9 +96,12 @@ class LoopState:
             self.restore()
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        """Save an optimizer that is about to step for the first time."""
         if self._snapshot.restores(optimizer):
             return
         kind = type(optimizer).__name__
+        # With a state, it was in use before the trial, so the user has left it out by mistake.
+        # Without a state it was made by the tasks, and is saved as it is now.
         if optimizer.state and not self._shown:
             raise UnsavedStateError(
                 [kind],
@@ -104,10 +113,10 @@ class LoopState:
 
 
 def refuse_scripted(found: Iterable[Owner]) -> None:
-    """Refuse modules of TorchScript, and those that have one as a part.
+    """Refuse modules of TorchScript, and modules that have one as a part.
 
     Raises:
-        UnsavedStateError: It names each once.
+        UnsavedStateError: The error names each of them once.
     """
     names: list[str] = []
     others: set[int] = set()
@@ -117,6 +126,7 @@ def refuse_scripted(found: Iterable[Owner]) -> None:
             if any(isinstance(part, ScriptModule) for part in parts):
                 names.append(str(one))
             else:
+                # Parts of a module that was searched need no search of their own.
                 others.update(map(id, parts))
     if names:
         raise UnsavedStateError(
@@ -127,7 +137,7 @@ def refuse_scripted(found: Iterable[Owner]) -> None:
 
 
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
-    """Modules, tensors and objects with ``state_dict`` in the memory of declared states."""
+    """Yield the modules, tensors and objects with ``state_dict`` in declared memory."""
     seen: set[int] = set()
     for _, io, owner in declared_memory(tasks):
         if id(owner) not in seen and (isinstance(owner, Tensor) or has_state(owner)):
@@ -138,17 +148,19 @@ def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
 def declared_memory(
     tasks: Iterable[PipelineTask],
 ) -> Iterator[tuple[PipelineTask, DeclaredIO, Any]]:
-    """What lies in the memory of declared states, and who declares it; this rank's shards."""
+    """Yield each task, declaration and object in declared memory, as this rank's shards."""
     for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
+        # In a list, so that a memory that is itself a tensor or a module is the child of a
+        # container.
         for child in (child for node in nodes_in([io.memory]) for child in node.children):
             yield from ((task, io, owner) for owner in unsharded(child))
 
 
 class Captured:
-    """What the tasks' ``capture`` functions return now.
+    """The values that the tasks' ``capture`` functions return now.
 
     Warns:
-        RuntimeWarning: One raised, so that what it would capture is not restored.
+        RuntimeWarning: A function raised, so that what it would capture is not restored.
     """
 
     def __init__(self, tasks: Iterable[PipelineTask]) -> None:
@@ -157,7 +169,7 @@ class Captured:
         for name, io in declared:
             try:
                 self._kept.append((name, io, _copied(io.capture())))  # type: ignore[misc]
-            except Exception as error:  # noqa: BLE001 - such as of what the first run makes
+            except Exception as error:  # noqa: BLE001 - for example if the first run makes it
                 warnings.warn(
                     f"task {name!r}: capture raised {type(error).__name__}: {error}, before a "
                     "trial, so what it captures is not restored afterwards. It is called before "
@@ -167,14 +179,16 @@ class Captured:
                 )
 
     def restore(self) -> None:
-        """Give each value to ``restore``, the last task's first; it may be called repeatedly."""
+        """Pass each value to ``restore``, the last task's first; it may be called repeatedly."""
         with ExitStack() as last_to_first:  # all, also if one of them fails
             for task, io, value in self._kept:
                 last_to_first.callback(partial(_restore, task, io, value))
 
 
 def _restore(task: str, io: DeclaredIO, value: Any) -> None:
+    """Restore one captured value; an error gets a note that names the task."""
     try:
+        # A copy, since restore is called again after the next trial, and may keep what it gets.
         io.restore(_copied(value))  # type: ignore[misc]
     except Exception as error:
         add_note(error, f"swpipe: raised by a restore of task {task!r}, after a trial")
@@ -182,14 +196,15 @@ def _restore(task: str, io: DeclaredIO, value: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy that the tasks do not change; models, optimizers and generators are the same."""
+    """Return a copy that the tasks do not change; models, optimizers and generators are shared."""
     return map_tensors(value, lambda tensor: tensor.detach().clone(), _copied_object)
 
 
 def _copied_object(value: Any) -> Any:
+    """Return a deep copy, or the object itself if it has a state or cannot be copied."""
     if is_fixed(value) or replays_itself(value) or isinstance(value, WHOLE) or has_state(value):
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - such as a handle, which restore only hands on
+    except Exception:  # noqa: BLE001 - such as a handle, which restore only passes on
         return value

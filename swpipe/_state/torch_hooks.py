@@ -1,8 +1,8 @@
-"""What torch's hooks show of tasks: which modules they call, and which optimizers step.
+"""The modules that tasks call, and the optimizers that step, as torch's hooks show them.
 
-Only the run's own threads count: hooks that torch calls for the whole process ask for them. Worker
-threads of a run have the caller's context variables; another loop's thread has not. Threads that
-torch's autograd starts for a device have none of anybody's: they count for every trial, since an
+Only the run's own threads count: torch calls these hooks for the whole process. Worker threads of a
+run have the caller's context variables; another loop's thread does not. Threads that torch's
+autograd starts for a device have no context variables at all: they count for every trial, since an
 optimizer can step in a hook of the backward.
 """
 
@@ -20,21 +20,23 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from swpipe.errors import UnsavedStateError
 
+# The trials that this thread belongs to; trials can be nested.
 _trials: ContextVar[tuple[object, ...]] = ContextVar("swpipe_trials", default=())
 
 
 def before_steps(call: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
-    """Within the block, ``call`` comes before each step of an optimizer in the tasks."""
+    """Call ``call`` before each step of an optimizer in the tasks, within the block."""
     return _before(call, register_optimizer_step_pre_hook)
 
 
 def before_calls(call: Callable[[Module], None]) -> AbstractContextManager[None]:
-    """Within the block, ``call`` comes before each call of a module in the tasks."""
+    """Call ``call`` before each call of a module in the tasks, within the block."""
     return _before(call, register_module_forward_pre_hook)
 
 
 @contextmanager
 def _before(call: Callable[[Any], None], register: Callable[[Any], Any]) -> Iterator[None]:
+    """Register a hook of torch's that calls ``call`` for this run's threads, within the block."""
     trial = object()
 
     def hook(of: Any, *given: Any) -> None:
@@ -51,17 +53,18 @@ def _before(call: Callable[[Any], None], register: Callable[[Any], Any]) -> Iter
 
 
 def _is_torchs(thread: threading.Thread) -> bool:
-    """Whether Python did not start the thread."""
+    """Return whether a thread was not started by Python."""
+    # Private in Python's threading: the stand-in for a thread that Python did not start.
     return isinstance(thread, threading._DummyThread)
 
 
 def refuse_scheduled(optimizer: Optimizer, restored: Iterable[Any]) -> None:
-    """Refuse an optimizer that was only shown if a scheduler of torch's is not restored with it.
+    """Refuse an optimizer that was only shown if its torch scheduler is not restored with it.
 
     Raises:
-        UnsavedStateError: A task may step the scheduler, which nothing shows.
+        UnsavedStateError: A task may step the scheduler, which no hook shows.
     """
-    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which torch's schedulers leave
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # set by torch's schedulers
     if scheduled and not any(getattr(one, "optimizer", None) is optimizer for one in restored):
         raise UnsavedStateError(
             [f"the scheduler of {type(optimizer).__name__}"],

@@ -1,4 +1,4 @@
-"""Values: one walk, one fingerprint, one log of a context, and state that is put back bit for bit.
+"""Values: one walk, one fingerprint, one log of a context, and state that is restored bit for bit.
 
-This room knows torch, and neither tasks nor the engine.
+This package depends on torch, but on neither tasks nor the engine.
 """

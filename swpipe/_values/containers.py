@@ -1,4 +1,4 @@
-"""Open containers, and make new ones like them: each type is a tensor, a leaf, or of a kind below.
+"""Opening of containers and making of new ones: each type is a tensor, a leaf, or of a kind.
 
 ``swpipe._values.walk`` lists the types that are opened, and walks over values.
 """
@@ -25,15 +25,16 @@ def _none(value: Any) -> tuple[()]:
 
 
 class Kind(NamedTuple):
-    """How to open and remake the containers of some types; without children, a leaf or a tensor.
+    """The way to open and remake the containers of some types.
 
-    A container that may contain itself is remade by ``fill``: an empty one is made before the
-    children are known. The others are remade at once, by ``make``.
+    A kind without children is a leaf or a tensor. A container that may contain itself is remade by
+    ``fill``: an empty container is made before the children are known. Any other container is
+    remade at once, by ``make``.
 
     Attributes:
-        children: The items of a container, one level deep.
-        keys: The names of the children; empty if the children are identified by their order.
-        empty: A container of the same type, for ``fill``.
+        children: Returns the items of a container, one level deep.
+        keys: Returns the names of the children; empty if the order identifies the children.
+        empty: Returns a container of the same type, for ``fill``.
         fill: ``fill(new, value, children)`` makes ``new`` like ``value``, with these children.
         make: ``make(value, old, children)`` returns a container like ``value``, with ``children``
             in place of the ``old`` ones.
@@ -52,12 +53,13 @@ def _fill_mapping(new: Any, value: Any, children: Sequence[Any]) -> None:
 
 
 def _fill_items(new: Any, value: Any, children: Sequence[Any]) -> None:
+    # copy.copy, which makes the empty container, copies its items; it also keeps a deque's maxlen.
     new.clear()
     (new.update if isinstance(new, set) else new.extend)(children)
 
 
 def _immutable(base: Any) -> Kind:
-    """Tuples or frozensets, and their subclasses."""
+    """Return the kind of tuples or frozensets and their subclasses."""
 
     def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
         if all(a is b for a, b in zip(old, children, strict=True)):
@@ -72,7 +74,7 @@ def _immutable(base: Any) -> Kind:
 
 
 def _registered(definition: pytree.NodeDef) -> Kind:
-    """A node registered with torch's pytree."""
+    """Return the kind of a node registered with torch's pytree."""
 
     def make(value: Any, old: Sequence[Any], children: Sequence[Any]) -> Any:
         return definition.unflatten_fn(list(children), definition.flatten_fn(value)[1])
@@ -82,7 +84,7 @@ def _registered(definition: pytree.NodeDef) -> Kind:
 
 @cache
 def by_attributes(cls: Any) -> Kind:
-    """Objects whose children are their attributes, including those in slots."""
+    """Return the kind of objects whose children are their attributes, including those in slots."""
     slots = tuple(_slots_of(cls))
 
     def named(value: Any) -> dict[str, Any]:
@@ -106,11 +108,13 @@ def by_attributes(cls: Any) -> Kind:
 
 
 def _slots_of(cls: type) -> Iterator[str]:
+    """Yield the names of a class's slots, as attributes of its objects have them."""
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name in ("__dict__", "__weakref__"):
                 continue
+            # Python mangles private names: __x in class A is the attribute _A__x.
             private = name.startswith("__") and not name.endswith("__")
             yield f"_{base.__name__.lstrip('_')}{name}" if private else name
 
@@ -132,7 +136,7 @@ KINDS: dict[type, Kind] = {
 
 
 def kind_of(cls: type) -> Kind:
-    """The kind of a type."""
+    """Return the kind of a type."""
     kind = KINDS.get(cls)
     if kind is None:
         kind = _classify(cls)
@@ -142,16 +146,17 @@ def kind_of(cls: type) -> Kind:
 
 
 def has_record_stream(cls: type) -> bool:
-    """Whether objects of ``cls`` have a ``record_stream`` method."""
+    """Return whether objects of ``cls`` have a ``record_stream`` method."""
     return callable(getattr(cls, "record_stream", None))
 
 
 def has_to(cls: type) -> bool:
-    """Whether objects of ``cls``, other than tensors and modules, have a ``to`` method."""
+    """Return whether objects of ``cls``, other than tensors and modules, have a ``to`` method."""
     return callable(getattr(cls, "to", None)) and not issubclass(cls, Tensor | torch.nn.Module)
 
 
 def _classify(cls: Any) -> Kind:
+    """Return the kind of a type that was not seen before."""
     if issubclass(cls, Tensor):
         return TENSOR
     if issubclass(cls, torch.nn.Module):
@@ -159,6 +164,8 @@ def _classify(cls: Any) -> Kind:
     builtin = next(
         (b for b in (dict, list, deque, set, tuple, frozenset) if issubclass(cls, b)), None
     )
+    # A subclass of a builtin container is opened as that container, even if it is a dataclass: its
+    # items are not among its attributes.
     if builtin is None and (
         has_record_stream(cls)
         or hasattr(cls, "__dataclass_fields__")
@@ -166,6 +173,7 @@ def _classify(cls: Any) -> Kind:
         or issubclass(cls, SimpleNamespace | UserDict | UserList)
     ):
         return by_attributes(cls)
+    # The pytree is private in torch 2.13 (torch.utils._pytree).
     if cls in pytree.SUPPORTED_NODES:
         return _registered(pytree.SUPPORTED_NODES[cls])
     return LEAF if builtin is None else KINDS[builtin]

@@ -1,8 +1,8 @@
-"""What a thread does to the attributes of a context, and which ones others write meanwhile.
+"""A log of a thread's accesses to the attributes of a context, and of other threads' changes.
 
 Tasks of one iteration without dependences between them may run at the same time on one context, and
-what one does must not be attributed to another. Usually nobody logs, and an attribute costs nothing
-extra; while somebody does, the context has a subclass that logs::
+the actions of one must not be attributed to another. Usually nobody logs, and access to an
+attribute costs nothing extra; while somebody logs, the context has a subclass that logs::
 
     logging thread       another thread       logged
     enter
@@ -12,9 +12,9 @@ extra; while somebody does, the context has a subclass that logs::
     exit                                      of y and z, y is the logging thread's
 
 A thread that a task starts counts as another thread. Contexts whose class cannot be changed
-(``SimpleNamespace``) are not logged; the engine's own can be. ``vars(ctx)`` counts as reading
-everything. What methods and properties of the context's class do to attributes is logged like what
-the task itself does; methods and properties are no attributes.
+(``SimpleNamespace``) are not logged; the engine's own contexts can be. ``vars(ctx)`` counts as
+reading everything. Accesses by methods and properties of the context's class are logged like
+accesses by the task itself; methods and properties are no attributes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from typing import Any, Self
 
 from swpipe._values.fingerprint import Fingerprint
 
+# Guards entering and leaving only. Accesses read _LOGS without the lock, which is safe because its
+# values are tuples that are replaced and never modified.
 _LOCK = threading.Lock()
 _LOGS: dict[int, tuple[AttributeLog, ...]] = {}
 """Id of a context to its logs; a log keeps its context alive."""
 
 
 class AttributeLog:
-    """What happens to the attributes of a context within a ``with`` block.
+    """The accesses to the attributes of a context within a ``with`` block.
 
     Attributes:
-        reads: Read by the thread that entered, before it set or deleted them, whether they existed
-            or not; never ``iter_idx``.
-        sets: Set by that thread, for the first time or again.
-        deletes: Deleted by that thread.
-        by_others: Set or deleted by other threads.
+        reads: Attributes that the entering thread read before it set or deleted them, whether they
+            existed or not; never ``iter_idx``.
+        sets: Attributes that the entering thread set, for the first time or again.
+        deletes: Attributes that the entering thread deleted.
+        by_others: Attributes that other threads set or deleted.
     """
 
     def __init__(self, ctx: Any) -> None:
@@ -53,13 +55,14 @@ class AttributeLog:
         self.by_others: set[str] = set()
 
     def only_by_others(self, name: str) -> bool:
-        """Whether other threads set or deleted an attribute, and the logging thread did not."""
+        """Return whether only other threads set or deleted an attribute."""
         return name in self.by_others and name not in self.sets and name not in self.deletes
 
     def __enter__(self) -> Self:
         with _LOCK:
             logs = _LOGS.get(id(self._ctx), ())
             _LOGS[id(self._ctx)] = (*logs, self)
+            # The first log changes the context's class; a nested one finds it changed.
             if not logs:
                 original: Any = type(self._ctx)
                 _set_class(self._ctx, _logging(original))
@@ -70,6 +73,7 @@ class AttributeLog:
             logs = tuple(log for log in _LOGS.pop(id(self._ctx)) if log is not self)
             if logs:
                 _LOGS[id(self._ctx)] = logs
+            # The last log restores the class. A class that could not be changed has no _original.
             elif original := vars(type(self._ctx)).get("_original"):
                 _set_class(self._ctx, original)
 
@@ -82,7 +86,10 @@ class AttributeLog:
             self.reads |= names - self.sets - self.deletes - {"iter_idx"}
 
     def _pause(self) -> bool:
-        """Whether it logs reads no more, since the logging thread asks; one pauses only once."""
+        """Pause the logging of reads, and return True.
+
+        Return False, and change nothing, on another thread or if the log is paused already.
+        """
         own = threading.get_ident() == self._thread and not self._paused
         self._paused |= own
         return own
@@ -92,22 +99,22 @@ class AttributeLog:
 
 
 class ContextWatch(AttributeLog):
-    """A log that also finds what was changed directly in ``vars(ctx)``, or modified in place.
+    """A log that also finds changes made directly in ``vars(ctx)``, or in place.
 
     An attribute is modified in place if anything inside it is (``swpipe._values.fingerprint``). Not
-    counted are values of parameters, which belong to their module; what an object with a
+    counted are values of parameters, which belong to their module; values that an object with a
     ``record_stream`` method computes lazily into a private attribute that was None; and attributes
     that only other threads set or deleted. In-place changes by other threads cannot be told apart:
     tasks that run at the same time must not modify each other's objects.
 
     Args:
         ctx: The context.
-        objects: Look at other values than tensors and containers, too.
+        objects: Whether to look at values other than tensors and containers, too.
 
     Attributes:
         before: The attributes at the start of the block.
-        produced: Attributes that were added, rebound or modified in place; known at its end.
-        deleted: Those that were deleted; likewise.
+        produced: Attributes that were added, rebound or modified in place; set at the block's end.
+        deleted: Attributes that were deleted; set at the block's end.
     """
 
     def __init__(self, ctx: Any, *, objects: bool = True) -> None:
@@ -128,6 +135,8 @@ class ContextWatch(AttributeLog):
 
     def __exit__(self, *failure: object) -> None:
         after = attributes(self._ctx)
+        # Only after the copy: what another thread sets until then is in by_others, and not
+        # produced.
         super().__exit__()
         before, foreign = self._prints, self.only_by_others
         self.produced = tuple(
@@ -140,16 +149,17 @@ class ContextWatch(AttributeLog):
 
 
 def attributes(ctx: Any) -> dict[str, Any]:
-    """The context's current attributes, in one atomic copy, without logging a read."""
+    """Return a copy of the context's attributes, made atomically and without logging a read."""
     return dict(object.__getattribute__(ctx, "__dict__"))
 
 
 @cache
 def _logging(original: Any) -> Any:
-    """A subclass of a context's class that logs.
+    """Return a subclass of a context's class that logs.
 
-    It adds nothing to its instances, so that a context can get its own class back: also while
-    another thread is within these methods, so they name that class instead of asking ``super()``.
+    The subclass adds nothing to its instances, so that a context can get its own class back, even
+    while another thread is within these methods. They therefore name that class instead of calling
+    ``super()``.
     """
 
     class Logging(original):  # type: ignore[misc]
@@ -164,6 +174,8 @@ def _logging(original: Any) -> Any:
         def __setattr__(self, name: str, value: Any) -> None:
             for log in () if _is_computed(original, name) else _LOGS.get(id(self), ()):
                 log._write(name, log.sets)
+            # Logged first: a thread that sees the attribute also sees the log's entry (drawing
+            # above).
             original.__setattr__(self, name, value)
 
         def __delattr__(self, name: str) -> None:
@@ -179,6 +191,8 @@ def _logging(original: Any) -> Any:
 
 
 def _getattr_of(original: Any) -> Callable[[Any, str], Any]:
+    """Return a ``__getattr__`` that pauses the logs while the class's own one runs."""
+
     def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
         # The error lists all attributes, which is not a read.
         paused = [log for log in _LOGS.get(id(self), ()) if log._pause()]
@@ -192,7 +206,7 @@ def _getattr_of(original: Any) -> Callable[[Any, str], Any]:
 
 
 def _is_stored(ctx: Any, name: str) -> bool:
-    """Whether a name is that of an attribute: in ``vars(ctx)``, missing, or a class's default."""
+    """Return whether a name is an attribute's: in ``vars(ctx)``, missing, or a class's default."""
     if name in object.__getattribute__(ctx, "__dict__"):
         return True
     member = inspect.getattr_static(type(ctx), name, None)
@@ -200,12 +214,16 @@ def _is_stored(ctx: Any, name: str) -> bool:
 
 
 def _is_computed(cls: type, name: str) -> bool:
-    """Whether the class computes the attribute, as a property does, whatever ``vars(ctx)`` has."""
+    """Return whether the class computes the attribute, as a property does.
+
+    A data descriptor takes precedence over ``vars(ctx)``.
+    """
     return inspect.isdatadescriptor(inspect.getattr_static(cls, name, None))
 
 
 def _set_class(ctx: Any, cls: type) -> None:
+    """Change the class of a context, if the class allows it."""
     try:
         object.__setattr__(ctx, "__class__", cls)
     except TypeError:
-        return  # not logged, see above
+        return  # this context is not logged

@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, to be restored into the same tensors.
 
-A restored tensor has its old identity, memory and values, and the tensors that it has as
-attributes; a leaf also has its old ``requires_grad`` and gradient.
+A restored tensor has its old identity, memory and values, and its old tensor attributes; a leaf
+also has its old ``requires_grad`` and gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNINITIALIZED = (UninitializedBuffer, UninitializedParameter)
 
 
 class SavedTensors:
-    """Copies of tensors; each tensor is saved once."""
+    """The copies of some tensors; each tensor is saved once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, _SavedTensor] = {}
@@ -38,23 +38,28 @@ class SavedTensors:
                 self.add(held)
 
     def addresses(self) -> set[int]:
-        """Where the memory of the strided ones begins."""
+        """Return the addresses at which the memory of the saved strided tensors begins."""
         parts = (part for saved in self._saved.values() for part, _ in saved.copies)
         return {p.untyped_storage().data_ptr() for p in parts if p.layout is torch.strided}
 
     def restore(self) -> None:
-        """Restore all of them."""
+        """Restore all saved tensors."""
         for saved in self._saved.values():
             saved.restore()
 
 
 def attributes_given(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that code has given a tensor; not those of a library's kinds of tensors."""
+    """Return the attributes that code has given a tensor.
+
+    Attributes of a library's own kinds of tensors are left out.
+    """
     plain = type(tensor) in (Tensor, Parameter) and not hasattr(tensor, "_is_flat_param")
     return vars(tensor) if plain else {}
 
 
 class _SavedTensor:
+    """The copy of one tensor."""
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._leaf = tensor.is_leaf
@@ -70,18 +75,23 @@ class _SavedTensor:
         self.copies = [(part, _to_host(part)) for part in parts]
 
     def restore(self) -> None:
+        """Restore the tensor, in inference mode if it was made there."""
         with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
             self._restore(self._tensor, self._memory)
 
     def _restore(self, tensor: Tensor, memory: Tensor) -> None:
+        """Restore a tensor: its place in autograd, memory, values, gradient and attributes."""
         if self._leaf:
             if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
                 tensor.detach_()
             tensor.requires_grad_(self._requires_grad)
+        # Memory comes before values: the copies are written into the original memory.
         if not _same_memory(tensor, memory):
             tensor.data = memory
         for part, saved in self.copies:
             if _has_memory(part):
+                # Written in place: views and optimizers that refer to the memory see the old values
+                # again.
                 part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad
@@ -90,6 +100,7 @@ class _SavedTensor:
 
 
 def _has_memory(part: Tensor) -> bool:
+    """Return whether a tensor's storage is large enough for all of its elements."""
     if part.layout is not torch.strided or inner_tensors(part):
         return True
     steps = zip(part.shape, part.stride(), strict=True)
@@ -98,6 +109,7 @@ def _has_memory(part: Tensor) -> bool:
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether two strided tensors have the same memory, shape, strides and type."""
     if tensor.layout is not torch.strided or inner_tensors(tensor):
         return True
     a, b = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, memory))
@@ -105,7 +117,7 @@ def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Tensors that cover the memory of ``tensor``, with each element once."""
+    """Yield tensors that cover the memory of ``tensor``, with each element once."""
     if inner := inner_tensors(tensor):
         for part in inner:
             yield from _parts(part)
@@ -119,5 +131,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory."""
     with torch.no_grad():
         return tensor.clone() if on_cpu(tensor) else tensor.to("cpu")

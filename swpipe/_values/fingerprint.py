@@ -1,4 +1,4 @@
-"""A fingerprint of a value: what it consists of now, to find out later whether it was modified.
+"""A fingerprint of a value: its contents now, to find out later whether the value was modified.
 
 Compared are
 
@@ -47,22 +47,22 @@ _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, type),
     *(BuiltinFunctionType, FunctionType, MethodType, ModuleType),
 )
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not a static type written in C
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set unless a type is written in C
 _BUFFERS = (bytearray, memoryview, array, mmap)
 _CLOSED = Kind()
 _OBJECTS = Kind(lambda value: value.flat)
 
 
 class Fingerprint:
-    """What a value consists of: containers, objects, tensors and buffers, at any depth.
+    """The contents of a value: containers, objects, tensors and buffers, at any depth.
 
     Args:
         value: The value.
-        objects: Look at other values than tensors and containers, too.
+        objects: Whether to look at values other than tensors and containers, too.
 
     Attributes:
         value: The value.
-        leaves: All that was not opened, each once; values that cannot change are left out.
+        leaves: All values that were not opened, each once; values that cannot change are left out.
         nodes: All containers and opened objects.
         tensors: All tensors, except for parameters.
     """
@@ -76,12 +76,16 @@ class Fingerprint:
         self._copies: list[Tensor | None] = []
         self._buffers: list[tuple[Any, bytes]] = []
         for one, kind, children in parts_in(value, _part if objects else None):
+            # Parameters belong to their module: training them does not modify the value that holds
+            # them.
             if isinstance(one, Parameter):
                 self.leaves.append(one)
             elif kind is TENSOR:
                 self.tensors.append(one)
                 self._states.append(TensorState.of(one))
                 self._copies.append(_inference_copy(one))
+            # All opened kinds but _OBJECTS are nodes: an array of objects is compared by its bytes,
+            # and the objects in it are parts of their own.
             elif kind is not _CLOSED and kind is not _OBJECTS:
                 self.nodes.append(ValueNode(one, tuple(kind.keys(one)), children))
             elif (digest := _digest(one)) is not None:
@@ -90,9 +94,10 @@ class Fingerprint:
                 self.leaves.append(one)
 
     def changed(self) -> bool:
-        """Whether anything in the value was modified in place since."""
+        """Return whether anything in the value was modified in place since."""
         tensors = zip(self.tensors, self._states, self._copies, strict=True)
         return (
+            # The cheapest comparison first; buffers are read in full and come last.
             any(not same_node(node, ValueNode.of(node.value)) for node in self.nodes)
             or any(
                 not state.same(TensorState.of(tensor))
@@ -104,7 +109,7 @@ class Fingerprint:
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether ``value`` cannot change: a number, a string, a function, a class and so on."""
+    """Return whether ``value`` cannot change: a number, a string, a function, a class and so on."""
     numpy = sys.modules.get("numpy")
     return (
         KINDS.get(type(value)) is LEAF
@@ -115,7 +120,7 @@ def is_fixed(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether ``value`` is of a user's Python class that is not opened as a container."""
+    """Return whether ``value`` is of a user's Python class that is not opened as a container."""
     cls: Any = type(value)
     return (
         kind_of(cls) is LEAF
@@ -128,33 +133,38 @@ def is_object(value: Any) -> bool:
 
 
 def replays_itself(value: Any) -> bool:
-    """Whether the class says, by ``same_in_replay = True``, that iterations may share an object."""
+    """Return whether the class of ``value`` declares that iterations may share its objects.
+
+    The declaration is ``same_in_replay = True``.
+    """
     return bool(getattr(type(value), "same_in_replay", False))
 
 
 @cache
 def _all_in_attributes(cls: Any) -> bool:
-    """Whether a class is written in Python, so that its objects consist of attributes only."""
+    """Return whether a class is written in Python: its objects consist of attributes only."""
     builtin = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    # A __new__ written in C could keep data that no attribute shows.
     new: object = cls.__new__
     plain: object = object.__new__
     return builtin is object and (new is plain or isinstance(new, FunctionType))
 
 
 def _part(leaf: Any) -> Kind | None:
-    """How a fingerprint opens a leaf; None for one that cannot change."""
+    """Return how a fingerprint opens a leaf; None for a leaf that cannot change."""
     if is_fixed(leaf):
         return None
     cls: Any = type(leaf)
     if is_object(leaf):
         return by_attributes(cls)
+    # numpy is optional: if it is not loaded, no value can be of its types.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
     return _OBJECTS if is_array and leaf.dtype == object else _CLOSED
 
 
 class TensorState(NamedTuple):
-    """What tells that a tensor was modified in place."""
+    """The properties that show that a tensor was modified in place."""
 
     version: int | None
     requires_grad: bool
@@ -163,27 +173,30 @@ class TensorState(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorState:
-        """The state now."""
+        """Return the present state of a tensor."""
         grad = grad_or_none(tensor)
         grad_version = None if grad is None else version_of(grad)
         return cls(version_of(tensor), tensor.requires_grad, grad, grad_version)
 
     def same(self, other: TensorState) -> bool:
-        """Whether the tensor was not modified in between."""
+        """Return whether the tensor was not modified in between."""
+        # Gradients are compared by identity: == on tensors would compare elements and return a
+        # tensor.
         return self.grad is other.grad and self._replace(grad=None) == other._replace(grad=None)
 
     def same_grad(self, other: TensorState) -> bool:
-        """Whether its gradient was not."""
+        """Return whether the tensor's gradient was not modified in between."""
         return self.grad is other.grad and self.grad_version == other.grad_version
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """The version counter; None for one without: made in inference mode, or still lazy."""
+    """Return the version counter, or None without one: made in inference mode, or still lazy."""
+    # Tensor._version is private in torch 2.13; it raises for the tensors that are excluded here.
     return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on the CPU are equal bit for bit."""
+    """Return whether two tensors on the CPU are equal bit for bit."""
     return a.shape == b.shape and all(
         x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))  # as bytes, NaN equals NaN
         for x, y in zip(parts_of(a), parts_of(b), strict=True)
@@ -191,24 +204,26 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def same_node(before: ValueNode, now: ValueNode) -> bool:
-    """Whether a container holds the same objects, apart from lazily computed attributes."""
+    """Return whether a container holds the same objects, apart from lazily computed attributes."""
     lazy = _lazy_keys(before, now) if has_record_stream(type(now.value)) else set()
     return _ids(before, lazy) == _ids(now, lazy)
 
 
 def _inference_copy(tensor: Tensor) -> Tensor | None:
-    """A copy of a CPU tensor that has no version counter."""
+    """Return a copy of a CPU tensor without a version counter; None for any other tensor."""
     return tensor.clone() if tensor.is_cpu and tensor.is_inference() else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _digest(value: Any) -> bytes | None:
-    """A digest of the memory of an array or another buffer; None for other values."""
+    """Return a digest of the memory of an array or another buffer; None for other values."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
+        # Data type and shape can be changed in place while the bytes stay the same.
         content = value.tobytes() + str((value.dtype, value.shape)).encode()
     elif isinstance(value, _BUFFERS):
         content = bytes(value)
@@ -218,12 +233,12 @@ def _digest(value: Any) -> bytes | None:
 
 
 def _ids(node: ValueNode, ignored: set[Any]) -> list[tuple[int, int]]:
-    """The ids of keys and children, in order; sequences have no keys."""
+    """Return the ids of keys and children, in order; sequences have no keys."""
     items = zip_longest(node.keys, node.children)
     return [(id(key), id(child)) for key, child in items if key not in ignored]
 
 
 def _lazy_keys(before: ValueNode, now: ValueNode) -> set[Any]:
-    """Private attributes that did not exist before, or were None."""
+    """Return the private attributes that did not exist before, or were None."""
     known = dict(zip(before.keys, before.children, strict=False))
     return {key for key in now.keys if key.startswith("_") and known.get(key) is None}

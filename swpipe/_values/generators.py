@@ -1,4 +1,4 @@
-"""The states of random generators: the default ones of torch, Python and numpy, and others."""
+"""The states of random generators: torch's, Python's and numpy's default ones, and any others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ NUMPY = "numpy's default generator"
 
 
 def default_generators(device: Device) -> dict[str, Any]:
-    """The states of the default ones now, as plain data; numpy's if it is loaded."""
+    """Return the states of the default generators as plain data; numpy's if it is loaded."""
     states: dict[str, Any] = {"torch": device.generator_states(), "python": random.getstate()}
+    # Not imported here: numpy is optional, and unless it is loaded, nothing can draw from it.
     if numpy := sys.modules.get("numpy.random"):
         kind, keys, *rest = numpy.get_state()
+        # Plain lists, so that states can be compared and saved in a checkpoint.
         states["numpy"] = (kind, keys.tolist(), *rest)
     return states
 
@@ -29,6 +31,7 @@ def default_generators(device: Device) -> dict[str, Any]:
 def set_default_generators(device: Device, states: Mapping[str, Any]) -> None:
     """Set the states that ``default_generators`` returned."""
     device.set_generator_states(states["torch"])
+    # A checkpoint may have turned Python's tuple into a list, which setstate refuses.
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     if (numpy := sys.modules.get("numpy.random")) and "numpy" in states:
@@ -36,7 +39,7 @@ def set_default_generators(device: Device, states: Mapping[str, Any]) -> None:
 
 
 def generator_states(device: Device, others: Mapping[str, Any]) -> dict[str, object]:
-    """Name to state, to be compared, of the default generators and of others."""
+    """Return the states of the default generators and of others by name, to be compared."""
     defaults = default_generators(device)
     states = {
         TORCH: [bytes(state.numpy()) for state in defaults["torch"].values()],
@@ -47,7 +50,7 @@ def generator_states(device: Device, others: Mapping[str, Any]) -> dict[str, obj
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of torch, Python or numpy, to be compared and set back."""
+    """Return the state of a generator of torch, Python or numpy, to be compared and set back."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().numpy())
     if isinstance(generator, random.Random):
@@ -66,4 +69,6 @@ def set_back(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
+    """Return numpy's bit generator, which holds the state of its random generators."""
+    # numpy's older RandomState has its bit generator as a private attribute only.
     return getattr(generator, "bit_generator", None) or generator._bit_generator

@@ -1,4 +1,4 @@
-"""Save the state of models, optimizers and generators, and restore it bit for bit.
+"""Saving of the state of models, optimizers and generators, and restoring it bit for bit.
 
 State is restored into the same objects: tensors keep their identity and memory, so references to
 them stay valid (an optimizer's to its parameters, a view's to its base).
@@ -9,8 +9,8 @@ them stay valid (an optimizer's to its parameters, a view's to its base).
 - generators: the default ones of torch, Python and numpy, and those that were found;
 - other objects: through ``state_dict`` and ``load_state_dict``.
 
-Of plain objects within modules nothing is saved: a module has many, which share tensors with it or
-belong to a library. A change of their tensors is told.
+Plain objects within modules are not saved: a module has many, which share tensors with the module
+or belong to a library. A warning reports if one of their tensors changes.
 
 Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
 and buffers that are initialized after the snapshot keep their values.
@@ -61,13 +61,13 @@ from swpipe.device import Device
 from swpipe.errors import add_note
 
 Restore: TypeAlias = Callable[[], object]
-"""Restores what was saved when it was created; can be called repeatedly."""
+"""A function that restores what was saved when it was created; it can be called repeatedly."""
 
 MAX_ITEMS = 1000
-"""Larger containers in plain objects are data, not state."""
+"""The size above which a container in a plain object counts as data, not state."""
 
 MAX_DEPTH = 4
-"""How many objects and containers deep a module's attribute is searched for tensors."""
+"""The number of objects and containers deep that a module's attribute is searched for tensors."""
 
 
 class Snapshot:
@@ -75,7 +75,7 @@ class Snapshot:
 
     Args:
         owners: The objects.
-        device: Where their tensors are.
+        device: The device of their tensors.
     """
 
     def __init__(self, owners: Sequence[Owner], device: Device) -> None:
@@ -84,7 +84,7 @@ class Snapshot:
         self._modules = [*modules_of(owners)]
         _reshard(self._modules)
         tensors = SavedTensors()
-        # Tensors after the containers and modules that hold them.
+        # An optimizer may wrap others, whose containers and tensors are saved as well.
         wrapped = [
             Owner(one.path, inner)
             for one in owners
@@ -93,11 +93,15 @@ class Snapshot:
             if inner is not one.owner
         ]
         saved = [_save(one, tensors) for one in (*owners, *wrapped)]
+        # Restored in this order: first the containers and modules, then the tensors in them, last
+        # the generators, since restoring may run the user's code, which may draw.
         self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
         by_others = {id(module) for module in modules_restored_by(owners)}
         self._watched = [module for module in self._modules if id(module) not in by_others]
+        # A tensor in the memory of a saved one is restored with it, and needs no warning.
         addresses = tensors.addresses()
+        # The tensors of plain objects, and their versions, to warn of a change: see restore.
         self._unsaved = {
             path: (tensor, version_of(tensor))
             for path, tensor in _unsaved_tensors(self._watched)
@@ -106,7 +110,7 @@ class Snapshot:
         self._told: set[str] = set()
         self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
         self._optimizers |= {
-            id(optimizer)  # which the object restores with all that it trains
+            id(optimizer)  # restored by the object itself
             for one in owners
             if not isinstance(one.owner, WHOLE) and has_state_dict(one.owner)
             for optimizer in optimizers_in(one.owner)
@@ -122,6 +126,8 @@ class Snapshot:
         """
         self._device.synchronize()
         _reshard(self._modules)
+        # The latest addition first: an object is restored to its state from before the earliest
+        # run.
         added = [restores for _, restores in self._added.values()]
         for restore in chain(*reversed(added), self._restores):
             restore()
@@ -136,17 +142,17 @@ class Snapshot:
             )
 
     def _changed(self) -> Iterator[str]:
-        """The paths at which a tensor was modified or replaced that is not saved."""
+        """Yield the paths of tensors that were modified or replaced and are not saved."""
         for path, tensor in _unsaved_tensors(self._watched):
             before, version = self._unsaved.get(path, (tensor, version_of(tensor)))
             if tensor is not before or version_of(tensor) != version:
                 yield path
 
     def add(self, one: Owner) -> None:
-        """Restore one more object, as it is now, before all that was saved earlier.
+        """Save one more object as it is now, to be restored before everything saved earlier.
 
-        A task runs, which may have filled what modules hold beside parameters and buffers, such as
-        a queue: their containers are left alone. An optimizer is not kept alive.
+        A task is running, and may have filled containers that modules hold beside parameters and
+        buffers, such as a queue: these containers are left alone. An optimizer is not kept alive.
         """
         self._device.synchronize()
         modules = [*modules_of([one])]
@@ -155,6 +161,7 @@ class Snapshot:
         tensors, added, key = SavedTensors(), self._added, object()
         restores: list[Restore] = [_save(one, tensors, within=True), tensors.restore]
 
+        # Called when the optimizer is freed: nothing is left to restore.
         def forget(_: object) -> None:
             added.pop(key, None)
 
@@ -162,13 +169,13 @@ class Snapshot:
         added[key] = optimizer, restores
 
     def restores(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is restored."""
+        """Return whether an optimizer is restored."""
         added = (one and one() for one, _ in [*self._added.values()])
         return id(optimizer) in self._optimizers or any(one is optimizer for one in added)
 
 
 def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of plain objects within modules, and where they are."""
+    """Yield the tensors of plain objects within modules, with their paths."""
     roots = ((type(m).__name__, name, value) for m in modules for name, value in [*vars(m).items()])
     for path, value in reached(((f"{m}.{n}", v) for m, n, v in roots), _in_plain, MAX_DEPTH):
         strided = type(value) in (Tensor, Parameter) and value.layout is torch.strided
@@ -177,13 +184,15 @@ def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_plain(path: str, value: Any) -> Iterator[Named]:
-    """What a plain object, or a container, holds; no code of the user's is run."""
+    """Yield the contents of a plain object or a container without running the user's code."""
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for number, (key, child) in enumerate(items if len(value) <= MAX_ITEMS else ()):
+            # repr of any other key could run code of the user's class.
             name = repr(key) if type(key) in PLAIN else f"{type(key).__name__} {number}"
             yield f"{path}[{name}]", child
     elif not (isinstance(value, _SKIPPED) or is_foreign(type(value).__module__)):
+        # The attributes are read from __dict__, since properties would run code.
         for name, child in dict(getattr(value, "__dict__", {})).items():
             yield f"{path}.{name}", child
 
@@ -192,9 +201,9 @@ _SKIPPED = (*PLAIN, *WHOLE, FunctionType, MethodType, ModuleType, type)
 
 
 def _reshard(modules: Iterable[Module]) -> None:
-    """Let fully sharded modules release gathered parameters, and register the shards again.
+    """Make fully sharded modules free gathered parameters and register their shards again.
 
-    A forward without a backward leaves them gathered, with the values of then.
+    A forward without a backward leaves the parameters gathered, with the values of that time.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", ())
@@ -204,6 +213,7 @@ def _reshard(modules: Iterable[Module]) -> None:
 
 
 def _save(one: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore:
+    """Save the state of one object, and return the function that restores it."""
     owner = one.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
@@ -218,18 +228,23 @@ def _save(one: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore
 
 
 def _save_optimizer(optimizer: Optimizer, tensors: SavedTensors) -> Restore:
-    """Save which containers it has, which ``load_state_dict`` replaces, and what is in them."""
-    attributes = vars(optimizer)  # not the optimizer: a task may make one in each iteration
+    """Save which containers an optimizer has, and their contents.
+
+    ``load_state_dict`` replaces the containers, so that both have to be restored.
+    """
+    attributes = vars(optimizer)  # a reference to the optimizer would keep it alive
     held = {
         name: value
         for name, value in attributes.items()
         if name in ("state", "param_groups") or _holds_tensors(value)
     }
     refill = _save_containers((optimizer.state, optimizer.param_groups, held), tensors)
+    # Its old containers first, then their old contents.
     return lambda: (attributes.update(held), refill())
 
 
 def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
+    """Save a module and all modules below it, and return the function that restores them."""
     restores: list[Restore] = []
     modules = list(modules_in(root))
     for module in modules:
@@ -239,6 +254,7 @@ def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
         restores.append(_save_registered(module, tensors))
         if not within:
             restores.append(_save_containers(held, tensors))
+        # Module's own get_extra_state raises; only classes that override it have extra state.
         if type(module).get_extra_state is not Module.get_extra_state:
             extra = copy.deepcopy(module.get_extra_state())
             restores.append(partial(_set_extra_state, module, extra))
@@ -247,6 +263,7 @@ def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
 
 
 def _holds_tensors(value: Any) -> bool:
+    """Return whether there is a tensor anywhere in a value."""
     return next(tensors_in(value), None) is not None
 
 
@@ -259,10 +276,12 @@ def _save_registered(module: Module, tensors: SavedTensors) -> Restore:
 
 
 def _set_extra_state(module: Module, state: Any) -> None:
+    """Set a module's extra state to a copy, so that the saved state can be used again."""
     module.set_extra_state(copy.deepcopy(state))
 
 
 def _save_state_dict(one: Owner) -> Restore:
+    """Save an object through its ``state_dict``, and return the function that restores it."""
     try:
         state = copy.deepcopy(one.owner.state_dict())
     except Exception as error:
@@ -272,13 +291,15 @@ def _save_state_dict(one: Owner) -> Restore:
             "restored, name what has to be: state=[model, optimizer]",
         )
         raise
+    # A copy each time, since the object may keep and modify what it loads.
     return lambda: one.owner.load_state_dict(copy.deepcopy(state))
 
 
 def _save_containers(value: Any, tensors: SavedTensors) -> Restore:
-    """Save what each dict, list, set and deque in ``value`` holds, and all tensors."""
+    """Save the contents of each dict, list, set and deque in ``value``, and all tensors."""
     for tensor in tensors_in(value):
         tensors.add(tensor)
+    # Shallow copies: nested containers are nodes of their own and get a copy each.
     saved = [
         (node.value, copy.copy(node.value))
         for node in nodes_in(value)

@@ -1,7 +1,8 @@
-"""Objects with state of their own: modules, optimizers, generators, and others with state_dict.
+"""Objects with state of their own: modules, optimizers, generators, and objects with state_dict.
 
-A trial puts back those that the user gives, tasks declare, or torch shows: an ``Owner`` each, with
-the modules and optimizers that are its parts. No other object is asked for its attributes.
+A trial restores the objects that the user gives, that tasks declare, or that torch shows: each of
+them is an ``Owner``, with the modules and optimizers that are its parts. The attributes of no other
+object are searched.
 """
 
 from __future__ import annotations
@@ -21,38 +22,39 @@ from torch.utils.data import DataLoader
 from swpipe._values.walk import nodes_in
 
 Named: TypeAlias = tuple[str, Any]
-"""A path, such as "model.net.weight", and what is there."""
+"""A path, such as "model.net.weight", and the object at that path."""
 
 FOREIGN = sys.stdlib_module_names | {"numpy", "torch"}
-"""Modules whose objects are not searched."""
+"""The modules whose objects are not searched."""
 
 WHOLE = (Module, Optimizer, torch.Tensor)
-"""Saved as a whole. Other objects are searched: their state_dict may be incomplete."""
+"""The types saved as a whole. Other objects are searched: a state_dict may be incomplete."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Values without parts. Equal values may be one object, so these are found on all their paths."""
+"""The types without parts. Equal values may be one object, so they are found on all their paths."""
 
 _CLOSED = (*PLAIN, torch.Tensor)
 
 _DICTS = (dict, OrderedDict)
-"""Of these a module has a dozen for its hooks, mostly empty."""
+"""The types of which a module has a dozen for its hooks, mostly empty."""
 
 _WRAPPED = ("_dmp_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Attributes in which wrappers keep the wrapped module; names leave them out."""
+"""The attributes in which wrappers keep the wrapped module; names leave them out."""
 
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
 def is_foreign(module: str | None) -> bool:
-    """Whether a module is torch's, numpy's or Python's own."""
+    """Return whether a module is torch's, numpy's or Python's own."""
     return (module or "").partition(".")[0] in FOREIGN
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value`` has state to restore.
+    """Return whether ``value`` has state to restore.
 
-    This is an object with ``state_dict`` and ``load_state_dict``, a generator of random numbers,
-    or a leaf tensor that requires grad; not a pipeline or loop of swpipe, which may be in use.
+    It does if it is an object with ``state_dict`` and ``load_state_dict``, a random number
+    generator, or a leaf tensor that requires grad; but not if it is a pipeline or loop of swpipe,
+    which may be in use.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad and value.is_leaf
@@ -60,10 +62,11 @@ def has_state(value: Any) -> bool:
 
 
 def has_state_dict(value: Any) -> bool:
-    """Whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
+    """Return whether the class of ``value`` has ``state_dict`` and ``load_state_dict``.
 
-    A wrapper has the methods whatever it wraps; of a ``DataLoader`` it tells the class. The methods
-    are not called: torchdata begins a pass, and draws its seed, when it is asked for a state.
+    A wrapper may have both methods whatever it wraps; a wrapper of a ``DataLoader`` shows the
+    wrapped class as its ``__class__``. The methods are not called: torchdata begins a pass, and
+    draws its seed, when its state is requested.
     """
     classes = (type(value), value.__class__) if isinstance(value, DataLoader) else (type(value),)
     names = ("state_dict", "load_state_dict")
@@ -71,30 +74,35 @@ def has_state_dict(value: Any) -> bool:
 
 
 def _is_pipeline(value: Any) -> bool:
-    """Whether a value is a pipeline of swpipe, or a loop over one."""
+    """Return whether a value is a pipeline of swpipe, or a loop over one."""
+    # The whole MRO: a user's subclass of a pipeline is defined in another module.
     own = any(cls.__module__.partition(".")[0] == "swpipe" for cls in type(value).__mro__)
     return own and (hasattr(type(value), "progress") or hasattr(type(value), "__iter__"))
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random generator of torch, Python or numpy."""
+    """Return whether ``value`` is a random generator of torch, Python or numpy."""
+    # numpy is optional: if it is not loaded, no value can be one of its generators.
     numpy = sys.modules.get("numpy.random")
     types = () if numpy is None else (numpy.Generator, numpy.RandomState)
     return isinstance(value, (torch.Generator, random.Random, *types))
 
 
 def modules_in(root: Module) -> Iterator[Module]:
-    """``root`` and all modules below it, including those in plain lists and dicts."""
+    """Yield ``root`` and all modules below it, including those in plain lists and dicts."""
     return (module for _, module in named_modules_in("", root))
 
 
 def named_modules_in(name: str, root: Module) -> Iterator[tuple[str, Module]]:
-    """The same with their paths, which begin with ``name`` and leave wrappers out."""
+    """Yield ``root`` and all modules below it, with their paths.
+
+    The paths begin with ``name`` and leave wrappers out.
+    """
     return reached([(name, root)], partial(_of_kind, Module))
 
 
 def optimizers_in(owner: Any) -> Iterator[Optimizer]:
-    """``owner``, if it is an optimizer, and those that it wraps, at any depth."""
+    """Yield ``owner``, if it is an optimizer, and the optimizers that it wraps, at any depth."""
     found = reached([("", owner)], partial(_of_kind, Optimizer))
     return (one for _, one in found if isinstance(one, Optimizer))
 
@@ -102,11 +110,16 @@ def optimizers_in(owner: Any) -> Iterator[Optimizer]:
 def reached(
     roots: Iterable[Named], children: Callable[[str, Any], Iterable[Named]], most: int = sys.maxsize
 ) -> Iterator[Named]:
-    """The roots and what they lead to, each once, outer before inner, up to ``most`` steps away."""
+    """Yield the roots and the values that they lead to, outer before inner.
+
+    Each value is yielded once, except for plain ones, and at most ``most`` steps from a root.
+    """
+    # The values themselves are kept, so that no freed object's id is used again during the walk.
     seen: dict[int, Any] = {}
     queue = deque((path, value, 0) for path, value in roots)
     while queue:
         path, value, steps = queue.popleft()
+        # Breadth-first: an object that is reached twice gets its shortest path.
         if type(value) not in PLAIN and id(value) in seen:
             continue
         seen[id(value)] = value
@@ -116,13 +129,15 @@ def reached(
 
 
 def _of_kind(kind: type, path: str, owner: Any) -> Iterator[Named]:
-    """The objects of a kind among the attributes, themselves or in a plain list or dict."""
+    """Yield the objects of a kind among the attributes, directly or in a plain list or dict."""
     for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        # A module's children are named by their keys in _modules (private in torch 2.13).
         for key, item in value.items() if attribute == "_modules" else [(attribute, value)]:
             wrapped = key in _WRAPPED or (key == "module" and isinstance(owner, _PARALLEL))
             where = path if wrapped else f"{path}.{key}"
             if isinstance(item, kind):
                 yield where, item
+            # Empty dicts are skipped for speed, see _DICTS.
             elif not isinstance(item, _CLOSED) and not (type(item) in _DICTS and not item):
                 for node in nodes_in(item):
                     for index, child in enumerate(node.children):
@@ -131,7 +146,7 @@ def _of_kind(kind: type, path: str, owner: Any) -> Iterator[Named]:
 
 
 class Owner(NamedTuple):
-    """An object with state, and what to call it, such as "model" or "Linear"."""
+    """An object with state, and its name in messages, such as "model" or "Linear"."""
 
     path: str
     owner: Any
@@ -142,17 +157,18 @@ class Owner(NamedTuple):
 
 
 class Owners(tuple[Owner, ...]):
-    """What is restored though the user has not given it: whatever is shown besides is added."""
+    """Owners that the user has not given: any further owner that torch shows is added to them."""
 
     __slots__ = ()
 
 
 def given_state(state: Any) -> tuple[Owner, ...]:
-    """The objects that the user gave: one, several, or a mapping with names.
+    """Return the objects that the user gave: one, several, or a mapping with names.
 
     Raises:
         TypeError: One of them has no state that can be restored.
     """
+    # Already checked when they were shown.
     if isinstance(state, Owners):
         return state
     if isinstance(state, torch.Tensor) or has_state(state):
@@ -170,14 +186,18 @@ def given_state(state: Any) -> tuple[Owner, ...]:
 
 
 def modules_of(owners: Iterable[Owner]) -> Iterator[Module]:
-    """The modules among some objects, and all modules below them."""
+    """Yield the modules among some objects, and all modules below them."""
     for one in owners:
         if isinstance(one.owner, Module):
             yield from modules_in(one.owner)
 
 
 def modules_restored_by(owners: Iterable[Owner]) -> Iterator[Module]:
-    """The modules that an object with a state restores, as it says by ``restored_modules``."""
+    """Yield the modules that an object restores, and all modules below them.
+
+    The object lists them in ``restored_modules``.
+    """
     for one in owners:
+        # For an object whose restore function also restores modules, such as a table's state.
         for root in getattr(one.owner, "restored_modules", ()):
             yield from modules_in(root)

@@ -1,7 +1,7 @@
 """Identities, sizes and contents of tensor storages.
 
-A storage is the memory that a tensor and its views share. Its identity is kept by a weak reference,
-which does not keep the memory alive, but prevents its number from being used again.
+A storage is the memory that a tensor and its views share. A weak reference keeps its identity: the
+reference does not keep the memory alive, but prevents the storage's number from being used again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from swpipe.device import on_cpu
 StorageId = int
 
 MAX_CHECKED_BYTES = 2**20
-"""No checksum is computed of a larger storage; its version counter is still compared."""
+"""The largest storage of which a checksum is computed; the version counter is always compared."""
 
 
 class Storages:
-    """All storages seen by somebody.
+    """The storages seen by one observer.
 
     Attributes:
-        created: Those that an operator made.
+        created: Storages that an operator made.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,13 @@ class Storages:
         self._descriptions: dict[StorageId, str] = {}
 
     def add(self, tensor: Tensor) -> Iterator[tuple[StorageId, bool]]:
-        """Each storage of a tensor, and whether it is seen for the first time.
+        """Yield each storage of a tensor, and whether the storage is seen for the first time.
 
-        Usually there is one; sparse tensors and wrappers have several or none.
+        Usually there is one storage; sparse tensors and wrappers have several or none.
         """
         for part in _parts(tensor):
             storage = part.untyped_storage()
+            # The address of torch's StorageImpl; _cdata is private in torch 2.13.
             number = storage._cdata
             new = number not in self._references
             if new:
@@ -54,33 +55,43 @@ class Storages:
             yield number, new
 
     def of(self, tensor: Tensor) -> frozenset[StorageId]:
-        """The storages of a tensor."""
+        """Return the storages of a tensor."""
         return frozenset(number for number, _ in self.add(tensor))
 
     def alive(self, number: StorageId) -> bool:
-        """Whether the storage still exists."""
+        """Return whether the storage still exists."""
         return not self._references[number].expired()  # type: ignore[no-untyped-call]
 
     def reference(self, number: StorageId) -> StorageWeakRef:
-        """What keeps the number from being used again, and tells whether it ``expired()``."""
+        """Return a storage's weak reference.
+
+        While it is kept, the number is not used again; its ``expired()`` tells whether the storage
+        is gone.
+        """
         return self._references[number]
 
     def description(self, number: StorageId) -> str:
-        """Data type and shape of the tensor first seen with the storage: "float32 [3, 4]"."""
+        """Return data type and shape of the storage's first tensor, such as "float32 [3, 4]"."""
         return self._descriptions[number]
 
 
 class MemoryPrint:
-    """Versions and contents of the memory of some tensors, at one moment."""
+    """The versions and contents of the memory of some tensors, at one moment."""
 
     def __init__(self, tensors: Iterable[Tensor], storages: Storages) -> None:
         self._tensors = [(one, storages.of(one), version_of(one)) for one in tensors]
         self._sums: dict[StorageId, int] = {}
         for tensor, numbers, _ in self._tensors:
+            # Views share a storage, whose checksum is computed once.
             self._sums |= checksums(tensor) if numbers - self._sums.keys() else {}
 
     def changed_until(self, now: MemoryPrint) -> tuple[set[StorageId], set[StorageId]]:
-        """The storages that have another version or content now; those without another version."""
+        """Return the storages with another version or content at a later moment.
+
+        The second set has those of them without another version.
+        """
+        # A tensor that the later moment no longer reaches is read again: it may have been changed
+        # before.
         sums, versions = dict(now._sums), set[StorageId]()
         for tensor, numbers, version in self._tensors:
             sums |= checksums(tensor) if numbers - sums.keys() else {}
@@ -91,14 +102,15 @@ class MemoryPrint:
 
 
 def described(tensor: Tensor) -> str:
-    """Data type and shape: "float32 [3, 4]"."""
+    """Return data type and shape: "float32 [3, 4]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with a storage that a tensor consists of."""
     if is_lazy(tensor):
         return []
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all are
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided  # nearly all tensors are
     return [part for part in ((tensor,) if plain else parts_of(tensor)) if has_storage(part)]
 
 
@@ -106,20 +118,22 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def nbytes(tensor: Tensor) -> dict[StorageId, int]:
-    """Bytes of each storage of a tensor."""
+    """Return the bytes of each storage of a tensor."""
     storages = (part.untyped_storage() for part in _parts(tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def checksums(tensor: Tensor) -> dict[StorageId, int]:
-    """A checksum over all bytes of each storage up to ``MAX_CHECKED_BYTES``."""
+    """Return a checksum over all bytes of each storage up to ``MAX_CHECKED_BYTES``."""
     storages = (part.untyped_storage() for part in _parts(tensor) if not part.is_meta)
     return {s._cdata: _checksum(s) for s in storages if 0 < s.nbytes() <= MAX_CHECKED_BYTES}
 
 
 def _checksum(storage: Any) -> int:
+    """Return a checksum over all bytes of a storage, computed on its device."""
     size = storage.nbytes()
     if on_cpu(storage):
+        # Reads the memory in place: neither a copy nor a numpy array is made.
         return zlib.crc32((ctypes.c_ubyte * size).from_address(storage.data_ptr()))
     with torch.no_grad():
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -6,7 +6,7 @@ What is opened:
 - instances of dataclasses and attrs classes, of ``SimpleNamespace``, ``UserDict`` and ``UserList``,
   by their attributes;
 - objects with a ``record_stream`` method, such as torchrec's ``KeyedJaggedTensor``, also by their
-  attributes, so that what they store beside tensors (keys, strides, cached lists) is kept;
+  attributes, so that their other values (keys, strides, cached lists) are kept;
 - nodes registered with ``torch.utils._pytree``.
 
 Everything else is a leaf: modules, arrays, iterators, objects of plain classes. To have your own
@@ -14,8 +14,8 @@ class opened, make it a dataclass, give it a ``record_stream`` method, or regist
 a ``to`` method (an amount with a unit, a storage, a pipeline with open files) are leaves, too: they
 are never made anew; ``tensors_held`` and ``record_stream``, which only look, open them as well.
 
-Unlike torch's pytree functions, these handle cycles and keep shared objects shared. Dictionary
-keys are not searched.
+Unlike torch's pytree functions, the functions of this module handle cycles and keep shared objects
+shared. Dictionary keys are not searched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 Part: TypeAlias = tuple[Any, Kind, tuple[Any, ...]]
-"""A tensor or a container, its kind, and what is in it now, one level deep."""
+"""A tensor or a container, its kind, and its present contents, one level deep."""
 
 
 class ValueNode(NamedTuple):
@@ -56,19 +56,22 @@ class ValueNode(NamedTuple):
 
     @classmethod
     def of(cls, container: Any) -> ValueNode:
-        """The contents now; those of an object that is no container are its attributes."""
+        """Return a container with its present contents.
+
+        The contents of an object that is no container are its attributes.
+        """
         of: Any = type(container)
         kind = by_attributes(of) if kind_of(of) is LEAF else kind_of(of)
         return cls(container, tuple(kind.keys(container)), tuple(kind.children(container)))
 
 
 def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> Iterator[Part]:
-    """Every tensor and container in ``value``, each once, depth-first, outer before inner.
+    """Yield every tensor and container in ``value``, each once, depth-first, outer before inner.
 
-    ``opens`` returns the kind of a leaf that is to be a part as well; None: it is none.
+    ``opens`` returns the kind of a leaf that is to be a part as well, or None for any other leaf.
     """
-    # What was seen is kept, not only its id: the flatten function of a registered node may create
-    # its children, and the id of a freed object can be used again.
+    # The seen values are kept, not only their ids: the flatten function of a registered node may
+    # create its children, and the id of a freed object can be used again.
     seen: dict[int, Any] = {}
     stack = [value]
     while stack:
@@ -87,34 +90,39 @@ def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> I
             continue
         children = tuple(kind.children(value))
         yield value, kind, children
-        # Most children are plain values: a turn for each would be most of the walk's time.
+        # Most children are plain values: a turn of the loop for each would be most of the walk's
+        # time.
         stack += [child for child in reversed(children) if KINDS.get(type(child)) is not LEAF]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in ``value``, each once, in depth-first order."""
+    """Yield every tensor in ``value``, each once, in depth-first order."""
     return iter([part for part, kind, _ in parts_in(value) if kind is TENSOR])
 
 
 def tensors_held(value: Any) -> Iterator[Tensor]:
-    """These, and those in attributes of objects with a ``to`` method."""
+    """Yield every tensor in ``value``, and those in attributes of objects with a ``to`` method."""
     return iter([part for part, kind, _ in parts_in(value, _with_to) if kind is TENSOR])
 
 
 def _with_to(value: Any) -> Kind | None:
+    """Return the kind of a leaf with a ``to`` method, by its attributes; None for another one."""
     cls: Any = type(value)
     return by_attributes(cls) if has_to(cls) else None
 
 
 def nodes_in(value: Any) -> Iterator[ValueNode]:
-    """Every container in ``value``, itself included, each once, outer before inner."""
+    """Yield every container in ``value``, itself included, each once, outer before inner."""
     for container, kind, children in parts_in(value):
         if kind is not TENSOR:
             yield ValueNode(container, tuple(kind.keys(container)), children)
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Every value in ``value`` that is neither a tensor nor a container, or ``value`` itself."""
+    """Yield every value in ``value`` that is neither a tensor nor a container.
+
+    If ``value`` itself is neither, it is the only one.
+    """
     if kind_of(type(value)) is LEAF:
         yield value
     for _, _, children in parts_in(value):
@@ -138,7 +146,8 @@ def map_tensors(
     return result
 
 
-# Not a function within the one above: it would hold itself, and all that it has seen, in a cycle.
+# Not a function within map_tensors: it would refer to itself in a cycle, which would keep alive all
+# values that it has seen until garbage is collected.
 def _rebuilt(
     value: Any,
     fn: Callable[[Tensor], Any],
@@ -146,10 +155,12 @@ def _rebuilt(
     own: Callable[[Any], Any] | None,
     memo: dict[int, tuple[Any, Any]],
 ) -> Any:
+    """Return ``value`` rebuilt as in ``map_tensors``; ``memo`` maps ids to value and copy."""
     cls = type(value)
     kind = KINDS.get(cls) or kind_of(cls)
     if kind is LEAF and (own is None or not has_to(cls)):
         return value if leaf is None else leaf(value)
+    # The memo holds each value beside its copy, so that no freed object's id is used again.
     known = memo.get(id(value))
     if known is not None:
         return known[1]
@@ -169,13 +180,14 @@ def _rebuilt(
         known = memo.get(id(value))
         if known is not None:  # built in the meantime, through a cycle
             return known[1]
+        # Immutable containers are made from their new children, so they cannot be stored before.
         new = kind.make(value, old, remade) if kind.make else value
     memo[id(value)] = (value, new)
     return new
 
 
 def grad_or_none(tensor: Tensor) -> Tensor | None:
-    """``tensor.grad``, without torch's warning for tensors that cannot have one."""
+    """Return ``tensor.grad`` without torch's warning for tensors that cannot have one."""
     if is_lazy(tensor):
         return None
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
@@ -184,10 +196,10 @@ def grad_or_none(tensor: Tensor) -> Tensor | None:
 def record_stream(value: Any, *streams: Any) -> None:
     """Keep the memory of ``value`` from being reused before the current work of ``streams`` ends.
 
-    Calls ``Tensor.record_stream`` for every tensor that ``value`` holds on an accelerator, and for
-    its ``.grad``; and an object's own ``record_stream`` if no tensor is found in the object. The
-    gradients of an ``nn.Parameter`` are not looked at: other iterations may be training it, and
-    torch may crash where another thread reads them.
+    ``Tensor.record_stream`` is called for every tensor that ``value`` holds on an accelerator, and
+    for its ``.grad``; an object's own ``record_stream`` is called if the object holds no tensor.
+    The gradients of an ``nn.Parameter`` are left out: other iterations may be training it, and
+    torch may crash if another thread reads them.
     """
     parts, opaque = _on_device(value)
     for owner in (*parts, *opaque):
@@ -196,10 +208,10 @@ def record_stream(value: Any, *streams: Any) -> None:
 
 
 def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
-    """The storages of all that ``record_stream`` finds, each once.
+    """Return the storages of everything that ``record_stream`` finds, each once.
 
-    Objects in which no tensor is found have no storage to tell: their own ``record_stream`` is
-    called, for each stream.
+    Objects that hold no tensor have no known storage: their own ``record_stream`` is called for
+    each stream.
     """
     parts, opaque = _on_device(value)
     for owner in opaque:
@@ -210,7 +222,7 @@ def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
 
 
 def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
-    """The tensors on an accelerator, gradients included, and objects without a tensor."""
+    """Return the tensors on an accelerator, gradients included, and objects without a tensor."""
     found: list[Tensor] = []
     opaque: list[Any] = []
     for part, kind, children in parts_in(value, _with_to):
@@ -218,6 +230,7 @@ def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
             found.append(part)
         elif has_record_stream(type(part)) and not any(map(_holds_tensor, children)):
             opaque.append(part)
+    # See record_stream: a parameter's gradient may be in use by another thread.
     leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
     found += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
@@ -226,13 +239,16 @@ def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
 
 
 def _holds_tensor(value: Any) -> bool:
+    """Return whether there is a tensor anywhere in a value."""
     return any(kind is TENSOR for _, kind, _ in parts_in(value, _with_to))
 
 
 def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:
-    """The tensors inside a wrapper such as a DTensor, one level deep; of another tensor, none.
+    """Return the tensors inside a wrapper such as a DTensor, one level deep.
 
-    A wrapper may list other parts among them, such as the device mesh of a DTensor.
+    Any other tensor has none. A wrapper may list other parts among them, such as the device mesh of
+    a
+    DTensor; these are left out.
     """
     if not is_traceable_wrapper_subclass(tensor):
         return ()
@@ -241,11 +257,12 @@ def inner_tensors(tensor: Any) -> tuple[Tensor, ...]:
 
 
 def parts_of(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with memory of their own that ``tensor`` consists of; usually itself."""
+    """Yield the tensors with memory of their own that ``tensor`` consists of; usually itself."""
     if inner := inner_tensors(tensor):
         for part in inner:
             yield from parts_of(part)
     elif tensor.layout is torch.sparse_coo:
+        # _indices and _values are private in torch 2.13; indices() raises for uncoalesced tensors.
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
@@ -256,7 +273,10 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
 
 
 def unsharded(tensor: Any) -> Iterator[Any]:
-    """The tensor itself, or this rank's shards of a ShardedTensor, which is not a ``Tensor``."""
+    """Yield a tensor itself, or this rank's shards of a ShardedTensor.
+
+    A ShardedTensor is not a ``Tensor``.
+    """
     if hasattr(tensor, "local_shards"):
         yield from (shard.tensor for shard in tensor.local_shards())
     else:

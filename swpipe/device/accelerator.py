@@ -15,19 +15,21 @@ from swpipe.core.plan import StreamSpec
 from swpipe.device.cpu import CpuDevice
 from swpipe.device.protocol import Event, GeneratorStates, Stream
 
-# Asked before every task. torch.accelerator's functions call these, and take twice as long.
+# Called before every task: torch.accelerator's functions call these, and take twice as long. They
+# are private in torch 2.13.
 _current_device_index = torch._C._accelerator_getDeviceIndex
 _current_stream = torch._C._accelerator_getStream
 _set_stream = torch.accelerator.set_stream
 
+# Private in torch 2.13: the number of tensors and storages that share a StorageImpl.
 _uses = torch._C._storage_Use_Count
 
 
 class _CurrentStream:
-    """Makes a stream, and the device that it is on, current within the block.
+    """A context manager that makes a stream, and the device that it is on, current.
 
-    A ``torch.Stream`` can do this itself, but keeps the stream that was current before in the
-    stream object, which several threads share here.
+    A ``torch.Stream`` can do this itself, but keeps the previously current stream in the stream
+    object, which several threads share here.
     """
 
     __slots__ = ("_before", "_index", "_stream")
@@ -40,18 +42,19 @@ class _CurrentStream:
         index = stream.device_index
         self._index = _current_device_index()
         before = self._before = _current_stream(index)
+        # Setting a stream costs more than comparing, and often it is current already.
         if before != stream or self._index != index:
             _set_stream(stream)
 
     def __exit__(self, *failure: object) -> None:
         before = self._before
-        _set_stream(before)  # whatever stream the block has left current
+        _set_stream(before)  # whichever stream the block left current
         if self._index != before.device_index:
             torch.accelerator.set_device_index(self._index)
 
 
 def plain(stream: torch.Stream) -> torch.Stream:
-    """The stream as ``torch.accelerator`` returns it; a ``torch.cuda.Stream`` has another hash."""
+    """Return the stream as ``torch.accelerator`` does; a ``torch.cuda.Stream`` has another hash."""
     return torch.Stream(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
@@ -61,6 +64,7 @@ def plain(stream: torch.Stream) -> torch.Stream:
 
 @cache
 def _pins_memory(device_type: str) -> bool:
+    """Return whether torch can allocate pinned memory for a type of device."""
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
     except (NotImplementedError, RuntimeError):  # the backend has no allocator for it
@@ -72,7 +76,7 @@ _DEFAULT = 0
 
 
 class AcceleratorDevice:
-    """One accelerator; the current one where ``device`` has no index."""
+    """One accelerator; the current one if ``device`` has no index."""
 
     has_streams = True
 
@@ -90,6 +94,11 @@ class AcceleratorDevice:
         self._warned = False
 
     def _can_record_streams(self) -> bool:
+        """Return whether the backend has ``Tensor.record_stream``.
+
+        Raises:
+            ValueError: The device has no streams and events that torch can use.
+        """
         try:
             stream = self.current_stream()
             self.new_event().record(stream)
@@ -145,17 +154,19 @@ class AcceleratorDevice:
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         # The allocator keeps a block that was recorded on a stream until that stream's work is
-        # done; recording it on the stream that it was made on costs nothing.
+        # done; recording the block on the stream that made it costs nothing.
         if self._records_streams:  # else there is one stream only, and nothing to keep
             record_stream(tuple(values), *streams)
 
     def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
+        # References to the storages only: with the tensors gone, use counts show whether others are
+        # left.
         storages = device_storages(values, *streams)
         values.clear()
         taken = []
         for storage in storages:
             memory = _memory(storage)
-            if _uses(storage._cdata) > _own_uses():  # others may use it, on any stream, and drop it
+            if _uses(storage._cdata) > _own_uses():  # others may use and drop it
                 self.hold([memory], streams)
             else:
                 taken.append(memory)
@@ -186,13 +197,14 @@ class AcceleratorDevice:
 
 
 def _memory(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor that has the memory of a storage."""
+    """Return a tensor with the memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @cache
 def _own_uses() -> int:
-    """How often a storage is used to which nobody but ``take_over`` refers."""
+    """Return the use count of a storage to which nobody but ``take_over`` refers."""
+    # Measured, since the count depends on torch's version: a storage, and a tensor made from it.
     storage = torch.empty(1).untyped_storage()
     held = [_memory(storage)]
     found = _uses(storage._cdata)

@@ -3,8 +3,8 @@
     copy stream       copy 1 ──┐ copy 2 ──┐ copy 3
     caller's stream            └ train 1  └ train 2     by the waits and holds of any two tasks
 
-What is moved: tensors, wherever ``swpipe._values.walk`` finds them (tuples, dicts, dataclasses),
-and objects with a ``to`` of their own, by it. All else is kept.
+The task moves tensors, wherever ``swpipe._values.walk`` finds them (tuples, dicts, dataclasses),
+and objects with a ``to`` method of their own, by calling it. All other values are kept.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class BatchCopy:
     """The function of a task that moves attributes of the context to a device.
 
     Args:
-        device: Where to. The CPU: nothing is moved.
+        device: The target. On the CPU, nothing is moved.
         attributes: Names of the attributes.
-        buffers: How many pinned buffers there may be.
+        buffers: The largest number of pinned buffers.
     """
 
     def __init__(self, device: Device, attributes: tuple[str, ...], buffers: int) -> None:
@@ -51,6 +51,7 @@ class BatchCopy:
             setattr(ctx, name, self._moved(getattr(ctx, name)))
 
     def _moved(self, value: Any) -> Any:
+        """Return a value with its tensors and objects on the device."""
         pageable: list[Transfer] = []
 
         def move(tensor: Tensor) -> Any:
@@ -58,13 +59,15 @@ class BatchCopy:
                 return tensor
             if self._goes_through_pool(tensor):
                 pageable.append(Transfer(tensor, torch.empty_like(tensor, device=self._place)))
+                # Copied below, all tensors of the value through one buffer.
                 return pageable[-1].target
             return self._by_itself(tensor)
 
         moved = map_tensors(value, move, own=self._by_itself)
         if pageable:
-            # What tasks do is watched through torch's dispatch. The buffers are nobody's business:
-            # a pure task may keep what nobody else uses.
+            # The checks of pure tasks watch torch's dispatch. The pool reuses its buffers in each
+            # iteration, which would look like a state, but nobody else has access to them. torch
+            # 2.13: _DisableTorchDispatch is private, and ends when the object is deleted.
             unwatched = torch._C._DisableTorchDispatch()
             try:
                 self._pool.copy(pageable)
@@ -73,7 +76,7 @@ class BatchCopy:
         return moved
 
     def _goes_through_pool(self, tensor: Tensor) -> bool:
-        """Whether it is an ordinary tensor in memory that is not pinned."""
+        """Return whether a value is an ordinary tensor in memory that is not pinned."""
         return (
             self._device.pins_memory
             and type(tensor) is Tensor
@@ -85,7 +88,10 @@ class BatchCopy:
         )
 
     def _by_itself(self, value: Any) -> Any:
-        """A tensor or an object, by its own ``to``, from pinned memory where it can be pinned."""
+        """Return a tensor or an object, moved by its own ``to``.
+
+        The value is pinned first if it can be.
+        """
         kind: Any = type(value)
         try:
             if self._is_to_be_pinned(value):
@@ -94,6 +100,8 @@ class BatchCopy:
                 moved = value.to(self._place, non_blocking=True)
             else:
                 moved = value.to(self._place)
+            # A to() that moves the object in place and returns nothing would silently lose the
+            # batch.
             if moved is None:
                 raise TypeError(f"{kind.__name__}.to() or pin_memory() returned None")
         except Exception as error:
@@ -108,41 +116,46 @@ class BatchCopy:
         return moved
 
     def _is_to_be_pinned(self, value: Any) -> bool:
+        """Return whether a value is on the host and can be pinned."""
         if not (self._device.pins_memory and callable(getattr(value, "pin_memory", None))):
             return False
         if isinstance(value, Tensor):
+            # Of tensors, only jagged ones are pinned here: ordinary strided ones go through the
+            # pool.
             return value.layout is torch.jagged and on_cpu(value) and not value.requires_grad
         return all(map(on_cpu, tensors_held(value)))
 
 
 @cache
 def _takes_non_blocking(kind: Any) -> bool:
+    """Return whether the ``to`` method of a class takes ``non_blocking``."""
     if issubclass(kind, Tensor):
         return True
     try:
         parameters = inspect.signature(kind.to).parameters.values()
     except ValueError:  # written in C
         return False
+    # Also with **kwargs, which usually are passed on to a tensor's to().
     return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def copy_task(
     device: Device | torch.device | str, *attributes: str, buffers: int = 4
 ) -> PipelineTask:
-    """A task "copy" that moves attributes of the context to a device, from pinned memory.
+    """Return a task "copy" that moves attributes of the context to a device, from pinned memory.
 
     ``swpipe.overlap(device=)`` and ``swpipe.plans.prefetch_plan(device=)`` add it for the batch.
-    Both give it a stream of its own if it runs ahead, also where you put it among their tasks:
+    Both give it a stream of its own if it runs ahead, also if you put it among their tasks:
     ``[decode, copy_task("cuda", "x", "y"), train]``.
 
     Tensors that are not pinned go through pinned buffers, which are used again when the copies from
-    them have ended. A tensor that requires grad is copied within autograd's graph. What is on the
-    device stays the same object, and so does what has no tensors.
+    them have ended. A tensor that requires grad is copied within autograd's graph. An object that
+    is on the device already stays the same object, and so does one without tensors.
 
     Args:
-        device: Where to. On "cpu" the task does nothing.
-        attributes: Their names; "batch" if there are none.
-        buffers: How many pinned buffers there may be, of a batch each: the depth of the plan.
+        device: The target. On "cpu" the task does nothing.
+        attributes: Names of the attributes; "batch" if none is given.
+        buffers: The largest number of pinned buffers, of one batch each: the depth of the plan.
 
     Raises:
         TypeError: An attribute is no string.
@@ -158,12 +171,13 @@ def copy_task(
 
 
 def gives_pinned(loader: Any) -> bool:
-    """Whether the batches of a loader that is apart lie in pinned memory, or on a device.
+    """Return whether a loader is apart and its batches are in pinned memory or on a device.
 
-    So a copy of them to a device has no work on the host.
+    A copy of these batches to a device has no work on the host.
     """
     if not is_apart(loader):
         return False
+    # Asked of its settings and not of a batch, since taking one would begin a pass.
     if isinstance(inner := unprepared(loader), DataLoader):
         return inner.pin_memory
     batch = tensors_held(inner[0]) if inner else []

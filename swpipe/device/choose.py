@@ -1,4 +1,4 @@
-"""Which device a pipeline uses."""
+"""The choice of the device that a pipeline uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swpipe.device.protocol import Device
 
 
 def resolve(device: Device | torch.device | str | int | None) -> Device:
-    """The device that a pipeline uses; None is the machine's accelerator, or else the CPU.
+    """Return the device that a pipeline uses; None is the machine's accelerator, or else the CPU.
 
     A number is an index of the accelerator's, from 0.
 
@@ -22,6 +22,7 @@ def resolve(device: Device | torch.device | str | int | None) -> Device:
         kind = torch.accelerator.current_accelerator(check_available=True)
         device = f"{kind.type if kind else 'cuda'}:{device}"
     if device is not None and not isinstance(device, str | torch.device):
+        # bool is a subclass of int, and True would otherwise be device 1.
         if isinstance(device, int) or not hasattr(device, "has_streams"):
             raise ValueError(f"device is {device!r}: give a name such as 'cpu', or a torch.device")
         return device
@@ -42,6 +43,7 @@ def resolve(device: Device | torch.device | str | int | None) -> Device:
 
 
 def _torch_device(device: torch.device | str) -> torch.device:
+    """Return the torch device of a name."""
     try:
         return torch.device(device)
     except RuntimeError as error:

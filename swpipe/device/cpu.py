@@ -13,7 +13,7 @@ from swpipe.device.protocol import Event, GeneratorStates, Stream
 
 
 class NoEvent:
-    """The event of a device without streams: always reached."""
+    """The event of a device without streams, which is always reached."""
 
     def record(self, stream: Stream) -> None:
         return None
@@ -26,14 +26,16 @@ class NoEvent:
 
 
 class CpuDevice:
-    """The host itself."""
+    """The host itself. Its methods do what ``Device`` says."""
 
     type = name = "cpu"
+    # Lets the engine leave out the waits, records and holds of streams.
     has_streams = False
     has_nvtx = False
     pins_memory = False
     autocast_types: tuple[str, ...] = ("cpu",)
 
+    # The one stream is None: equal to itself, as the protocol demands.
     def new_stream(self, spec: StreamSpec | torch.Stream) -> Stream:
         return None
 
@@ -56,6 +58,7 @@ class CpuDevice:
         return None
 
     def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
+        # Python frees the memory with the last reference: no stream can still use it.
         values.clear()
         return []
 
@@ -66,6 +69,8 @@ class CpuDevice:
         return None
 
     def generator_states(self) -> GeneratorStates:
+        # By device name, so that a state saved here can be set on an accelerator, and the other way
+        # round.
         return {CpuDevice.type: torch.get_rng_state()}
 
     def set_generator_states(self, states: GeneratorStates) -> None:
@@ -73,10 +78,11 @@ class CpuDevice:
             torch.set_rng_state(state)
 
     def seed_generators(self, seed: int) -> None:
+        # Not torch.manual_seed, which would also seed the accelerators.
         torch.default_generator.manual_seed(seed)
 
 
 def on_cpu(place: torch.device | torch.Tensor | torch.UntypedStorage) -> bool:
-    """Whether a device is the CPU, or a tensor or a storage is in the host's memory."""
+    """Return whether a device is the CPU, or a tensor or a storage is in the host's memory."""
     device = place if isinstance(place, torch.device) else place.device
     return device.type == CpuDevice.type

@@ -1,8 +1,8 @@
-"""What the rest of swpipe asks of a device, so that nothing else asks which device it is.
+"""The interface of a device to the rest of swpipe, which does not depend on the kind of device.
 
-``CpuDevice`` has no streams: a plan's streams then mean nothing, and its events are no-ops.
-``AcceleratorDevice`` is CUDA or any other accelerator that torch supports.
-The tests have a third one, which runs streams as late and in as odd an order as the events allow.
+``CpuDevice`` has no streams: a plan's streams have no meaning there, and its events are no-ops.
+``AcceleratorDevice`` is CUDA or any other accelerator that torch supports. The tests have a third
+device, which runs streams as late and in as unusual an order as the events allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event(Protocol):
         """Make work submitted to ``stream`` from now on wait for the marked point."""
 
     def query(self) -> bool:
-        """Whether the device has reached the marked point."""
+        """Return whether the device has reached the marked point."""
 
 
 class Device(Protocol):
@@ -55,34 +55,36 @@ class Device(Protocol):
     autocast_types: tuple[str, ...]
 
     def new_stream(self, spec: StreamSpec | torch.Stream) -> Stream:
-        """A new stream, or the one that the user made.
+        """Return a new stream, or the stream that the user made.
 
         Raises:
             ValueError: The device cannot run a pipeline on several streams.
         """
 
     def current_stream(self) -> Stream:
-        """The stream that is current on this thread."""
+        """Return the stream that is current on this thread."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make ``stream`` and its device current on this thread within the block."""
 
     def make_current(self, stream: Stream) -> None:
-        """Make ``stream`` and its device current on this thread, where they are not."""
+        """Make ``stream`` and its device current on this thread, unless they are already."""
 
     def new_event(self, *, timing: bool = False) -> Event:
-        """A new event, not recorded yet."""
+        """Return a new event, not recorded yet."""
 
     def holds_work(self, value: Any) -> bool:
-        """Whether ``value`` has tensors on this device, whose work may not be done yet."""
+        """Return whether ``value`` has tensors on this device, whose work may not be done yet."""
 
     def hold(self, values: Iterable[Any], streams: Iterable[Stream]) -> None:
         """Keep the memory of ``values`` until the work submitted to ``streams`` so far is done."""
 
     def take_over(self, values: list[Any], streams: Iterable[Stream]) -> list[Any]:
-        """Empty the list; returns the memory of its values to which nobody else refers.
+        """Empty the list, and return the memory of its values that nobody else refers to.
 
-        That memory goes when what is returned does. The rest is held, as by ``hold``.
+        That memory is freed when the returned list is. The memory of all other values is held, as
+        by
+        ``hold``.
         """
 
     def use_on_this_thread(self) -> None:
@@ -92,10 +94,10 @@ class Device(Protocol):
         """Wait until all work submitted to the device is done."""
 
     def generator_states(self) -> GeneratorStates:
-        """The states of the default generators of the CPU and of this device."""
+        """Return the states of the default generators of the CPU and of this device."""
 
     def set_generator_states(self, states: GeneratorStates) -> None:
-        """Set those of these generators that ``states`` has, whichever device it came from."""
+        """Set the generators' states that ``states`` has, whichever device they came from."""
 
     def seed_generators(self, seed: int) -> None:
         """Seed the default generators of the CPU and of this device."""

@@ -1,4 +1,4 @@
-"""Infer dependences: run the tasks once or twice and record what each of them reads and writes."""
+"""Inference of dependences: runs the tasks once or twice and records what each reads and writes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,13 @@ _WHERE = {
     **dict.fromkeys(("Comparison", "Needed", "Needless"), "comparison"),
 }
 
-if not TYPE_CHECKING:  # which would take each name for Any
+if not TYPE_CHECKING:  # type checkers would infer Any for each name
 
     def __getattr__(name: str) -> Any:
-        """The names, loaded when asked for: the checks of a run need none of them."""
+        """Return a public name, importing its module on first use.
+
+        The checks of a run need none of these modules.
+        """
         if name in __all__:
             return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'recording')}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""Derives what each task reads and writes from what was observed.
+"""Derivation of what each task reads and writes from the observed iterations.
 
-State items (a parameter, a gradient) are states. So is memory that outlives an iteration and
-belongs to no item; it is named by a description. Everything else belongs to the iteration and is
-reached through attributes of the context: a task that uses it has read an attribute, and so comes
-after the task that set it. Only memory that is *modified in place* needs more, since several
-attributes can share it (views). It then counts as part of the first attribute that held it::
+State items (a parameter, a gradient) are states. Memory that outlives an iteration and belongs to
+no item is a state too; its name is a description. All other memory belongs to the iteration and is
+reached through attributes of the context: a task that uses the memory has read an attribute, and
+therefore comes after the task that set the attribute. Only memory that is *modified in place* needs
+more, since several attributes can share it (views). A modification counts as an access to the first
+attribute that held the memory::
 
     ctx.a = x          writes a
     ctx.b = ctx.a[0]   reads a, writes b
@@ -19,7 +20,7 @@ graph::
     go on      ctx.seam.leaf.grad       reads ctx.seam, which no task has written since
 
 If two tasks of an iteration use the same memory, one of them creates or writes it, and nothing else
-orders them, it is a *transfer*: the later one comes after the earlier one.
+orders the two tasks, the memory is a *transfer*: the later task comes after the earlier one.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from swpipe.inference.states import StateItem, options_of
 
 @dataclass
 class TaskAccesses:
-    """What one task reads and writes.
+    """The attributes and state items that one task reads and writes.
 
     Attributes:
         attributes: Attribute of the context to access.
-        items: State item to access; generators and unnamed memory get items of their own.
-        silent: Names of items and attributes that it modified without a recorded operator.
+        items: State item to access; generators and unnamed memory have items of their own.
+        silent: Names of items and attributes that the task modified without a recorded operator.
     """
 
     attributes: dict[str, Access] = field(default_factory=lambda: defaultdict(Access))
@@ -57,7 +58,7 @@ class TaskAccesses:
 def find_accesses(
     iterations: Sequence[IterationObservation], storages: Storages, seeded: Iterable[str] = ()
 ) -> dict[str, TaskAccesses]:
-    """Task to what it reads and writes in any of the iterations.
+    """Return, for each task, what it reads and writes in any of the iterations.
 
     ``seeded`` are the tasks with ``random=True``.
     """
@@ -76,8 +77,9 @@ def find_accesses(
                 items[options_of(name)] |= WRITE
             for name in observed.stepped:
                 items[options_of(name)] |= READ
-    # Tasks that are seeded use torch's default generators, where another task draws without: while
-    # they run, the generators have other states, and who draws then draws other numbers.
+    # A seeded task (random=True) replaces the states of torch's default generators while it runs. A
+    # task that draws from them without a seed would draw other numbers meanwhile, so both kinds of
+    # task conflict, even if the seeded one draws nothing.
     torchs = StateItem.alone(TORCH)
     if any(torchs in of_task.items for of_task in found.values()):
         for task in seeded:
@@ -88,10 +90,11 @@ def find_accesses(
 
 
 def _modified(iteration: IterationObservation) -> dict[str, set[StorageId]]:
-    """Task to the memory of the iteration that it modified, but did not create itself."""
+    """Return, for each task, the iteration's memory that it modified but did not create."""
     known = set(iteration.before)
     modified = {}
     for observed in iteration.tasks:
+        # Attributes can hold memory that no operator has seen, such as a batch made with numpy.
         known = known.union(*observed.held.values())
         modified[observed.task] = (observed.writes & known) - iteration.before
         known |= observed.operators.seen
@@ -103,7 +106,8 @@ def _add_attributes(
     modified: Mapping[str, set[StorageId]],
     found: Mapping[str, TaskAccesses],
 ) -> None:
-    """Add accesses to attributes, by name and through the memory that they hold."""
+    """Add accesses to attributes, by name and through the memory that the attributes hold."""
+    # Views share memory: an access to the memory is an access to the first attribute that held it.
     home: dict[StorageId, str] = {}
     for observed in iteration.tasks:
         for name, numbers in observed.held.items():
@@ -115,14 +119,19 @@ def _add_attributes(
             accesses.attributes[name] |= READ
         for name in observed.sets:
             accesses.attributes[name] |= WRITE
+        # A task that reads an attribute may use all memory in it, also outside torch's operators.
         used = operators.all_reads | operators.writes
         used = used.union(*(held.get(name, ()) for name in observed.reads))
+        # Memory that nobody modifies in place is ordered by the attribute itself, which its reader
+        # has read.
         for number in used & any_modified & home.keys():
             accesses.attributes[home[number]] |= READ
         for number in modified[observed.task]:
             names = {name for name, numbers in held.items() if number in numbers}
             for name in names | ({home[number]} if number in home else set()):
                 accesses.attributes[name] |= WRITE
+                # Neither a schema nor a version counter shows a silent write: it was found by the
+                # content.
                 if number in observed.silent - operators.writes:
                     accesses.silent.add(f"ctx.{name}")
 
@@ -136,15 +145,16 @@ def _add_items(
 ) -> None:
     """Add accesses to state items.
 
-    If it is of the ``only`` iteration, what that created and kept cannot be recognised.
+    With ``only``, there is a single iteration, and memory that the iteration created and kept
+    cannot be told from memory that existed before.
     """
     any_modified = set[StorageId]().union(*modified.values())
     operators = observed.operators
     through_context = set[StorageId]().union(
         *(observed.held.get(name, ()) for name in observed.reads)
     )
-    # Reading memory that this iteration created, through an attribute, does not read the item;
-    # nor does what autograd's engine reads by itself (adding to a gradient also writes it).
+    # Reading memory that this iteration created, through an attribute, does not read the item; nor
+    # does a read by autograd's engine itself (adding to a gradient also writes the gradient).
     saved = set() if only else operators.replays - operators.reads
     read = operators.all_reads - (((through_context - any_modified) | saved) - before)
     for item, storages in observed.items.items():
@@ -161,7 +171,10 @@ def _add_items(
 def _add_modes(
     iterations: Sequence[IterationObservation], accesses: Mapping[str, TaskAccesses]
 ) -> None:
-    """Add modules' modes as far as some task switches them: whoever runs the module reads it."""
+    """Add accesses to the modes of modules that some task switches.
+
+    A task that runs a module reads the module's mode.
+    """
     runs = [one for iteration in iterations for one in iteration.tasks]
     switched = {name for one in runs for name in one.switched}
     for one in runs:
@@ -176,6 +189,7 @@ def _add_unnamed(
     accesses: Mapping[str, TaskAccesses],
 ) -> None:
     """Add accesses to memory that outlives an iteration and belongs to no state item."""
+    # Iterations share the items: a storage that survives is the same state in each of them.
     items: dict[StorageId, StateItem] = {}
     used: set[StateItem] = set()  # by a task that did not create it in the same iteration
     found: dict[str, dict[StateItem, Access]] = {task: defaultdict(Access) for task in accesses}
@@ -190,6 +204,7 @@ def _add_unnamed(
                 found[observed.task][item] |= (number in reads, number in written)
                 if number not in operators.created:
                     used.add(item)
+    # Memory that nobody modifies, or that only its creators use, needs no order.
     modified = {item for of_task in found.values() for item, one in of_task.items() if one.writes}
     for task, of_task in found.items():
         for item, access in of_task.items():
@@ -198,7 +213,7 @@ def _add_unnamed(
 
 
 def _named(iteration: IterationObservation) -> set[StorageId]:
-    """Storages of state items, and those that this iteration created and put into the context."""
+    """Return the storages of state items, and those that the iteration created for its context."""
     items: set[StorageId] = set()
     held: set[StorageId] = set()
     for observed in iteration.tasks:
@@ -208,10 +223,10 @@ def _named(iteration: IterationObservation) -> set[StorageId]:
 
 
 class MemoryTransfer(NamedTuple):
-    """The consumer uses memory from the producer of the same iteration.
+    """Memory that a consumer uses and a producer of the same iteration created or wrote.
 
     Attributes:
-        description: Data type and shape of some of it.
+        description: Data type and shape of one of the tensors.
     """
 
     consumer: str
@@ -222,7 +237,7 @@ class MemoryTransfer(NamedTuple):
 def find_transfers(
     iterations: Iterable[IterationObservation], effects: EffectTable, storages: Storages
 ) -> tuple[MemoryTransfer, ...]:
-    """The fewest transfers that order what the effects do not order yet."""
+    """Return the fewest transfers that order the pairs of tasks that the effects do not order."""
     descriptions: dict[Edge, str] = {}
     for iteration in iterations:
         for edge, number in _shared(iteration):
@@ -235,7 +250,7 @@ def find_transfers(
 
 
 def add_transfers(effects: EffectTable, transfers: Iterable[MemoryTransfer]) -> dict[str, Effects]:
-    """The effects, with transfers as additional reads and writes."""
+    """Return the effects plus, per transfer, a write of the producer and a read of the consumer."""
     table = dict(effects)
     for one in transfers:
         name = f"memory from {one.producer!r} to {one.consumer!r}"
@@ -246,8 +261,11 @@ def add_transfers(effects: EffectTable, transfers: Iterable[MemoryTransfer]) -> 
 
 
 def _shared(iteration: IterationObservation) -> Iterator[tuple[Edge, StorageId]]:
-    """Each pair of tasks that access the same storage, one of them creating or writing it."""
-    # Storage to its users, in serial order, and whether they write it.
+    """Yield each pair of tasks that access the same storage, at least one of them writing it.
+
+    A task that creates the storage counts as writing it.
+    """
+    # Storage to its users, in serial order, and whether each user writes it.
     users: dict[StorageId, dict[str, bool]] = defaultdict(dict)
     for observed in iteration.tasks:
         written = observed.operators.created | observed.operators.writes

@@ -1,33 +1,37 @@
-"""Checks, while a pipeline runs, that tasks keep their word and the plan orders what they touch.
+"""Checks, while a pipeline runs, of tasks against their declarations and of the plan's order.
 
     task T, iteration i      function returned
-        operators  ──────>   memory: read, written         ┐   each place keeps who touched it,
-        context    ──────>   attributes: read, set         ├─> and each pair of which one writes
-        generators ──────>   drawn from                    ┘   is asked of ``HappensBefore``
+        operators  ──────>   memory: read, written         ┐   each place records its users; every
+        context    ──────>   attributes: read, set         ├─> pair of which one writes is looked up
+        generators ──────>   drawn from                    ┘   in ``HappensBefore``
 
-Tasks that are pure must keep their word (``swpipe.inference.purity``). And whatever touches the
-same place as another task must be kept in serial order with it by the plan, or is refused, in
-whichever order the two have just run; a plan that is proved by what its tasks declare is taken to
-do that.
+Pure tasks must do only what ``pure=True`` allows (``swpipe.inference.purity``). In addition, two
+tasks that touch the same place must be kept in serial order by the plan; otherwise an error is
+raised, in whichever order the two have just run. A plan that is proved by its tasks' declarations
+is assumed to keep that order.
 
 Guarantees
     - Two tasks that touch the same place, one of them writing, raise unless every interleaving of
-      the plan has them in serial order, or the plan allows the staleness. It does not depend on
-      timing: the order is asked of all pairs of iterations that can be in flight together.
-    - Memory that a task makes, and a task uses on a later iteration, is a state, although it may be
-      in other memory each time. Whoever uses it comes after the one that makes it as closely as in
-      a serial run, however far apart they were when it was seen.
-    - Operators and attributes are seen on the thread that runs the task: what others do to the same
-      place at the same time is told apart.
-    - With a share, the same holds for the iterations that are watched; ranks watch the same ones.
+      the plan has them in serial order, or the plan allows the stale read. The result does not
+      depend on timing: the order is checked for all pairs of iterations that can be in flight
+      together.
+    - Memory that one task makes, and a task uses on a later iteration, is a state, although the
+      state may be in other memory each time. A user of the state comes as closely after its maker
+      as in a serial run, however far apart the two were when the use was seen.
+    - Operators and attributes are recorded on the thread that runs the task: what other tasks do to
+      the same place at the same time is recorded separately.
+    - With a share, the same holds for the iterations that are watched; all ranks watch the same
+      iterations.
 
 Assumptions
-    - What neither goes through torch's operators nor through the context is not seen: numpy,
-      kernels launched directly, Python values, an optimizer's options, threads that a task starts.
+    - Anything that goes neither through torch's operators nor through the context is not seen:
+      numpy, kernels launched directly, Python values, an optimizer's options, threads that a task
+      starts.
     - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
-      are seen where no other task can run at the same time, on the thread that began the run. So
-      is it seen that a gradient was cleared which something else still refers to.
-    - That a task uses what a later iteration has made in place of its own is seen when it happens.
+      are seen only on the thread that began the run, while no other task can run. The same applies
+      to a gradient that was cleared while something else still refers to it.
+    - A task's use of what a later iteration made in place of its own value is seen only when it
+      happens.
 """
 
 from __future__ import annotations
@@ -62,9 +66,10 @@ from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import WatchedIterations
 
 
-# Not contextlib.contextmanager, which sets the traceback of what the task raised: it may refuse.
+# Not contextlib.contextmanager: it sets the traceback of the exception that a task raises, and a
+# task may raise one that does not allow this.
 class _WordWatch:
-    """Watches whether a pure task keeps its word."""
+    """A context manager that checks one run of a pure task against ``pure=True``."""
 
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
         self.check, self.task, self.ctx = check, task, ctx
@@ -87,17 +92,19 @@ class _WordWatch:
 
 
 class _Watch(_WordWatch):
-    """Watches also what a task touches, to be compared with others.
+    """A context manager that also records what a task touches, to compare it with other tasks.
 
     Attributes:
-        gradients: Id of a parameter to its gradient, of those known when it began.
-        alone: It runs on the thread that began the run, and no other task has run beside it.
+        gradients: Id of a parameter to its gradient, of those known when the task began.
+        alone: Whether the task runs on the thread that began the run, with no other task beside it.
     """
 
     alone = False
     gradients: Mapping[int, Gradient]
 
     def __enter__(self) -> None:
+        # Notes the gradients that exist now; those that are gone when the task has ended were
+        # cleared.
         self.check.begin(self)
         self.log = AttributeLog(self.ctx)
         self.log.__enter__()
@@ -105,6 +112,7 @@ class _Watch(_WordWatch):
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         self.log.__exit__()
+        # Also after a failure, so that later tasks do not count this one as running.
         self.check.end(self)
         super().__exit__(kind, *failure)
         if kind is None:
@@ -116,13 +124,13 @@ _NOTHING = nullcontext()
 
 
 class RunCheck:
-    """Checks the iterations of one run.
+    """The check of the iterations of one run.
 
     Args:
-        orders: What the plan keeps of the serial order.
+        orders: The serial order that the plan keeps.
         device: The pipeline's device.
         every: The iterations in which all tasks are watched.
-        pure: Those in which pure tasks are.
+        pure: The iterations in which pure tasks are watched.
         first: The run's first iteration; no task runs yet.
     """
 
@@ -143,23 +151,25 @@ class RunCheck:
         self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
         self._places = ComparedPlaces(orders, self._gradients)
         self._pure_uses, self._apart = PureUses(), ApartStates(tasks)
-        # By worker, whose runs follow each other.
+        # One per worker: the runs of a task on one worker follow each other, so they need no lock.
         self.pure_runs = {
             (task.name, worker): PureRuns(self.device)
             for task in tasks
             if task.pure
             for worker in range(self.plan.schedule[task.name].workers)
         }
+        # Guards the running watches, the gradients, the places and the pure tasks' uses, which the
+        # threads of all thread groups share.
         self._lock = threading.Lock()
         self._caller = threading.get_ident()
         self._running: list[_Watch] = []
 
     def until(self, task: PipelineTask) -> int:
-        """The first iteration from which on a task is not watched any more."""
+        """Return the first iteration from which on a task is no longer watched."""
         return max(self._every.until, self._pure.until) if task.pure else self._every.until
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
-        """Watch a task that runs within the block, on this thread.
+        """Return a block that watches a task which runs within it, on this thread.
 
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
@@ -171,9 +181,11 @@ class RunCheck:
         return _NOTHING
 
     def begin(self, watch: _Watch) -> None:
-        """A task begins of which everything is compared."""
+        """Note that a task begins whose accesses are all compared."""
         with self._lock:
             watch.alone = self._runs_alone(watch)
+            # Beside another task, no gradient may be read directly, which could crash torch: see
+            # watched_gradients.
             for other in self._running:
                 other.alone = False
             self._running.append(watch)
@@ -182,15 +194,17 @@ class RunCheck:
             watch.gradients = self._gradients.present()
 
     def _runs_alone(self, watch: _Watch) -> bool:
-        """Whether a task runs on the thread that began the run, and none beside it."""
+        """Return whether a task runs on the thread that began the run, with no task beside it."""
         if threading.get_ident() != self._caller or self._running:
             return False
         number, depth = watch.ctx.iter_idx, self.plan.depth
+        # An unwatched task on another thread is not in _running. It can only run if its iteration
+        # is in flight together with this one; all such iterations have to be watched.
         others = range(max(self._first, number - depth + 1), number + depth)
         return not self._threads or all(one in self._every for one in others)
 
     def end(self, watch: _Watch) -> None:
-        """It has ended, whether or not it failed."""
+        """Note that a task has ended, whether or not it failed."""
         with self._lock:
             self._running.remove(watch)
             self._gradients.add(watch.operators.accumulated)
@@ -198,7 +212,7 @@ class RunCheck:
                 self._gradients.read()
 
     def compare(self, watch: _Watch) -> None:
-        """Compare what it touched with what others did."""
+        """Compare what a task touched with what other tasks touched."""
         run = TaskRun(watch.ctx.iter_idx, watch.task.name)
         if watch.operators.accesses.on_device and is_host(self.plan.schedule[run.task].stream):
             text = (
@@ -217,13 +231,16 @@ class RunCheck:
             self._places.forget(run)
 
     def check_uses(self, watch: _Watch) -> None:
-        """Refuse that a task used what may have gone, since nobody had said that it does."""
+        """Raise an error if a task used a context value that may have been released.
+
+        Values are released after the last task that declares a use of them.
+        """
         releases, used = self._releases, watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self.plan, [unsaid])
 
     def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
-        """Refuse what a pure task did against its word."""
+        """Raise an error for each thing that a pure task did and ``pure=True`` rules out."""
         task, ctx, operators = watch.task, watch.ctx, watch.operators
         found = [*runs.faults(ctx, operators)]
         workers = self.plan.schedule[task.name].workers
@@ -237,7 +254,7 @@ class RunCheck:
                 raise refusal(self.plan, [told(task, fault, what)])
 
     def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[Place, Access]]:
-        """Each place that a task touched, and how; gradients left aside."""
+        """Yield each place that a task touched, and how; gradients are left out."""
         log, operators = watch.log, watch.operators
         for name in log.reads | log.sets | log.deletes:
             access = Access(name in log.reads, name in log.sets | log.deletes)
@@ -249,7 +266,8 @@ class RunCheck:
         accesses, storages = operators.accesses, operators.storages
         reads, writes = accesses.all_reads, accesses.writes | accesses.created
         for number in reads | writes:
-            # What others had may have gone meanwhile: its number has not been used again.
+            # Another task's memory may have been freed meanwhile: its number has not been used
+            # again.
             if storages.alive(number) or ("memory", number, "") in self._places:
                 place = self._places.place("memory", number)
                 if place.reference is None:
@@ -260,7 +278,10 @@ class RunCheck:
                 yield place, Access(number in reads, number in writes)
 
     def _used_gradients(self, watch: _Watch) -> Iterator[tuple[Place, Access]]:
-        """Each parameter whose gradient a task used, whichever memory that is in, or cleared."""
+        """Yield each parameter whose gradient a task used or cleared.
+
+        The gradient counts in whichever memory it lies.
+        """
         operators, gradients = watch.operators, self._gradients
         accesses = operators.accesses
         reads, writes = accesses.all_reads, accesses.writes | accesses.created
@@ -268,6 +289,8 @@ class RunCheck:
         for number, storage in gradients.memory(watch.gradients):
             how = Access(storage in reads, storage in writes)
             found[number] = found.get(number, Access()) | how
+        # A gradient may also be gone because another task cleared it. Only zero_grad, or a task
+        # that ran alone, shows who did.
         if operators.clears or watch.alone:
             for number in gradients.gone(watch.gradients):
                 found[number] = found.get(number, Access()) | WRITE
@@ -277,7 +300,7 @@ class RunCheck:
 
 
 class ApartStates:
-    """States of which it is said how others touch them (``DeclaredIO.others``), by their memory.
+    """The memory of states whose declaration limits other tasks (``DeclaredIO.others``).
 
     Args:
         tasks: The tasks; none of them runs now.
@@ -287,8 +310,10 @@ class ApartStates:
         tasks = tuple(tasks)
         said = [(task.name, io) for task in tasks for io in task.io if io.state]
         self._names = {(task, io.state) for task, io in said}
-        self._word: dict[str, tuple[str, str]] = {}  # state to how others touch it, and who says so
+        self._word: dict[str, tuple[str, str]] = {}  # state: (others' access, declaring task)
         for task, io in said:
+            # "" is stricter than "r", and "r" than "rw": the strictest declaration of a state
+            # counts.
             if len(io.others) < len(self._word.get(str(io.state), ("rw", ""))[0]):
                 self._word[str(io.state)] = io.others, task
         storages = Storages()
@@ -299,7 +324,7 @@ class ApartStates:
         self._storages = storages  # keeps the numbers from being used again
 
     def broken(self, run: TaskRun, touched: Mapping[StorageId, Access]) -> Iterator[Problem]:
-        """Why a task that does not name a state may not touch it so."""
+        """Yield why a task that does not declare a state may not touch it in this way."""
         task = run.task
         for number in touched.keys() & self._state_of.keys():
             state = self._state_of[number]

@@ -1,4 +1,4 @@
-"""Whether a pipeline's tasks are watched while it runs, and in which iterations."""
+"""The choice whether a pipeline's tasks are watched while it runs, and in which iterations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from swpipe.analysis.verification import VerifiedPlan
 from swpipe.inference.watched_iterations import WatchedIterations
 
 _PURE_SHARE = 0.02
-"""Of the later iterations, how many pure tasks are watched in if nothing else is asked for."""
+"""The share of the later iterations in which pure tasks are watched by default."""
 
 
 def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engine:
-    """The engine, with a check of what tasks do.
+    """Return the engine with a check of what tasks do, or the engine itself if nothing is watched.
 
     Args:
         engine: The engine.
         verified: The plan and its tasks.
-        share: Of the iterations, how many are watched. None: pure tasks in the first iterations and
-            a share of the later ones; all tasks in the first ones, unless what they declare proves
-            the plan. A recording does not: it has what tasks did in a few iterations.
+        share: The share of the iterations that are watched. None: pure tasks in the first
+            iterations and a share of the later ones; all tasks in the first ones, unless the plan
+            is proved by what they declare. A recording is no proof: it has what tasks did in a few
+            iterations.
 
     Raises:
-        ValueError: ``share`` is no such number.
+        ValueError: ``share`` is not a number above 0 and up to 1.
     """
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise ValueError(
@@ -35,7 +36,8 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
     if share is None:
         said = [io for task in tasks for io in task.io]
         apart = {io.state for io in said if io.others != "rw"}
-        # By their memory it is seen whether tasks that say nothing leave these states alone.
+        # Only their memory shows whether undeclared tasks really leave these states alone, so
+        # declarations alone do not prove the plan.
         seen = any(io.memory is not None and io.state in apart for io in said)
         in_doubt = seen and any(task.undeclared for task in tasks)
         known = not in_doubt and verified.proved_by_declarations()
@@ -43,7 +45,7 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
         pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)
     if not (every.until or pure.until):
         return engine
-    # Late: they are many modules, and a run that watches nothing needs none of them.
+    # Imported late: these are many modules, and a run that watches nothing needs none of them.
     from swpipe.inference.checking import RunCheck
     from swpipe.inference.places import KeptOrders
 

@@ -1,4 +1,4 @@
-"""A plan's dependences beside those that the recorded effects ask for."""
+"""Comparison of a plan's dependences with those that the recorded effects require."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from swpipe.inference.orders import Edge, Orders, edge_of
 
 
 class Needed(NamedTuple):
-    """A dependence that conflicts ask for.
+    """A dependence that conflicts require.
 
     Attributes:
         distance: In iterations; 0 or 1, unless the plan allows for staleness.
-        places: What both tasks access.
+        places: The locations that both tasks access.
     """
 
     consumer: str
@@ -40,7 +40,7 @@ class Needless(NamedTuple):
 
     Attributes:
         dependence: As declared.
-        carries: Some conflicts between other tasks are ordered only through it.
+        carries: Whether some conflicts between other tasks are ordered only through it.
     """
 
     dependence: Dependence
@@ -53,15 +53,15 @@ class Needless(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a plan declares against what was recorded.
+    """A plan's declarations against what was recorded.
 
     Attributes:
         missing: The fewest dependences that the plan must still declare: without them, tasks may
-            access something in another order than serially.
-        by_schedule: Dependences that are not declared, but kept by threads, streams, global order
-            and depth as they are; the fewest.
-        needless: Declared between tasks without a recorded conflict. They may stand for something
-            that a recording cannot see.
+            access a location in an order other than the serial one.
+        by_schedule: The fewest dependences that are not declared, but kept by the plan's threads,
+            streams, global order and depth.
+        needless: Dependences declared between tasks without a recorded conflict. They may stand for
+            something that a recording cannot see.
     """
 
     missing: tuple[Needed, ...]
@@ -95,15 +95,20 @@ def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Compariso
     required = tuple(required_orders(effects, resolved.plan.stale, resolved.plan.newer))
     for conflict, *_ in required:
         wanted[edge_of(conflict)].append(conflict)
+    # A conflict whose opposite order is just as good, or of which one side is seeded for itself,
+    # asks for no dependence.
     certain = dict.fromkeys(
         edge_of(one.conflict) for one in required if not (one.either or one.seeded)
     )
+    # Both with streams and without (CPU): a plan has to be correct on either kind of device.
     before = guarantees(resolved, streams=None)
     found = violations(required, before)
     broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
     names = tuple(effects)
     known = Orders(names)
-    if broken:  # what the plan keeps may imply some of these, together with others
+    if broken:  # these may follow from kept orders
+        # The kept orders join the closure, so that only edges that do not follow from them are
+        # reported.
         pairs = (Edge(c, p, d) for c, p in permutations(names, 2) for d in (0, 1))
         known.missing(e for e in pairs if all(b.keeps(e[1], e[0], e[2]) for b in before))
     missing = known.missing(broken)
@@ -117,7 +122,7 @@ def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Compariso
 
 
 def needed(effects: EffectTable) -> tuple[Needed, ...]:
-    """The fewest dependences that keep all conflicts in their serial order."""
+    """Return the fewest dependences that keep all conflicts in their serial order."""
     wanted: dict[Edge, list[Conflict]] = defaultdict(list)
     for conflict in conflicts(effects):
         wanted[edge_of(conflict)].append(conflict)
@@ -126,19 +131,28 @@ def needed(effects: EffectTable) -> tuple[Needed, ...]:
 
 
 def _needed(edge: Edge, behind: Iterable[Conflict]) -> Needed:
+    """Return an edge as a dependence, with the locations of the conflicts behind it."""
     return Needed(*edge, tuple(conflict.place for conflict in behind))
 
 
 def _needless(
     resolved: ResolvedPlan, names: tuple[str, ...], wanted: Iterable[Edge]
 ) -> Iterable[Needless]:
+    """Yield the declared dependences whose two tasks have no recorded conflict.
+
+    Only conflicts of the same kind count: within an iteration, or between iterations.
+    """
     within = {edge[:2] for edge in wanted}
     across = {edge[:2] for edge in wanted if edge.distance}
     declared = [Edge(*dep[:3]) for dep in resolved.dependences]
     all_kept = Orders(names, declared)
     kept = [edge for edge in wanted if all_kept.implies(edge)]
     for dep, edge in zip(resolved.dependences, declared, strict=True):
+        # A pair conflicts within an iteration, or across iterations: the distance says which one to
+        # look up.
         if dep[:2] in (across if dep.distance > 0 else within):
             continue
+        # Leave out this edge alone: if a conflict that was ordered no longer is, the edge carries
+        # it.
         without = Orders(names, [other for other in declared if other != edge])
         yield Needless(dep, carries=not all(map(without.implies, kept)))

@@ -1,10 +1,10 @@
-"""What iterations in flight may have changed outside their contexts.
+"""The changes that iterations in flight may have made outside their contexts.
 
     handed out    i         all its tasks have run
-    in flight     i + 1     those before the last stage have run, and those on worker threads may
+    in flight     i + 1     tasks before the last stage have run, tasks on worker threads may have
 
-What these have changed is in a model that is saved now, and is changed again when a resumed run
-pulls their batches again. Tasks are taken at their word; one that says nothing may change anything.
+A model that is saved now contains these changes, and a resumed run makes them again when it pulls
+the same batches. Declarations are trusted; an undeclared task may change anything.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from swpipe.core.task import PipelineTask
 
 
 def runs_early(plan: PipelinePlan, name: str) -> bool:
-    """Whether a task may have run for an iteration that was not handed out."""
+    """Return whether a task may have run for an iteration that was not handed out."""
     entry = plan.schedule[name]
     return entry.thread_group != DEFAULT_GROUP or entry.stage < plan.max_stage
 
 
 def early_changes(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator[str]:
-    """What each task may have changed for iterations in flight."""
+    """Yield what each task may have changed for iterations in flight."""
     for task in tasks:
         if not runs_early(plan, task.name):
             continue
@@ -34,10 +34,11 @@ def early_changes(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator
 
 
 def refuse_early_changes(in_flight: int, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
-    """Refuse to save in mid-flight where tasks may have run ahead of what is saved.
+    """Refuse to save while iterations are in flight whose tasks may have changed what is saved.
 
     Raises:
-        RuntimeError: It names the tasks, and what to do.
+        RuntimeError: A task may have made such a change; the message names the tasks and the
+            remedy.
     """
     if why := [*early_changes(plan, tasks)]:
         raise RuntimeError(

@@ -1,9 +1,9 @@
-"""Groups state items into few named states.
+"""Grouping of state items into few named states.
 
-Items of one owner and kind that the same tasks write form one state. Whoever reads one of them is
-ordered with those tasks in any case, so together they need no order that each by itself does not:
-backward reads a layer's weight, but not its bias, and comes before the step that writes both. Items
-in declared memory form the declared state.
+Items of one owner and kind that the same tasks write form one state. A task that reads one of them
+is ordered with those writers in any case, so the state as a whole needs no order that its items
+do not need one by one: backward reads a layer's weight, but not its bias, and comes before the step
+that writes both. Items in declared memory form the declared state.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from swpipe.inference.states import DECLARED, StateItem
 
 
 def group(accesses: Mapping[str, TaskAccesses]) -> dict[str, tuple[StateItem, ...]]:
-    """State to its items; each item that any task accesses is in one state."""
+    """Return, for each state, its items; each item that any task accesses is in one state."""
     alike: dict[tuple[str, str], dict[tuple[str, ...], list[StateItem]]] = defaultdict(dict)
     states: dict[str, tuple[StateItem, ...]] = {}
     for item in sorted({item for of_task in accesses.values() for item in of_task.items}):
         if item.kind == DECLARED:
             states[item.owner] = (*states.get(item.owner, ()), item)
         else:
+            # Same owner, kind and writers: one state. Readers may differ, see the module's
+            # docstring.
             writers = tuple(t for t, one in accesses.items() if one.items.get(item, (0, 0))[1])
             alike[item.owner, item.kind].setdefault(writers, []).append(item)
     for (owner, kind), groups in alike.items():
         for items in groups.values():
+            # The first name that no other state has; the last candidate lists all items and is
+            # unique.
             names = _names(owner, kind, items, only=len(groups) == 1)
             states[next(name for name in names if name not in states)] = tuple(items)
     return states
 
 
 def _names(owner: str, kind: str, items: Sequence[StateItem], *, only: bool) -> Iterator[str]:
-    """Possible names of a group, the best first; the last one is unique.
+    """Yield possible names of a group, the best first; the last one is unique.
 
     ``only`` says that the group has all items of the owner and kind.
     """
@@ -55,11 +59,12 @@ def _names(owner: str, kind: str, items: Sequence[StateItem], *, only: bool) -> 
 def effects_of(
     accesses: Mapping[str, TaskAccesses], states: Mapping[str, tuple[StateItem, ...]]
 ) -> dict[str, Effects]:
-    """Task to its effects, in serial order."""
+    """Return the effects of each task, in serial order."""
     state_of = {item: name for name, items in states.items() for item in items}
     table = {}
     for task, of_task in accesses.items():
         found: list[tuple[Location, Access]] = []
+        # Attributes belong to an iteration, states outlive it: Location's second argument.
         found += [(Location(name, False), access) for name, access in of_task.attributes.items()]
         found += [(Location(state_of[item], True), one) for item, one in of_task.items.items()]
         table[task] = Effects(

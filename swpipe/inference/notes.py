@@ -1,4 +1,4 @@
-"""Notes on a recording: what to declare, which words are broken, what it did not observe."""
+"""Notes on a recording: what to declare, which declarations are wrong, what was not observed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEVER_RECORDED = (
 )
 
 _MOST = 3
-"""So many states are written out as declarations."""
+"""The number of states that are written out as declarations; the rest are counted."""
 
 
 def notes_on(
@@ -34,17 +34,18 @@ def notes_on(
     accesses: Mapping[str, TaskAccesses],
     transfers: Iterable[MemoryTransfer],
 ) -> tuple[str, ...]:
-    """All notes on a recording, each once; the last one applies to every recording.
+    """Return all notes on a recording, without duplicates; the last one applies to every recording.
 
     Args:
         tasks: In serial order.
-        seen: Task to what it was seen to touch, whatever it declares.
+        seen: Task to its observed effects, whatever the task declares.
         states: State to its members.
         trained: Members that require grad.
-        observed: All runs.
+        observed: All runs of tasks.
         accesses: Task to its accesses.
-        transfers: What passed between tasks besides.
+        transfers: Memory that passed between tasks without an attribute that leads to it.
     """
+    # A state with one trained member counts as trained: whoever reads it may read that member.
     inside = {name for name, items in states.items() if trained & {*items}}
     found = [*_on_words(tasks, seen, inside), *_on_unseen(tasks, observed, accesses)]
     found += [
@@ -57,15 +58,18 @@ def notes_on(
 
 
 def _on_words(tasks: Sequence[PipelineTask], seen: EffectTable, trained: Set[str]) -> Iterator[str]:
-    """Which tasks say nothing, and how to say it; and which pure ones do not keep their word."""
+    """Yield notes on undeclared tasks and on pure tasks that are not pure."""
     written = {place for effects in seen.values() for place in effects.writes}
     free: list[str] = []
     for task in tasks:
         effects = seen[task.name]
         lasting = {place for place in effects.reads | effects.writes if place.persistent}
+        # Three cases: pure tasks are checked, tasks that could be pure are collected for one note,
+        # and any other undeclared task gets the declaration that matches its observed effects.
         if task.pure:
             yield from _broken(task, effects, trained)
         elif task.undeclared and not lasting & written:
+            # It touches no state that any task writes, so it could be declared pure.
             free.append(task.name)
         elif task.undeclared:
             yield _serial(task.name, effects, lasting)
@@ -78,7 +82,9 @@ def _on_words(tasks: Sequence[PipelineTask], seen: EffectTable, trained: Set[str
 
 
 def _broken(task: PipelineTask, effects: Effects, trained: Set[str]) -> Iterator[str]:
-    """What a pure task does that it says it does not."""
+    """Yield the observed effects of a pure task that ``pure=True`` rules out."""
+    # Three disjoint sets of locations, since each needs another remedy: draws can be seeded,
+    # changes must be declared, and a read of trained state can be detached.
     drawn = {place for place in effects.writes if place.name.endswith(_GENERATORS)}
     changed = {place for place in effects.writes - drawn if place.persistent}
     read = {place for place in effects.reads - changed if place.name in trained}
@@ -103,7 +109,7 @@ _NOT_PURE = "take pure=True away, or declare the state, DeclaredIO(state=..., mo
 
 
 def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
-    """Why a task keeps its serial order, and what says what it was seen to do."""
+    """Return why a task keeps its serial order, and the declaration that matches what it did."""
     modes = {
         place.name: "r" * (place in effects.reads) + "w" * (place in effects.writes)
         for place in sorted(lasting)
@@ -121,8 +127,9 @@ def _on_unseen(
     observed: Sequence[TaskObservation],
     accesses: Mapping[str, TaskAccesses],
 ) -> Iterator[str]:
-    """What is unsure, was not looked at, or does not show on one rank."""
+    """Yield what is uncertain, was not inspected, or cannot be checked on one rank."""
     for name, of_task in accesses.items():
+        # A silent write was found in the content; a silent read leaves no trace.
         if of_task.silent:
             yield (
                 f"{name!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "
@@ -131,12 +138,13 @@ def _on_unseen(
             )
     drawing = {one.task for one in observed if TORCH in one.generators}
     for task in tasks:
-        if task.name in drawing and not task.pure:  # that is told elsewhere
+        if task.name in drawing and not task.pure:  # _broken reports those
             yield (
                 f"{task.name!r} draws from {TORCH} without random=True: tasks that draw keep their "
                 "serial order. With random=True each run is seeded by its task and iteration, and "
                 "no order is needed."
             )
+    # Merged over all iterations: a task may communicate only in some of them.
     collectives: dict[str, set[str]] = defaultdict(set)
     for one in observed:
         collectives[one.task] |= one.operators.collectives
@@ -147,6 +155,7 @@ def _on_unseen(
                 "ordered. The plan sets the order of collectives across ranks, which a recording "
                 "of one rank cannot check; library hooks may communicate without being recorded."
             )
+    # A dict instead of a set keeps the order in which the attributes were set.
     kinds = {f"ctx.{name} ({kind})": None for one in observed for name, kind in one.opaque.items()}
     if kinds:
         yield (

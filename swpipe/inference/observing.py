@@ -1,9 +1,8 @@
-"""Runs an iteration serially and observes each task.
+"""Serial execution of an iteration, with an observation of each task.
 
-What operators and the context do not show is found by comparing a task's beginning with its end:
-however it changes something, it shows in which tensors there are, in version counters, or in the
-content of memory. An observation is plain data and holds no tensor, so that it keeps no memory
-alive.
+Changes that operators and the context do not show are found by comparing the moments before and
+after a task: every change shows in the set of tensors, in version counters, or in the content of
+memory. An observation is plain data and holds no tensor, so that it keeps no memory alive.
 """
 
 from __future__ import annotations
@@ -34,24 +33,26 @@ from swpipe.inference.watched_modes import ModuleModes
 
 
 class TaskObservation(NamedTuple):
-    """One task in one iteration.
+    """The observation of one task in one iteration.
 
     Attributes:
-        task: Its name.
-        reads: Attributes of the context that it read.
-        sets: Those that it set, deleted or modified in place.
+        task: The task's name.
+        reads: Attributes of the context that the task read.
+        sets: Attributes that the task set, deleted or modified in place.
         operators: Accesses by operators.
         held: Attribute to the storages that it held when the task began.
         items: State item to its storages when the task began.
         replaced: State items that were added or removed, or whose tensor was replaced.
         changed: Storages with another content or version.
-        silent: Those of them whose version counter did not change.
+        silent: Storages of ``changed`` whose version counter did not change.
         generators: Names of generators that were drawn from.
         options: Names of optimizers whose options changed.
         stepped: Names of the optimizers whose ``step`` ran.
-        opaque: Attribute that it set to the class of something in it that cannot be inspected.
-        ran: Names of the modules of which some part was called.
-        switched: Of those of which some part ran in the other mode, or was left in it.
+        opaque: Attribute that the task set to the class of an object in it that cannot be
+            inspected.
+        ran: Names of the outermost modules that were called, in whole or in part.
+        switched: Names of the outermost modules of which a part ran in the other mode, or was left
+            in it.
     """
 
     task: str
@@ -72,17 +73,17 @@ class TaskObservation(NamedTuple):
 
     @property
     def writes(self) -> set[StorageId]:
-        """Storages that it modified, by operators or otherwise."""
+        """The storages that the task modified, by operators or otherwise."""
         return self.operators.writes | self.changed
 
 
 class IterationObservation(NamedTuple):
-    """One iteration.
+    """The observation of one iteration.
 
     Attributes:
         tasks: In serial order.
-        before: Storages that existed before it began, without the batch's.
-        survivors: Storages that still existed after its context was released.
+        before: Storages that existed before the iteration began, without the batch's.
+        survivors: Storages that still existed after the iteration's context was released.
     """
 
     tasks: tuple[TaskObservation, ...]
@@ -91,11 +92,11 @@ class IterationObservation(NamedTuple):
 
 
 class IterationObserver:
-    """Runs iterations of some tasks, given in serial order, and observes them.
+    """Runner of iterations that observes each task.
 
     Attributes:
-        storages: All that was seen.
-        owners: What has state, the given ones and optimizers that have stepped besides.
+        storages: All storages that were seen.
+        owners: The given objects with state, and the optimizers that have stepped since.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class IterationObserver:
     ) -> None:
         self.storages = Storages()
         self.owners = [*owners]
-        self._name_of: dict[int, str] = {}  # of the outermost module
+        self._name_of: dict[int, str] = {}  # module's id to its outermost owner
         for path, owner in owners:
             if isinstance(owner, torch.nn.Module):
                 for module in modules_in(owner):
@@ -119,10 +120,12 @@ class IterationObserver:
         self._alive: frozenset[StorageId] = frozenset()
 
     def run(self, batch: Any, iter_idx: int) -> IterationObservation:
-        """Run one iteration on a copy of the batch: tensors found in it are cloned."""
+        """Run one iteration on a copy of the batch: tensors found in the batch are cloned."""
         observed, at_begin, at_end = self._run(batch, iter_idx)
         before = self._alive | at_begin
+        # Survivors are states. The context has been released here, since it was local to _run.
         self._seen |= at_begin.union(*(one.operators.seen for one in observed))
+        # Collecting garbage is slow, so it runs only if memory of this iteration is still alive.
         if any(self.storages.alive(number) for number in self._seen - before - at_end):
             gc.collect()  # memory that only reference cycles keep does not survive
         self._alive = frozenset(number for number in self._seen if self.storages.alive(number))
@@ -131,12 +134,18 @@ class IterationObserver:
     def _run(
         self, batch: Any, iter_idx: int
     ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId], frozenset[StorageId]]:
-        """The tasks' observations; the storages of all state items at the beginning and the end."""
+        """Return the observations of all tasks, and the storages of all state items.
+
+        The first set of storages is from the beginning of the iteration, the second one from its
+        end.
+        """
         ctx = self._context(copied(batch), iter_idx)
         before = self._moment(ctx)
         at_begin = before.of_items()
         observed = []
         for task in self._tasks:
+            # Each task gets recorders of its own, so that its accesses are not mixed with those of
+            # other tasks.
             log = ContextWatch(ctx, objects=False)
             operators = OperatorRecorder(self._device, self.storages)
             modes, stepped = ModuleModes(modules_of(self.owners), eager=True), set[int]()
@@ -144,12 +153,16 @@ class IterationObserver:
                 self._call(task, ctx, log, operators, stepped)
             after = self._moment(ctx)
             sets = log.sets.union(log.deletes, log.produced, log.deleted)
+            # Only attributes that the task set: an opaque value that it merely found is another
+            # task's.
             values = {name: v for name, v in attributes(ctx).items() if name in sets}
             changed, silent = before.memory.changed_until(after.memory)
             generators = _differing(before.generators, after.generators)
-            # A generator that is new was just created, or its library imported.
+            # A generator that is new was just created, or its library was imported: nothing was
+            # drawn.
             generators &= before.generators.keys()
-            if operators.draws.keys() & {0} and not task.random:  # which has states of its own
+            # Number 0 stands for torch's default generators. A random task has states of its own.
+            if operators.draws.keys() & {0} and not task.random:
                 generators |= {TORCH}
             observed.append(
                 TaskObservation(
@@ -172,13 +185,16 @@ class IterationObserver:
                     switched=self._names(modes.switched),
                 )
             )
+            # The end of one task is the beginning of the next one, so each moment is taken once.
             before = after
         return tuple(observed), at_begin, before.of_items()
 
     def _moment(self, ctx: TypedContext) -> _Moment:
+        """Return the present moment of a context."""
         return _Moment(ctx, self._tasks, self.owners, self.storages, self._device)
 
     def _names(self, modules: Iterable[int]) -> frozenset[str]:
+        """Return the names of the outermost modules that contain some modules."""
         return frozenset(self._name_of[number] for number in modules if number in self._name_of)
 
     def _call(
@@ -189,8 +205,11 @@ class IterationObserver:
         operators: OperatorRecorder,
         stepped: set[int],
     ) -> None:
+        """Run a task under all recorders, and note which optimizers step."""
+
         def step(optimizer: torch.optim.Optimizer) -> None:
             stepped.add(id(optimizer))
+            # An optimizer creates its state in its first step: from here on, its state counts too.
             if not any(one.owner is optimizer for one in self.owners):
                 self.owners.append(Owner(type(optimizer).__name__, optimizer))
 
@@ -199,10 +218,10 @@ class IterationObserver:
 
 
 def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: TaskSeeds) -> None:
-    """Run a task on the current stream, seeded if it is random.
+    """Run a task on the current stream, seeded if the task is random.
 
     Raises:
-        BaseException: What it raised, with a note of where.
+        BaseException: The exception that the task raised, with a note of where.
     """
     seeded = seeds.seeded(task.name, ctx.iter_idx) if task.random else nullcontext()
     try:
@@ -218,21 +237,23 @@ def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: Task
 
 
 class _Item(NamedTuple):
+    """A state item's tensor, as it was at one moment."""
+
     tensor: Tensor
     storages: frozenset[StorageId]
     requires_grad: bool
 
 
 class _Moment:
-    """A context, and the objects with state that are known by now, between two tasks.
+    """The context and the known objects with state, between two tasks.
 
     Attributes:
         held: Attribute to the storages of the tensors in it.
         items: State item to its tensor.
-        memory: The memory of all of them.
-        generators: Name to state.
+        memory: Fingerprint of the memory of all these tensors.
+        generators: Name of a generator to its state.
         options: Name of an optimizer to its options.
-        optimizers: An optimizer's id to its name.
+        optimizers: Id of an optimizer to its name.
     """
 
     def __init__(
@@ -243,6 +264,7 @@ class _Moment:
         storages: Storages,
         device: Device,
     ) -> None:
+        # Contents are compared, so all launched work has to be done.
         device.synchronize()
         found = items_in(owners)
         self.items = {
@@ -265,11 +287,14 @@ class _Moment:
         self.options = {name: options for name, (_, options) in found.options.items()}
 
     def of_items(self) -> frozenset[StorageId]:
-        """The storages of all state items."""
+        """Return the storages of all state items."""
         return frozenset[StorageId]().union(*(one.storages for one in self.items.values()))
 
     def replaced_until(self, later: _Moment) -> frozenset[StateItem]:
-        """State items added or removed since, or with another tensor or other memory."""
+        """Return the state items that were added, removed or replaced until a later moment.
+
+        An item is replaced if it has another tensor, other memory, or another ``requires_grad``.
+        """
         replaced = {
             item
             for item in self.items.keys() & later.items.keys()
@@ -280,12 +305,14 @@ class _Moment:
 
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:
+    """Return the keys that only one of the mappings has, or whose values differ."""
     kept = before.keys() & after.keys()
-    # As items of a list, so that NaN equals itself.
+    # Compared as items of a list, so that a NaN equals itself.
     changed = {name for name in kept if [before[name]] != [after[name]]}
     return frozenset((before.keys() ^ after.keys()) | changed)
 
 
 def _opaque(value: Any) -> str:
+    """Return the class name of the first object in a value that cannot be inspected, or ""."""
     kinds = (type(leaf).__name__ for leaf in leaves_in(value) if not is_fixed(leaf))
     return next(kinds, "")

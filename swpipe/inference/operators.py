@@ -1,10 +1,10 @@
-"""Records what torch operators read, write and draw from, also while autograd runs backward.
+"""Recording of what torch operators read, write and draw from, also while autograd runs backward.
 
 A dispatch mode sees every operator below autograd. The operator's schema says which arguments it
-writes (``alias_info``) and which ones the result may be a view of; it reads the others.
+writes (``alias_info``) and which ones the result may be a view of; it reads all other arguments.
 
 Not recorded: code that does not use torch's dispatcher (numpy, kernels launched directly), other
-threads that a task starts, and writes that a schema does not declare. A recording detects their
+threads that a task starts, and writes that a schema does not declare. A recording detects these
 writes afterwards, by comparing memory contents (``swpipe.inference.observing``).
 """
 
@@ -29,28 +29,28 @@ from swpipe._values.walk import map_tensors
 from swpipe.device import Device, on_cpu
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of operators that communicate."""
+"""The namespaces of operators that communicate."""
 
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_")
-"""Operators that write an argument without reading it."""
+"""The operators that write an argument without reading it."""
 
 RUNNING = ("running_mean", "running_var")
-"""Arguments that every batch norm writes in training, although its schema does not say so."""
+"""The arguments that every batch norm writes in training, although its schema does not say so."""
 
 ALIASED = "aliased"
-"""Argument mode: the result is usually a view of it; ``to`` and ``reshape`` may copy instead."""
+"""The mode of an argument that the result usually views; ``to`` and ``reshape`` may copy it."""
 
 CREATED = "created"
-"""Mode of a result, and of the tensor that ``torch.tensor`` has just created."""
+"""The mode of a result, and of the tensor that ``torch.tensor`` has just created."""
 
 
 _RANGE = torch.ops.profiler._record_function_enter_new.default
-"""Marks a range for profilers."""
+"""The operator that marks a range for profilers."""
 
 
 @dataclass
 class OperatorAccesses:
-    """Storages that operators accessed during one task.
+    """The storages that operators accessed during one task.
 
     Attributes:
         reads: Storages whose content was read by operators that Python code called.
@@ -73,30 +73,34 @@ class OperatorAccesses:
 
     @property
     def all_reads(self) -> set[StorageId]:
-        """Storages that were read in either way."""
+        """The storages that were read by Python code or by autograd's engine."""
         return self.reads | self.replays
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators while it is active.
+    """A dispatch mode that records operators while it is active.
 
     Args:
-        device: Whose default generators count.
+        device: The device whose default generators count.
         storages: All storages seen so far.
 
     Attributes:
-        only_watches: Threads that run without it compute the same, so a task may run a pipeline.
-        accesses: What they accessed.
-        storages: With those that the operators used.
+        only_watches: Threads that run without this mode compute the same, so a task may run a
+            pipeline.
+        accesses: The accesses of the recorded operators.
+        storages: All storages seen so far, with those that the operators used.
         draws: A generator's number to the generator; 0 to None for torch's default generators.
-        clears: An optimizer's ``zero_grad`` was called.
+        clears: Whether an optimizer's ``zero_grad`` was called.
     """
 
     only_watches = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch keeps its compiler off ``__torch_dispatch__``; it would load it, in 1 s."""
+        """Return whether torch keeps its compiler off ``__torch_dispatch__``.
+
+        True would make torch load the compiler, which takes 1 s.
+        """
         return False
 
     def __init__(self, device: Device, storages: Storages | None = None) -> None:
@@ -109,10 +113,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Asked by torch: compiled functions stay compiled; an older torch runs them eagerly."""
+        """Return True, so that compiled functions stay compiled.
+
+        torch calls this method; an older torch does not, and runs compiled functions eagerly.
+        """
         return True
 
-    # Not torch's own: these also set flags of the whole process, which threads would set in turns.
+    # Not torch's own methods: these also set flags of the whole process, which several threads
+    # would overwrite. The stack that is used instead is per thread, and private in torch 2.13
+    # (_push_on_torch_dispatch_stack, _pop_torch_dispatch_stack).
     def __enter__(self) -> OperatorRecorder:
         torch._C._push_on_torch_dispatch_stack(self)
         return self
@@ -134,25 +143,27 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.accesses.collectives.add(str(func))
         result = self.run(func, args, kwargs)
         self._record(result, CREATED, replays)
-        if aliased:  # what the result does not view was read and copied
+        if aliased:  # memory that the result does not view was read and copied
             self.accesses.reads |= self._of(aliased) - self._of(tensors_of(result))
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and see whether it draws; dropout with a rate of 0 does not."""
+        """Run an operator and note whether it draws; dropout with a rate of 0 does not."""
         if 0 not in self.draws and _recomputes(sys._getframe()):
             self.draws[0] = None
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            # By the range that torch marks for profilers: clearing gradients is no operator.
+            # zero_grad runs no operator if it sets gradients to None, but torch marks it as a range
+            # for profilers.
             if func is _RANGE and str(args[0]).startswith("Optimizer.zero_grad"):
                 self.clears = True
             return func(*args, **kwargs)
         if (generator := kwargs.get("generator")) is not None:
-            self.draws[generator._cdata] = generator  # one may have several Python objects
+            self.draws[generator._cdata] = generator  # a generator may have several Python objects
             return func(*args, **kwargs)
+        # The tag only says that an operator may draw; the generators' states show whether it did.
         before = self._states()
         result = func(*args, **kwargs)
-        # Another thread may draw meanwhile; to make nothing draws nothing.
+        # Another thread may draw meanwhile. An operator with an empty result draws nothing itself.
         if self._states() != before and any(one.numel() for one in tensors_of(result)):
             self.draws[0] = None
         return result
@@ -181,7 +192,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Any, str]]:
-        """Each argument and its mode: "r", "w", "rw", ALIASED, CREATED, or "" (shape only)."""
+        """Yield each argument and its mode.
+
+        The modes are "r", "w", "rw", ALIASED, CREATED, and "" for an argument of which only the
+        shape is used.
+        """
         modes = _modes(func)
         given = dict(zip(modes, args, strict=False)) | kwargs
         training = bool(given.get("training", given.get("train", False)))
@@ -192,9 +207,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _called_by_the_engine(caller: FrameType | None) -> bool:
-    """Whether autograd's engine runs the operator, with no other Python frame in between.
+    """Return whether autograd's engine runs the operator, with no other Python frame in between.
 
-    ``caller`` called the mode; in the engine's own threads it may be None.
+    ``caller`` is the frame that called the mode; in the engine's own threads it may be None.
     """
     while caller is not None and caller.f_globals.get("__name__") in _AROUND_MODES:
         caller = caller.f_back
@@ -202,21 +217,22 @@ def _called_by_the_engine(caller: FrameType | None) -> bool:
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""The function that enters the engine from Python."""
+"""The code of the function that enters the engine from Python; private in torch 2.13."""
 
 _AROUND_MODES = ("torch._compile", "torch._dynamo.eval_frame")
-"""Modules whose wrappers disable torch's compiler around dispatch modes."""
+"""The modules whose wrappers disable torch's compiler around dispatch modes."""
 
 
 @cache
 def _modes(func: Any) -> Mapping[str, str]:
-    """Argument to mode, in order; empty for an operator without a schema."""
+    """Return the mode of each argument, in order; an operator without a schema has none."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return {}
     name = schema.name.partition("::")[2]
-    if func.namespace in COLLECTIVES:  # their schemas do not declare what they write
+    if func.namespace in COLLECTIVES:  # their schemas declare no writes
         return {argument.name: "rw" for argument in schema.arguments}
+    # torch.tensor calls lift_fresh on a tensor that it has just made outside the dispatcher.
     if name == "lift_fresh":
         return {"self": CREATED}
     only_shape = name.startswith("new_") or name.endswith("_like")
@@ -224,6 +240,7 @@ def _modes(func: Any) -> Mapping[str, str]:
 
 
 def _mode(operator: str, argument: Any) -> str:
+    """Return the mode of one argument of an operator's schema."""
     alias = argument.alias_info
     if alias is None:
         return "r"
@@ -233,7 +250,7 @@ def _mode(operator: str, argument: Any) -> str:
 
 
 def tensors_of(value: Any) -> Iterable[Tensor]:
-    """The tensors of an operator's argument or result that have memory, or may have."""
+    """Yield the tensors in an operator's argument or result that have memory, or may have."""
     if isinstance(value, Tensor):
         return () if is_lazy(value) else (value,)
     if isinstance(value, torch.Size | str) or not isinstance(value, list | tuple):
@@ -242,11 +259,12 @@ def tensors_of(value: Any) -> Iterable[Tensor]:
 
 
 def _recomputes(frame: FrameType | None) -> bool:
-    """Whether activation checkpointing runs a forward again, in a backward.
+    """Return whether activation checkpointing runs a forward again, in a backward.
 
-    It sets the default generators, and sets them back: others would draw other numbers meanwhile,
-    whether or not the forward draws.
+    Checkpointing sets the default generators and sets them back: another task would draw other
+    numbers meanwhile, whether or not the forward draws.
     """
+    # -1: no backward runs on this thread. The function is private in torch 2.13.
     if torch._C._current_graph_task_id() == -1:
         return False
     while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
@@ -259,18 +277,21 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Runs compiled functions eagerly: their kernels do not go through the dispatcher."""
+    """Run compiled functions eagerly within the block.
+
+    The kernels of compiled functions do not go through the dispatcher.
+    """
     stance: AbstractContextManager[None] = nullcontext()
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
     with stance, warnings.catch_warnings():
-        # Of compiled modules, whose hooks fire twice then.
+        # Compiled modules warn here, because their global hooks fire twice when they run eagerly.
         warnings.filterwarnings("ignore", r".*torch\.compile\(module\).*global hooks")
         yield
 
 
 def copied(batch: Any) -> Any:
-    """The batch, with clones of the tensors in it."""
+    """Return the batch with clones of the tensors in it."""
 
     def clone(tensor: Tensor) -> Tensor:
         with torch.no_grad():

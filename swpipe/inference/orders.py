@@ -1,4 +1,4 @@
-"""Which of some dependences imply others, by paths over distances: to infer the fewest."""
+"""The closure of dependences by paths over distances, for inferring the fewest ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swpipe.core.effects import Conflict
 
 
 class Edge(NamedTuple):
-    """The consumer on iteration i comes after the producer on iteration i - distance."""
+    """The order of a consumer on iteration i after a producer on iteration i - distance."""
 
     consumer: str
     producer: str
@@ -22,8 +22,9 @@ class Orders:
     """The closure of some dependences between tasks.
 
     A path from producer to consumer whose distances sum to n orders the consumer on iteration i
-    after the producer on iteration i - n, and so after those before: every task comes after itself
-    of the iteration before, under every plan. An edge is implied by a path of no greater distance.
+    after the producer on iteration i - n, and so after the producer on all earlier iterations:
+    under every plan, each task comes after its own run on the previous iteration. An edge is
+    implied by a path of no greater distance.
 
     Args:
         names: The tasks.
@@ -34,12 +35,12 @@ class Orders:
         self._index = {name: index for index, name in enumerate(names)}
         self._least = torch.full((len(names), len(names)), torch.inf)  # [producer, consumer]
         self._least.fill_diagonal_(0)
-        self._rows: list[list[float]] = self._least.tolist()  # the same, quick to look things up in
+        self._rows: list[list[float]] = self._least.tolist()  # _least as lists, for quick look-ups
         for edge in edges:
             self.add(edge)
 
     def add(self, edge: Edge) -> None:
-        """Add one dependence, and all that follows from it and those before."""
+        """Add one dependence, and everything that follows from it and the earlier ones."""
         if not self.implies(edge):
             least = self._least
             consumer, producer = self._index[edge.consumer], self._index[edge.producer]
@@ -48,17 +49,18 @@ class Orders:
             self._rows = least.tolist()
 
     def implies(self, edge: Edge) -> bool:
-        """Whether the order that an edge asks for is kept."""
+        """Return whether the order that an edge requires is kept."""
         return self._rows[self._index[edge.producer]][self._index[edge.consumer]] <= edge.distance
 
     def missing(self, edges: Iterable[Edge]) -> list[Edge]:
-        """The fewest of these edges that, added, make the others implied; adds them.
+        """Add the fewest of these edges that make the rest implied, and return the added ones.
 
         The edges are of distance 0, all along the order of names, or of distance 1.
         """
         added = []
-        # A path within an iteration is made of shorter steps; one across goes from no sooner a
-        # producer to no later a consumer. So what might imply an edge stands before it here.
+        # Every edge comes after all edges that could imply it: a path within an iteration consists
+        # of shorter steps, and a path across iterations has an edge whose producer is no earlier
+        # and whose consumer is no later. One pass is therefore enough.
         for edge in sorted(edges, key=self._rank):
             if not self.implies(edge):
                 self.add(edge)
@@ -66,10 +68,11 @@ class Orders:
         return added
 
     def _rank(self, edge: Edge) -> tuple[int, int, int]:
+        """Return the sort key of an edge: shorter edges first."""
         consumer, producer = self._index[edge.consumer], self._index[edge.producer]
         return edge.distance, consumer - producer, consumer
 
 
 def edge_of(conflict: Conflict) -> Edge:
-    """The order that a conflict asks for."""
+    """Return the order that a conflict requires."""
     return Edge(conflict.consumer, conflict.producer, conflict.distance)

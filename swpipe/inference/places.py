@@ -1,8 +1,8 @@
-"""Places that tasks touch while a pipeline runs, each access compared with those before it.
+"""The places that tasks touch while a pipeline runs, and the comparison of their accesses.
 
-**Any number of iterations.** A task's runs follow each other on one thread and one stream. So an
-order that is kept at some distance is kept at every larger one, and of two tasks that touch a state
-only the distances 0 and 1 need to be asked, however deep the pipeline is::
+**Any number of iterations.** A task's runs follow each other on one thread and one stream. An order
+that is kept at some distance is therefore kept at every larger distance. Of two tasks that touch a
+state, only the distances 0 and 1 need to be checked, however deep the pipeline is::
 
     A on i  ->  B on i + 1  ->  B on i + 2  ->  ...
 """
@@ -27,11 +27,11 @@ from swpipe.inference.states import declared_tensors
 from swpipe.inference.watched_gradients import WatchedGradients
 
 _MOST_DEAD = 4096
-"""How many places are added before those are dropped whose memory or iteration is gone."""
+"""The number of places added before those whose memory or iteration is gone are dropped."""
 
 
 class Access(NamedTuple):
-    """Whether a task reads and writes something."""
+    """The kinds of access of a task to something: reading, writing, or both."""
 
     reads: bool = False
     writes: bool = False
@@ -44,7 +44,7 @@ READ, WRITE, READ_WRITE = Access(True, False), Access(False, True), Access(True,
 
 
 class TaskRun(NamedTuple):
-    """One task on one iteration."""
+    """The run of one task on one iteration."""
 
     iteration: int
     task: str
@@ -56,13 +56,14 @@ class Place:
 
     Attributes:
         kind: "memory", "gradient", "attribute" or "generator".
-        number: The storage's or generator's, an attribute's iteration, the id of a parameter.
-        name: Of the attribute or generator; what the memory was first seen as.
-        reference: To the memory, a weak one, or the generator: its number is not used again.
-        maker: Who has made the memory, of those who are watched.
-        runs: Who touched it in the last iterations, and how.
-        users: All who ever did, and how.
-        ordered: All of them are kept in order, however many iterations lie between two.
+        number: The number of the storage or generator, the attribute's iteration, or the
+            parameter's id.
+        name: The name of the attribute or generator; the first description of the memory.
+        reference: A weak reference to the memory, or the generator: its number is not used again.
+        maker: The watched task that made the memory, and its iteration.
+        runs: Task runs of the last iterations that touched the place, and how.
+        users: All tasks that ever touched the place, and how.
+        ordered: Whether all users are kept in order, however many iterations lie between two.
         allowed: Pairs that the plan allows in either order.
     """
 
@@ -87,12 +88,15 @@ def locations_of(
 ) -> list[Location]:
     """Return what messages, ``stale`` and ``newer`` call a place, the best name first.
 
-    ``one_iteration`` says that it was touched in one iteration only, whose context is ``ctx``.
+    ``one_iteration`` says that the place was touched in one iteration only, whose context is
+    ``ctx``.
     """
     if place.kind == "attribute":
         return [Location(place.name, False)]
     if place.kind == "generator":
         return [Location(place.name, True)]
+    # From the most specific name to the least: a gradient, a declared state, an attribute of this
+    # context, and last the memory's description.
     owners = {place.number} if place.kind == "gradient" else gradients.owners(place.number)
     named = {id(tensor): str(io.state) for io, tensor in declared_tensors(tasks)}
     for number in owners:
@@ -109,7 +113,7 @@ def locations_of(
 
 
 class KeptOrders:
-    """What a plan keeps of the serial order, in every interleaving.
+    """The serial order that a plan keeps in every interleaving.
 
     Args:
         verified: The plan and its tasks.
@@ -123,16 +127,19 @@ class KeptOrders:
         self._begins: dict[tuple[str, str, bool], tuple[int, int]] = {}
 
     def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
-        """The two in their serial order."""
+        """Return two task runs in their serial order."""
         both = sorted((one, other), key=lambda run: (run.iteration, self._serial[run.task]))
         return both[0], both[1]
 
     def least(self, first: str, then: str) -> int:
-        """At how many iterations apart a serial run has ``then`` come next after ``first``."""
+        """Return how many iterations after ``first`` a serial run next runs ``then``: 0 or 1."""
         return 0 if self._serial[first] < self._serial[then] else 1
 
     def keeps(self, place: Place, first: str, then: str, distance: int) -> bool:
-        """Whether every interleaving has ``first`` before ``then``, ``distance`` iterations on."""
+        """Return whether ``first`` always comes before ``then``, ``distance`` iterations on.
+
+        The order has to hold in every interleaving.
+        """
         depth = self._guaranteed.program.depth
         if distance > depth or (first == then and not distance):
             return True  # only one of the two is in flight
@@ -150,13 +157,15 @@ class KeptOrders:
         return distance >= at
 
     def keeps_all(self, place: Place, task: str, access: Access) -> bool:
-        """Whether a task is kept in serial order with all users of a place, on any iterations."""
+        """Return whether a task is in serial order with all users of a place, on any iterations."""
         others = [other for other, how in place.users if access.writes or how.writes]
+        # Both directions at their least distance: larger distances follow, see the module's
+        # docstring.
         pairs = [pair for other in others for pair in ((task, other), (other, task))]
         return all(self.keeps(place, *pair, self.least(*pair)) for pair in pairs)
 
     def problems(self, place: Place, location: Location) -> list[Problem]:
-        """Why the plan may not run the users of a place, if the place is called so."""
+        """Return why the plan may not run the users of a place, under the place's given name."""
         users = {name: [how for task, how in place.users if task == name] for name in self._serial}
         effects = {
             name: Effects(
@@ -169,11 +178,11 @@ class KeptOrders:
 
 
 class ComparedPlaces:
-    """What the tasks of one run have touched; call it under a lock.
+    """The places that the tasks of one run have touched; its methods are called under a lock.
 
     Args:
-        orders: What the plan keeps.
-        gradients: Those that are compared.
+        orders: The serial order that the plan keeps.
+        gradients: The gradients that are compared.
     """
 
     def __init__(self, orders: KeptOrders, gradients: WatchedGradients) -> None:
@@ -186,7 +195,7 @@ class ComparedPlaces:
         return key in self._places
 
     def place(self, kind: str, number: int, name: str = "") -> Place:
-        """The place, a new one if nobody has touched it."""
+        """Return a place, which is new if nobody has touched it."""
         key = kind, number, name
         if key not in self._places:
             self._places[key] = Place(*key)
@@ -196,8 +205,10 @@ class ComparedPlaces:
         """Note an access, and compare it with those of other tasks and iterations.
 
         Raises:
-            PlanError: The plan does not keep two conflicting ones in serial order.
+            PlanError: The plan does not keep two conflicting accesses in serial order.
         """
+        # In the steady state every task is a known user of an ordered place, and nothing is
+        # compared.
         if (run.task, access) not in place.users:
             place.users.add((run.task, access))
             place.ordered &= self._orders.keeps_all(place, run.task, access)
@@ -206,12 +217,16 @@ class ComparedPlaces:
                 if access.writes or how.writes:
                     self._compare(place, run, other, ctx)
         place.runs[run] = access
+        # Runs that can no longer meet a later one are dropped now and then, not at each access.
         if len(place.runs) > 4 * self._plan.depth * len(self._tasks):
             place.runs = {r: a for r, a in place.runs.items() if self._may_meet(place, r, run)}
 
     def _compare(self, place: Place, run: TaskRun, other: TaskRun, ctx: Any) -> None:
+        """Raise an error if the plan does not keep two runs on a place in serial order."""
         first, then = self._orders.serially(run, other)
         distance = then.iteration - first.iteration
+        # Memory that is made anew in each iteration is one state: what counts is the distance in a
+        # serial run, not how far apart the two happened to be.
         if first == place.maker and distance:
             distance = self._orders.least(first.task, then.task)
         pair = first.task, then.task, distance
@@ -234,11 +249,11 @@ class ComparedPlaces:
         place.allowed.add(pair)
 
     def _may_meet(self, place: Place, run: TaskRun, now: TaskRun) -> bool:
-        """Whether a task that runs now, or later, may have to be compared with a run."""
+        """Return whether a task that runs now or later may have to be compared with a run."""
         return run == place.maker or run.iteration >= now.iteration - 2 * self._plan.depth
 
     def forget(self, now: TaskRun) -> None:
-        """Drop the places that no task can touch any more, or has touched of late."""
+        """Drop the places that no task can touch any more, or that no task has touched lately."""
         if len(self._places) <= self._most:
             return
         for key, place in list(self._places.items()):

@@ -1,4 +1,4 @@
-"""Checks the word of pure tasks, as far as torch's operators show what they do.
+"""Checks of pure tasks, as far as torch's operators show what the tasks do.
 
     iteration    3              4              5
     task T       reads table    reads table    reads table      memory that T used in an earlier
@@ -6,18 +6,21 @@
                                 writes mean    writes mean      contexts: here the table, the mean
 
 Guarantees
-    - A pure task that draws without ``random=True``, or in a watched iteration uses memory that
-      pure tasks used or made in an earlier watched one, and writes it, or finds it changed, or
-      finds that it is of a tensor that training changes (a leaf that requires grad), raises
-      PlanError. So does one that runs a module whose mode is switched, unless something is compiled
-      in the process.
-    - A task's own tensors, and its batch's, may be anything; what a cache gives it, it may read.
+    - In a watched iteration, PlanError is raised for a pure task that draws without
+      ``random=True``. It is also raised for a pure task that uses memory which pure tasks used or
+      made in an earlier watched iteration, if the task writes the memory, finds it changed, or
+      finds that it belongs to a tensor that training changes (a leaf that requires grad). The same
+      applies to a task that runs a module whose mode is switched, unless something is compiled in
+      the process.
+    - A task's own tensors and its batch's tensors may be anything; a task may read what a cache
+      gives it.
 
 Assumptions
-    - What does not go through torch's operators is the author's word: Python values, numpy, files,
-      kernels launched directly, and what compiled functions do.
-    - A change through ``tensor.data`` has no version: a sample of the content shows it, of some of
-      the tensors that a task reads (``swpipe.inference.sampled_contents``).
+    - The author's word is trusted for everything outside torch's operators: Python values, numpy,
+      files, kernels launched directly, and compiled functions.
+    - A change through ``tensor.data`` does not show in a version counter. It shows in a sample of
+      the content, for some of the tensors that a task reads
+      (``swpipe.inference.sampled_contents``).
 """
 
 from __future__ import annotations
@@ -44,24 +47,24 @@ from swpipe.inference.watched_gradients import Gradient, accumulating
 from swpipe.inference.watched_modes import ModuleModes
 
 _MOST_KEPT = 4096
-"""How many storages are added before those are dropped whose memory is gone."""
+"""The number of storages added before those whose memory is gone are dropped."""
 
 _MOST_SPANS = 256
-"""So many uses are kept of a storage, such as that of a dataset whose batches are slices."""
+"""The maximum number of uses kept per storage, such as a dataset's whose batches are slices."""
 
 
 @dataclass(slots=True)
 class _MemoryUse:
-    """What a task did with some memory in one iteration.
+    """A task's use of some memory in one iteration.
 
     Attributes:
-        span: The bytes: from the first, up to the last and without it.
+        span: The range of bytes: the first one, and the one after the last.
         tensor: The tensor whose version counter stands for the memory: the first one that the task
-            met there, or its base. A weak reference, when the task has ended.
-        version: Of the counter: when the task began to use it; then, when the task had ended. None
-            for a tensor without one.
-        trains: It is a leaf that requires grad.
-        writes: The task wrote it.
+            met there, or its base. A weak reference once the task has ended.
+        version: The counter's value when the task began to use the memory; once the task has ended,
+            the value then. None for a tensor without a counter.
+        trains: Whether it is a leaf that requires grad.
+        writes: Whether the task wrote the memory.
     """
 
     span: tuple[int, int]
@@ -71,12 +74,12 @@ class _MemoryUse:
     writes: bool = False
 
     def meets(self, other: _MemoryUse) -> bool:
-        """Whether they share bytes."""
+        """Return whether two uses share bytes."""
         return self.span[0] < other.span[1] and other.span[0] < self.span[1]
 
 
 class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Records also how a task uses memory, and which gradients it accumulates.
+    """A recorder that also notes how a task uses memory, and which gradients it accumulates.
 
     Attributes:
         uses: Storage to its uses.
@@ -93,16 +96,17 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._may_train = True
 
     def begin(self, ctx: Any) -> None:
-        """Note the memory of the context: the loader may write it for each batch anew."""
+        """Note the memory of the context: the loader may write it anew for each batch."""
         self._given = self._memory_of(ctx)
         self._may_train = torch.is_grad_enabled()  # under no_grad nobody does, or it is seen
 
     def _memory_of(self, ctx: Any) -> set[StorageId]:
+        """Return the storages of all tensors in a context."""
         values = attributes(ctx).values()
         return {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
 
     def is_given(self, number: StorageId) -> bool:
-        """Whether the context had this memory when the task began."""
+        """Return whether the context had this memory when the task began."""
         return number in self._given
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
@@ -114,9 +118,10 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
                 self._use(tensor, mode)
 
     def _accumulate(self, parameter: Tensor, value: Any) -> None:
-        """Note a result of an operator that runs where a parameter's gradient is accumulated.
+        """Note the result of an operator that runs where a parameter's gradient is accumulated.
 
-        The first one is the gradient; it may be copied on, as into the buckets that ranks exchange.
+        The first such result is the gradient; it may be copied on, as into the buckets that ranks
+        exchange.
         """
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             new = Gradient.of(parameter, value, self.storages)
@@ -129,13 +134,16 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         base = tensor if tensor._base is None else tensor._base
         for number in self.storages.of(tensor):
             if number in self.accesses.created:
-                self._made[number] = weakref.ref(base)  # it must not live longer for being watched
+                self._made[number] = weakref.ref(base)  # weak: watching must not prolong its life
                 continue
-            # What detach() makes of it shares its version counter, and does not lead back to it.
+            # The owner is the first tensor met: detach() gives a tensor with the same version
+            # counter that does not lead back to the original.
             owner = self._owners.setdefault(number, base)
             if mode not in ("r", "w", "rw"):
                 continue
             span, uses = _span_of(tensor), self.uses.setdefault(number, [])
+            # One use per range of bytes: slices of a storage are separate unless they overlap
+            # (meets).
             use = next((use for use in uses if use.span == span), None)
             if use is None:
                 trains = self._may_train and owner.is_leaf and owner.requires_grad
@@ -144,36 +152,38 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             use.writes |= mode != "r"
 
     def outside(self, ctx: Any) -> Iterator[UsedMemory]:
-        """The memory that the task has read, as far as it is not its context's."""
+        """Yield the memory that the task has read and that is not part of its context."""
         own = self._given | self._memory_of(ctx)
         for number in (number for number in self.uses if number not in own):
             name, reference = self.storages.description(number), self.storages.reference(number)
             yield UsedMemory(number, name, self._owners[number], reference)
 
     def left(self) -> Iterator[tuple[StorageId, _MemoryUse]]:
-        """The memory that the task has made and that is still there, all of it in use."""
+        """Yield the memory that the task has made and that still exists, as used in whole."""
         for number, reference in self._made.items():
             if (tensor := reference()) is not None:
                 yield number, _MemoryUse((0, sys.maxsize), tensor, None, trains=False)
 
 
 class _BesideCompiler(UseRecorder):  # type: ignore[no-untyped-call]
-    """One whose own code torch's compiler does not compile."""
+    """A recorder whose own code torch's compiler does not compile."""
 
     __torch_dispatch__ = OperatorRecorder.__torch_dispatch__
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        # Private in torch 2.13. This class is used only once the compiler is loaded anyway.
         return True
 
 
 def use_recorder(device: Device) -> UseRecorder:
-    """A recorder for one task."""
+    """Return a recorder for one task."""
     kind = _BesideCompiler if "torch._dynamo" in sys.modules else UseRecorder
     return kind(device)
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a strided tensor in its storage, and the byte after its last."""
     size = tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     extent = sum((n - 1) * int(step) for n, step in steps)
@@ -182,12 +192,12 @@ def _span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class Fault(NamedTuple):
-    """What a task did in an iteration against its word.
+    """A violation of ``pure=True`` by a task in an iteration.
 
     Attributes:
-        text: In words; it may have a place for what was touched.
-        number: Of the storage; 0 for something else.
-        name: What was touched; of a storage, if it has no better name.
+        text: The description, which may have a placeholder for what was touched.
+        number: The number of the storage; 0 for anything else.
+        name: The name of what was touched; of a storage, if there is no better one.
     """
 
     iteration: int
@@ -197,26 +207,29 @@ class Fault(NamedTuple):
 
 
 class PureRuns:
-    """The runs of one pure task, which follow each other: what others change beneath it."""
+    """The successive runs of one pure task, which show what others change under it."""
 
     def __init__(self, device: Device) -> None:
         self.modes = ModuleModes()
         self._contents = SampledContents(device)
 
     def faults(self, ctx: Any, recorder: UseRecorder) -> Iterator[Fault]:
-        """What it has met in the iteration that has just ended, or before."""
+        """Yield the violations found in the iteration that has just ended, or before."""
         for module in self.modes.switched.values():
             yield Fault(ctx.iter_idx, _SWITCHED, name=f"a {type(module).__name__}")
+        # Starts the comparison of this iteration; changed() yields what has arrived, also of
+        # earlier ones.
         self._contents.compare(ctx.iter_idx, recorder.outside(ctx))
         for iteration, number, name in self._contents.changed():
             yield Fault(iteration, _CHANGED, number, name)
 
 
 class PureUses:
-    """What the pure tasks of one run have used outside their contexts; call it under a lock."""
+    """The memory that the pure tasks of one run have used; its methods are called under a lock."""
 
     def __init__(self) -> None:
-        # Storage to uses, with their iterations, and a reference, which keeps the number.
+        # Storage to a reference, which keeps its number from being used again, and uses by
+        # iteration.
         self._known: dict[StorageId, tuple[Any, list[tuple[int, _MemoryUse]]]] = {}
         self._generators: dict[int, tuple[torch.Generator, int]] = {}
         self._most = _MOST_KEPT
@@ -224,10 +237,10 @@ class PureUses:
     def faults(
         self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
     ) -> Iterator[Fault]:
-        """What a task did in an iteration against its word.
+        """Yield the violations of ``pure=True`` by a task in an iteration.
 
-        On one thread it may draw from a generator of its own, if its function, which runs in order,
-        sets that back where iterations are dropped (``draws_from``).
+        On one thread, a task may draw from a generator of its own if the task's function, which
+        runs in order, sets the generator back when iterations are dropped (``draws_from``).
         """
         yield from self._draws(task, iteration, recorder, workers)
         for number, uses in recorder.uses.items():
@@ -238,15 +251,19 @@ class PureUses:
                         for text in _against(before, use, given=recorder.is_given(number)):
                             yield Fault(iteration, text, number, name)
                 self._note(number, iteration, use, recorder)
+        # A result that is alive after its iteration may be kept for later ones: it counts as used.
         for number, use in recorder.left():
             self._note(number, iteration, use, recorder)
         if len(self._known) > self._most:
             self._known = {n: one for n, one in self._known.items() if not one[0].expired()}
+            # The next clean-up comes only after as many storages again, so its cost per storage is
+            # constant.
             self._most = 2 * len(self._known) + _MOST_KEPT
 
     def _draws(
         self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
     ) -> Iterator[Fault]:
+        """Yield the violations by draws from generators."""
         in_order = getattr(task.fn, "draws_from", None) if workers == 1 else None
         for number, generator in recorder.draws.items():
             if generator is None:
@@ -254,22 +271,28 @@ class PureUses:
                     yield Fault(iteration, _DRAWS)
             elif in_order is not None:
                 in_order(generator, iteration)
+            # A generator made and used within one iteration is fine. The first iteration is
+            # remembered, and so is the generator, whose number is not used again then.
             elif self._generators.setdefault(number, (generator, iteration))[1] != iteration:
                 yield Fault(iteration, _DRAWS_FROM)
 
     def _note(
         self, number: StorageId, iteration: int, use: _MemoryUse, recorder: UseRecorder
     ) -> None:
+        """Store a use, with the version that the memory has now that the task has ended."""
         use.version, use.tensor = version_of(use.tensor), weakref.ref(use.tensor)
         _, known = self._known.setdefault(number, (recorder.storages.reference(number), []))
+        # The newest use of each span replaces the older one, so the version compared is the last
+        # known.
         known[:] = [one for one in known if one[1].span != use.span][-_MOST_SPANS:]
         known.append((iteration, use))
 
 
 def _against(before: _MemoryUse, now: _MemoryUse, *, given: bool) -> Iterator[str]:
-    """Why a task may not use memory that pure tasks used in an earlier iteration.
+    """Yield why a task may not use memory that pure tasks used in an earlier iteration.
 
-    What it was given is the batch's: loops compare its content (``swpipe.loops.ahead_tasks``).
+    Memory that the task was given is the batch's: loops compare its content
+    (``swpipe.loops.ahead_tasks``).
     """
     if now.writes:
         yield _WRITES
@@ -309,7 +332,7 @@ _SWITCHED = (
 
 
 def told(task: PipelineTask, fault: Fault, what: str) -> Problem:
-    """A fault as an error's text."""
+    """Return a violation as the problem of an error message."""
     did = fault.text.format(what=what)
     text = f"task {task.name!r} is pure, but on iteration {fault.iteration} it {did}"
     return Problem(f"{text}. The run may have differed from a serial one already", (task.name,))

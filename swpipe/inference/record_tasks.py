@@ -1,4 +1,4 @@
-"""Record what tasks read and write in one or more serial iterations; all state is then restored."""
+"""Recording of what tasks read and write in serial iterations; all state is then restored."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ def record(
 ) -> Recording:
     """Run a few iterations serially and record what each task reads and writes.
 
-    What a task declares counts too; one that says nothing also touches whatever is not said to be
-    apart from it. Two iterations before show which modules the tasks call, which optimizers step,
-    and which other memory they write. Afterwards these, generators, and what tasks declare with
-    ``memory``, or with ``capture`` and ``restore``, are restored, also if a task fails. For all
-    else a recording is so many more iterations.
+    A task's declarations count too; an undeclared task is also assumed to touch every state that is
+    not declared apart from it. If ``state`` is None, two additional iterations run first. They show
+    which modules the tasks call, which optimizers step, and which other memory the tasks write.
+    Afterwards these objects, the generators, and whatever tasks declare with ``memory``, or with
+    ``capture`` and ``restore``, are restored, also if a task fails. Any other state ends up as if
+    these iterations had been part of the training.
 
     Args:
         tasks: In serial order.
         batch: Each iteration gets a copy, in which the tensors that ``swpipe._values.walk``
             finds are cloned.
         context: The class of the contexts, as for ``SWPipeline``.
-        iterations: How many to run; everything that a task accesses in any of them counts. The
-            first may create state that later ones only use, such as an optimizer's. What outlives
-            an iteration shows only from one iteration to the next.
+        iterations: How many iterations to run; everything that a task accesses in any of them
+            counts. The first one may create state that later ones only use, such as an optimizer's.
+            Memory that outlives an iteration is recognized only if there are at least two.
         device: As for ``SWPipeline``.
         seed: For tasks with ``random=True``; as for ``SWPipeline``.
-        state: What to restore, in a list or by names; None for what torch shows.
-        loader: What training takes its batches from. It is not called. Its effects are those of
-            ``"<pull>"``, the first entry of ``effects``: none if it is apart from the loop
-            (``swpipe.core.loaders``); otherwise it may touch what a task may that says nothing.
+        state: The objects to restore, in a list or by names; None for those that torch shows.
+        loader: The loader of the training loop. It is not called. Its effects are those of
+            ``"<pull>"``, the first entry of ``effects``: none if the loader is apart from the loop
+            (``swpipe.core.loaders``); otherwise those of an undeclared task.
 
     Raises:
         PlanError: There are no tasks, or two have the same name.
@@ -65,11 +66,12 @@ def record(
         TypeError: Something in ``state`` cannot be restored, or ``context`` cannot be used.
         UnsavedStateError: Tasks call the step of an optimizer that is not restored, or may step a
             scheduler that is not.
-        BaseException: Whatever a task raised, with a note of where.
+        BaseException: The exception that a task raised, with a note of where.
     """
     tasks = checked_tasks(tasks)
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is {iterations!r}: give an integer of 1 or more")
+    # Declarations that no plan can satisfy are refused before any task runs.
     validate(PipelinePlan.serial(tasks), tasks)
     where = resolve_device(device)
     seeds, kind = TaskSeeds(seed, where), context_class(context)
@@ -80,11 +82,14 @@ def record(
             for task in tasks:
                 run_alone(task, ctx, where, seeds)
 
+        # As a serial loop would run them, without observers: this only shows which objects to
+        # restore.
         state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
     observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
     with saved.trial():
         observed = [observer.run(batch, number) for number in range(iterations)]
+        # Still inside the trial: restoring may remove optimizer state, and these items with it.
         items = assign_declared(items_in(observer.owners).tensors, tasks)
         trained = {item for item, tensor in items.items() if tensor.requires_grad}
     accesses = find_accesses(
@@ -96,7 +101,9 @@ def record(
     runs = [one for iteration in observed for one in iteration.tasks]
     said = Declared.by(tasks)
     declared = said.effects
+    # Observed effects and declared ones add up: a recording cannot see all that a task touches.
     effects = {task: e | declared[task] for task, e in add_transfers(seen, transfers).items()}
+    # Without a loader nothing is known of the pull, so it gets no entry rather than a guess.
     pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else said.unknown}
     return Recording(
         tasks=tasks,

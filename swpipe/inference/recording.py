@@ -1,4 +1,4 @@
-"""The result of recording: effects, the dependences that they need, and notes."""
+"""The result of recording: effects, the dependences that the effects require, and notes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from swpipe.inference.comparison import Comparison, Needed, compare_with_plan, n
 
 @dataclass(frozen=True)
 class Recording:
-    """What some tasks read and write.
+    """The reads and writes of some tasks.
 
     Attributes:
         tasks: In serial order.
         effects: Task to what it reads and writes, including declared states; in serial order. The
-            first is ``PULL``, if what the loader may use is known; the last is ``BODY``, what the
-            loop's body may touch.
+            first entry is ``PULL``, if what the loader may access is known; the last entry is
+            ``BODY``, what the loop's body may access.
         states: State to its members: names of parameters, gradients and so on.
         collectives: Tasks that communicated.
         notes: Sentences on what was not recorded, or not reliably.
-        owners: What was restored; of this rank.
+        owners: The objects of this rank whose state was restored.
     """
 
     tasks: tuple[PipelineTask, ...]
@@ -41,11 +41,13 @@ class Recording:
     owners: Owners = field(default=Owners(), compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is sent to other ranks."""
+        """Return the attributes that are sent to other ranks: all but ``owners``."""
+        # Owners are this process's own modules and optimizers, too large and of no use on another
+        # rank.
         return {**vars(self), "owners": Owners()}
 
     def together(self, others: Iterable[Recording]) -> Recording:
-        """Merge with recordings of the same tasks on other ranks or batches.
+        """Merge this recording with recordings of the same tasks on other ranks or batches.
 
         Args:
             others: The other recordings. Their ``tasks`` are not used and may be empty, so that
@@ -61,6 +63,7 @@ class Recording:
                     f"cannot merge a recording of {listed(other.effects)} with one of "
                     f"{listed(self.effects)}: record the same tasks in the same order"
                 )
+        # A dict keeps the order of first appearance, which a set would lose.
         states = list(dict.fromkeys(state for each in found for state in each.states))
         return Recording(
             self.tasks,
@@ -72,11 +75,11 @@ class Recording:
         )
 
     def dependences(self) -> Dependences:
-        """The fewest dependences that keep conflicting tasks in their serial order."""
+        """Return the fewest dependences that keep conflicting tasks in their serial order."""
         return Dependences(needed(self._of_tasks))
 
     def plan(self) -> PipelinePlan:
-        """All tasks in stage 0 on the caller's thread, with the inferred dependences.
+        """Return a plan with all tasks in stage 0 on the caller's thread, in the inferred order.
 
         Tasks that communicated are globally ordered.
         """
@@ -91,7 +94,7 @@ class Recording:
         )
 
     def compare(self, plan: PipelinePlan) -> Comparison:
-        """The dependences that a plan lacks, and those that no recorded access needs.
+        """Return the dependences that a plan lacks, and those that no recorded access needs.
 
         Raises:
             PlanError: The plan cannot run with these tasks at all.
@@ -100,23 +103,32 @@ class Recording:
 
     @property
     def _of_tasks(self) -> Mapping[str, Effects]:
-        """The effects of the tasks: a plan declares no dependences on the loader or the body."""
+        """The effects of the tasks alone.
+
+        A plan declares no dependences on the loader or the body.
+        """
         return {name: touched for name, touched in self.effects.items() if name not in OTHERS}
 
     def report(self, plan: PipelinePlan | None = None) -> str:
-        """All of it as text; with a plan, the comparison in place of the dependences.
+        """Return the recording as text.
+
+        Args:
+            plan: A plan to compare with; the comparison takes the place of the list of dependences.
 
         Raises:
             PlanError: The plan cannot run with these tasks at all.
         """
+        # Imported late, since only reports need it.
         from tabulate import tabulate
 
+        # The body's effects are assumptions and not observations, so the table leaves them out.
         rows = [
             (task, _told(effects.reads), _told(effects.writes))
             for task, effects in self.effects.items()
             if task != BODY
         ]
         parts = [tabulate(rows, ("task", "reads", "writes"), maxcolwidths=[None, 48, 48])]
+        # A state whose only member has the state's name would repeat itself.
         states = (
             f"{name}: {listed(members, 3)}"
             for name, members in self.states.items()
@@ -132,40 +144,46 @@ class Recording:
 
 @dataclass(frozen=True)
 class Dependences:
-    """Inferred dependences.
+    """The dependences inferred from a recording.
 
     Attributes:
-        needed: All of them, each with the locations that need it.
+        needed: All dependences, each with the locations that need it.
     """
 
     needed: tuple[Needed, ...] = field(repr=False)
 
     @property
     def deps(self) -> tuple[Pair, ...]:
-        """(consumer, producer), for ``PipelinePlan.deps``."""
+        """Dependences within an iteration: (consumer, producer), for ``PipelinePlan.deps``."""
         return tuple((one.consumer, one.producer) for one in self.needed if not one.distance)
 
     @property
     def cross_iter_deps(self) -> tuple[DistantPair, ...]:
-        """(consumer, producer, 1), for ``PipelinePlan.cross_iter_deps``."""
+        """Dependences between iterations: (consumer, producer, 1), for ``cross_iter_deps``."""
         return tuple((one.consumer, one.producer, 1) for one in self.needed if one.distance)
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
-    """Lines below a title; nothing without lines."""
+    """Return the lines indented below a title, or an empty list if there are no lines."""
     found = [f"  {line}" for line in lines]
     return ["\n".join([title, *found])] if found else []
 
 
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The entries of all lists, each once."""
+    """Return the entries of all lists without duplicates, in order of first appearance."""
     return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
 def _told(places: frozenset[Location]) -> str:
-    """Places; that a task which says nothing may draw goes without saying."""
+    """Return the text for some locations.
+
+    ``DRAWS`` is left out for an undeclared task, which is always assumed to draw.
+    """
+    # UNDECLARED already implies that the task may draw, so a second entry would only add noise.
     return _places(places - {DRAWS} if UNDECLARED in places else places)
 
 
 def _places(places: Iterable[Location]) -> str:
+    """Return the names of locations, sorted, as text."""
+    # str() marks attributes of the context with "ctx."; states appear by their plain names.
     return ", ".join(sorted(p.name if p.persistent else str(p) for p in places))

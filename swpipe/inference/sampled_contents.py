@@ -1,10 +1,11 @@
-"""Whether memory that a task reads holds other values than when it read it last.
+"""Detection of changed values in memory that a task has read before.
 
-A version counter tells of a change, but not where it is made through ``tensor.data``, which has a
-counter of its own, or where ``tensor.data = other`` gives the tensor other memory. There a sample
-of the content tells: a sum over up to ``_ELEMENTS`` elements, as bits. It is taken when the task
-has ended, of memory that the task used in an earlier watched iteration as well. On a device it is
-compared there, and the answer is read when the device has it: nothing waits.
+A version counter shows a change, except for a change through ``tensor.data``, which has a counter
+of its own, and for ``tensor.data = other``, which gives the tensor other memory. These changes show
+in a sample of the content: a sum over up to ``_ELEMENTS`` elements, as bits. The sample is taken
+when the task has ended, of memory that the task also used in an earlier watched iteration. The
+samples of tensors on a device are compared on the device, and the result is read when it has
+arrived on the host: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from swpipe._values.storages import StorageId
 from swpipe.device import Device, Event, on_cpu
 
 _ELEMENTS = 4096
-"""How many elements of a tensor are looked at."""
+"""The maximum number of elements that are sampled of one tensor."""
 
 _TENSORS = 16
-"""How many tensors of a task are, in one iteration; they are spread over all that it used."""
+"""The number of tensors sampled of a task in one iteration, spread over all that it used."""
 
 _MOST_KEPT = 4096
-"""How many are added before those are dropped whose memory is gone."""
+"""The number of samples added before those whose memory is gone are dropped."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element to the type that sums its bits."""
+"""Bytes per element to the type in which its bits are summed."""
 
 
 class UsedMemory(NamedTuple):
     """Memory that a task used, and did not make in that iteration.
 
     Attributes:
-        number: Its storage's.
-        name: What messages call it, if it has no better name.
-        tensor: The tensor that stands for it.
-        reference: To the storage: its number is not used again while this is kept.
+        number: The number of its storage.
+        name: The name for messages, if there is no better one.
+        tensor: The tensor that stands for the memory.
+        reference: A reference to the storage: the number is not used again while it is kept.
     """
 
     number: StorageId
@@ -61,7 +62,7 @@ class ChangedMemory(NamedTuple):
 
 @dataclass(slots=True)
 class _Sample:
-    """What is known of some memory since the task used it last."""
+    """The last sample of some memory that the task used."""
 
     reference: Any
     tensor: weakref.ref[Tensor]
@@ -70,20 +71,22 @@ class _Sample:
 
 
 class SampledContents:
-    """What one task has read outside its contexts; its runs follow each other."""
+    """The samples of what one task has read outside its contexts; runs follow each other."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._known: dict[tuple[str, int], _Sample] = {}
-        # The answers are there when the event is done; None, if they are on the host.
+        # The results have arrived when the event is done; None if they are on the host already.
         self._under_way: deque[tuple[Event | None, dict[ChangedMemory, Tensor]]] = deque()
         self._most = _MOST_KEPT
 
     def compare(self, iteration: int, used: Iterable[UsedMemory]) -> None:
-        """Compare what the task used in an iteration, which has just ended."""
+        """Compare the memory that the task used in an iteration, which has just ended."""
         known = [(one, before) for one in used if (before := self._before(one)) is not None]
         differs: dict[ChangedMemory, Tensor] = {}
-        with torch.no_grad(), torch._C._DisableTorchDispatch():  # no operators for others to count
+        with torch.no_grad(), torch._C._DisableTorchDispatch():  # not recorded by modes
+            # The stride spreads the sampled tensors evenly. Private in torch 2.13:
+            # _DisableTorchDispatch.
             for one, before in known[:: -(len(known) // _TENSORS + 1)]:
                 now = self._note(one)
                 now.kind, now.total = _sampled(one.tensor)
@@ -97,9 +100,10 @@ class SampledContents:
             self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
 
     def changed(self) -> Iterator[ChangedMemory]:
-        """What had been changed, as far as it is known by now."""
+        """Yield the changes whose comparisons have arrived on the host by now."""
         while self._under_way:
             done, differs = self._under_way[0]
+            # In the order of iterations: a later comparison is not read before an earlier one.
             if done is not None and not done.query():
                 return
             self._under_way.popleft()
@@ -108,7 +112,7 @@ class SampledContents:
             yield from found
 
     def _send(self, differs: dict[ChangedMemory, Tensor]) -> None:
-        """Copy the answers to the host."""
+        """Start copying the results of comparisons to the host."""
         done = None
         if not all(map(on_cpu, differs.values())):
             differs = {one: flag.to("cpu", non_blocking=True) for one, flag in differs.items()}
@@ -117,7 +121,10 @@ class SampledContents:
         self._under_way.append((done, differs))
 
     def _before(self, used: UsedMemory) -> _Sample | None:
-        """What is known of the memory, or of the tensor; None and a note if it is new."""
+        """Return the last sample of the memory, or else of the tensor.
+
+        If there is none, a new sample is noted, and None is returned.
+        """
         if (known := self._known.get(("memory", used.number))) is not None:
             return known
         known = self._known.get(("tensor", id(used.tensor)))
@@ -127,13 +134,17 @@ class SampledContents:
         return None
 
     def _note(self, used: UsedMemory) -> _Sample:
+        """Store a new, empty sample under the memory's number and the tensor's id."""
         now = _Sample(used.reference, weakref.ref(used.tensor))
         self._known["memory", used.number] = self._known["tensor", id(used.tensor)] = now
         return now
 
 
 def _sampled(tensor: Tensor) -> tuple[Any, Tensor | None]:
-    """What must be equal for a comparison to mean something, and the sum; None if there is none."""
+    """Return the properties that have to match for a comparison, and the sum.
+
+    The sum is None if the tensor cannot be sampled.
+    """
     count, size = tensor.numel(), tensor.element_size()
     kind = tensor.device, tensor.dtype, tensor.shape, tensor.storage_offset()
     known = type(tensor) in (Tensor, Parameter) and size in _WORDS
@@ -142,8 +153,9 @@ def _sampled(tensor: Tensor) -> tuple[Any, Tensor | None]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     dense = 1 + sum((n - 1) * step for n, step in steps) == count
     end = (tensor.storage_offset() + count) * size
-    if not dense or tensor.untyped_storage().nbytes() < end:  # a sharded one may have let it go
+    if not dense or tensor.untyped_storage().nbytes() < end:  # freed by sharding
         return kind, None
+    # An odd step does not stay in the same columns of a matrix whose row length is a power of 2.
     step = (count // _ELEMENTS) | 1
     chosen = tensor.as_strided((-(-count // step),), (step,), tensor.storage_offset())
     return kind, chosen.view(_WORDS[size]).sum()

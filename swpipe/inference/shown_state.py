@@ -8,12 +8,12 @@
       was there before
     a generator is drawn from    the operator's argument   its state
 
-Each is saved at the moment at which it is shown first, and put back in the end, the last one first:
-so the two iterations leave nothing, and whoever measures afterwards knows what to put back.
+Each object is saved when it first appears, and restored at the end, in reverse order. The two
+iterations therefore leave nothing behind, and a later measurement knows which state to restore.
 
-What torch does not show: other optimizers, schedulers, Python values; what a task changes only now
-and then; a module's flags that a task sets before it calls the module. A tensor that each iteration
-makes anew for the next one shows, but not who holds it: it is told.
+Torch does not show other optimizers, schedulers, Python values, state that a task changes only now
+and then, or a module's flags that a task sets before it calls the module. A tensor that each
+iteration makes anew for the next one is seen, but not the object that holds it: a warning says so.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ def shown_state(
     device: Device,
     copy: Callable[[Any], Any],
 ) -> Owners:
-    """What the tasks declare, and what torch shows while ``run`` runs an iteration on a copy.
+    """Return the declared owners of state, and those that torch shows in two iterations.
+
+    ``run`` runs one iteration on a copy of the batch.
 
     Warns:
-        RuntimeWarning: The tasks hand a tensor from one iteration to the next that no trial can put
-            back.
+        RuntimeWarning: The tasks hand a tensor from one iteration to the next that no trial can
+            restore.
     """
     captured = Captured(tasks)
     with _Shown(declared_owners(tasks), device) as shown:
@@ -68,8 +70,11 @@ def shown_state(
                 del own
                 shown.end()
         finally:
+            # Also after a failure: declared captures are the caller's functions, no part of the
+            # snapshot.
             captured.restore()
         owners, handed_on = shown.owners(), shown.handed_on()
+    # A declared capture is assumed to hold the handed-on tensors.
     if handed_on and not any(io.capture for task in tasks for io in task.io):
         warnings.warn(
             f"a trial does not put back what tasks make in one iteration for the next: "
@@ -82,7 +87,7 @@ def shown_state(
 
 
 class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Within the block, what torch shows is saved; at its end it is put back."""
+    """A block that saves the state that torch shows, and restores the state at its end."""
 
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
         super().__init__(device)
@@ -95,7 +100,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._leaves: dict[int, Tensor] = {}
         self._generators: set[int] = set()
         self._stack = ExitStack()
-        self._kept: frozenset[StorageId] = frozenset()  # made in the iteration before
+        self._kept: frozenset[StorageId] = frozenset()  # made in the previous iteration
         self._handed_on: set[StorageId] = set()
 
     def __enter__(self) -> _Shown:
@@ -112,6 +117,8 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
         for tensor in tensors_of(value) if mode != CREATED else ():
+            # Three cases: a leaf may get a gradient from any use; other memory matters only when
+            # written; memory that these iterations created needs no saving.
             if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
                 if self.storages.of(tensor) - self.storages.created:
                     self._before_use(tensor)
@@ -120,34 +127,43 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
                     self._before_write(self.storages.of(part) - self.storages.created, part)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; a generator that is given is saved before."""
+        """Run an operator; a generator among its arguments is saved first."""
         if (generator := kwargs.get("generator")) is not None:
             self._before_draw(generator)
         return super().run(func, args, kwargs)
 
     def begin(self, batch: Any) -> None:
-        """An iteration begins on a batch, which is nobody else's."""
+        """Begin an iteration on its own copy of the batch."""
         accesses, storages = self.accesses, self.storages
         for numbers in (accesses.reads, accesses.replays, accesses.created):
             numbers.clear()
+        # The copy counts as created here: writing it needs no saving.
         for tensor in tensors_in(batch):
             storages.created |= storages.of(tensor)
 
     def end(self) -> None:
-        """It has ended, and its context is gone."""
+        """Note the storages that outlive the iteration that has just ended; its context is gone."""
         accesses, storages = self.accesses, self.storages
+        # Reference cycles would keep memory of the iteration alive, which would then look handed on
+        # to the next iteration.
         gc.collect()
+        # Made in the previous iteration, read in this one, and no longer alive: replaced by a new
+        # tensor.
         used = self._kept & accesses.all_reads
         self._handed_on |= {number for number in used if not storages.alive(number)}
         named = self._memory_of(self._found)
         self._kept = frozenset(n for n in accesses.created if storages.alive(n)) - named
 
     def handed_on(self) -> list[str]:
-        """What one iteration made and the next one read and replaced."""
+        """Return descriptions of the tensors that one iteration made for the next one.
+
+        The next one read each of them and replaced it.
+        """
         return sorted(map(self.storages.description, self._handed_on))
 
     def owners(self) -> Owners:
-        """All that was shown; memory that belongs to no module and no optimizer by itself."""
+        """Return the owners of all state that torch showed, with unowned memory as tensors."""
+        # A submodule may have been called, and saved, before the module that contains it.
         inner = {
             id(part) for one in self._found for part in modules_of([one]) if part is not one.owner
         }
@@ -167,6 +183,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         return set[StorageId]().union(*map(self.storages.of, tensors))
 
     def _add(self, owner: Any) -> None:
+        """Add an owner of state and save the state."""
         kind = type(owner).__name__
         alike = sum(type(one.owner).__name__ == kind for one in self._found)
         one = Owner(f"{kind} ({alike + 1})" if alike else kind, owner)
@@ -187,22 +204,23 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
             self._add(optimizer)
 
     def _before_draw(self, generator: Any) -> None:
-        """A generator of the user's is drawn from."""
+        """Save a generator that is drawn from."""
         if generator._cdata not in self._generators:
             self._generators.add(generator._cdata)
             self._add(generator)
 
     def _before_use(self, leaf: Tensor) -> None:
-        """A leaf that requires grad is used: it may get a gradient, or be written."""
+        """Save a leaf that requires grad: its use may add a gradient, or write the leaf."""
         if id(leaf) not in self._leaves:
             self._leaves[id(leaf)] = leaf
             self._saved.add(Owner("leaf", leaf))
 
     def _before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
-        """Memory is written that was there before."""
+        """Save memory that existed before and is about to be written."""
         for number in numbers:
             if number not in self._memory and tensor.layout is torch.strided and not tensor.is_meta:
                 with torch.no_grad():
+                    # The whole storage as bytes: the tensor at hand may be a view of a part of it.
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     self._memory[number] = whole.set_(tensor.untyped_storage())
                 self._saved.add(Owner("memory", self._memory[number]))

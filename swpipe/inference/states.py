@@ -36,11 +36,11 @@ from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.errors import PlanError, Problem
 
 DECLARED = "declared"
-"""The kind of items in declared memory; their owner is the declared state."""
+"""The kind of items in declared memory, whose owner is the declared state."""
 
 
 class StateItem(NamedTuple):
-    """Names one piece of state.
+    """The name of one piece of state.
 
     Attributes:
         name: "model.net.weight".
@@ -56,13 +56,13 @@ class StateItem(NamedTuple):
 
     @classmethod
     def alone(cls, name: str) -> StateItem:
-        """What belongs to nothing else."""
+        """Return the item of a state that belongs to no module and no optimizer."""
         return cls(name, name, "")
 
 
 @dataclass
 class StateItems:
-    """What some objects hold.
+    """The state that some objects hold.
 
     Attributes:
         tensors: Item to its tensor.
@@ -76,7 +76,7 @@ class StateItems:
 
 
 def items_in(owners: Iterable[Owner]) -> StateItems:
-    """Everything that some modules, optimizers, tensors and generators hold now."""
+    """Return all state that some modules, optimizers, tensors and generators hold now."""
     found = StateItems()
     count: Counter[str] = Counter()
     names_of: dict[int, str] = {}
@@ -84,11 +84,12 @@ def items_in(owners: Iterable[Owner]) -> StateItems:
     covered: set[int] = set()
 
     def unique(name: str) -> str:
+        # Two objects can have the same path, such as two optimizers of one class.
         count[name] += 1
         return name if count[name] == 1 else f"{name} ({count[name]})"
 
     for path, owner in owners:
-        if id(owner) in covered:  # a module within one before it, with which its tensors came
+        if id(owner) in covered:  # a submodule of an earlier owner, which brought its tensors
             continue
         if isinstance(owner, Module):
             covered.update(map(id, modules_in(owner)))
@@ -107,8 +108,9 @@ def items_in(owners: Iterable[Owner]) -> StateItems:
 def _add(
     found: StateItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
 ) -> None:
-    """Add items whose tensors have no item yet, and their gradients."""
+    """Add the items whose tensors have no item yet, and the gradients of these tensors."""
     for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
+        # The first name of a tensor counts: a shared parameter appears once.
         if id(tensor) in names_of or item in found.tensors:
             continue
         names_of[id(tensor)] = item.name
@@ -120,19 +122,21 @@ def _add(
 
 
 def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
-    """The tensor, or all tensors of a module, also those in plain lists and dicts."""
+    """Yield the tensor, or all tensors of a module, including those in plain lists and dicts."""
     if isinstance(owner, Tensor):
         yield StateItem.alone(root), owner
         return
     modules = list(named_modules_in(root, owner))
-    # Registered tensors first: their names are better than those of a wrapper's lists.
+    # Registered tensors come first: their names are better than those of a wrapper's lists.
+    # Module._parameters and _buffers are private in torch 2.13; read module by module, they give
+    # each tensor the path of its own module.
     for path, module in modules:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 kind = "parameters" if name in module._parameters else "buffers"
                 yield StateItem(f"{path}.{name}", root, kind), tensor
     for path, module in modules:
-        for name, value in [*vars(module).items()]:  # a task may run meanwhile, and add one
+        for name, value in [*vars(module).items()]:  # copied: a running task may add an attribute
             if name not in _REGISTERED:
                 yield from _indexed(f"{path}.{name}", root, "buffers", value)
 
@@ -141,6 +145,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[StateItem, Tensor]]:
+    """Yield the tensors in a plain value, with an index in the name if the value is a container."""
     if isinstance(value, (*PLAIN, Optimizer)):
         return
     for index, tensor in enumerate(tensors_in(value)):
@@ -151,8 +156,9 @@ def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[Stat
 def _optimizer_items(
     root: str, optimizer: Optimizer, names_of: dict[int, str]
 ) -> Iterator[tuple[StateItem, Tensor]]:
-    """Parameters that have no name yet, then the optimizer's state, named after parameters."""
+    """Yield parameters without a name, then the optimizer's state, named after its parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Parameters of no given module, such as a tensor that was passed to the optimizer alone.
     for index, parameter in enumerate(parameters):
         if id(parameter) not in names_of:
             yield StateItem(f"{root}: parameter {index}", root, "parameters"), parameter
@@ -160,6 +166,7 @@ def _optimizer_items(
         of = names_of.get(id(parameter), f"parameter {index}")
         for key, value in state.items() if isinstance(state, dict) else [("state", state)]:
             yield from _indexed(f"{root}: {key} of {of}", root, "state", value)
+    # Options can be tensors, too: a capturable optimizer keeps its learning rate in one.
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
@@ -167,6 +174,7 @@ def _optimizer_items(
 
 
 def _options(optimizer: Optimizer) -> Any:
+    """Return the plain options of each parameter group, in a form that can be compared."""
     return [
         [(key, value) for key, value in group.items() if isinstance(value, (*PLAIN, tuple))]
         for group in optimizer.param_groups
@@ -174,19 +182,23 @@ def _options(optimizer: Optimizer) -> Any:
 
 
 def options_of(optimizer: str) -> StateItem:
-    """An optimizer's options other than the parameters, such as the learning rate."""
+    """Return the item of an optimizer's options, such as the learning rate.
+
+    Parameters are not part of it.
+    """
     return StateItem(f"{optimizer} options", optimizer, "options")
 
 
 def assign_declared(
     items: Mapping[StateItem, Tensor], tasks: Iterable[PipelineTask]
 ) -> dict[StateItem, Tensor]:
-    """The same items, with those in declared memory assigned to the states declared there.
+    """Return the items, with those in declared memory assigned to the states declared there.
 
     Raises:
         PlanError: Two states are declared in the same memory, or a declared memory is not tensors.
     """
     state_of: dict[StorageId, str] = {}
+    # By storage and not by tensor, since views and shards are other tensors in the same memory.
     for task, io, tensor in _declared(tasks):
         for storage in nbytes(tensor):
             other = state_of.setdefault(storage, str(io.state))
@@ -206,23 +218,28 @@ def assign_declared(
 
 
 def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO, Tensor]]:
-    """The tensors in declared memory, and who declares it."""
+    """Return the tensors in declared memory, each with its declaration."""
     return ((io, tensor) for _, io, tensor in _declared(tasks))
 
 
 def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
-    """The given tensors, those of given modules, and this rank's shards of ShardedTensors."""
+    """Yield each task, declaration and tensor in declared memory.
+
+    These are given tensors, tensors of given modules, and this rank's shards of ShardedTensors.
+    """
     for task, io, item in declared_memory(tasks):
         if isinstance(item, Module):
             for _, one in items_of("", item):
                 yield from ((task, io, part) for part in unsharded(one))
         elif isinstance(item, Tensor):
             yield task, io, item
+        # Objects with state_dict have no tensors to compare; they are saved and restored only.
         elif kind_of(type(item)) is LEAF and not has_state_dict(item):
             what = f"{item!r}: give tensors, modules, or objects with state_dict"
             raise _refused(task, io, what)
 
 
 def _refused(task: PipelineTask, io: DeclaredIO, what: str) -> PlanError:
+    """Return the error for a declared memory that cannot be used."""
     text = f"task {task.name!r} declares that state {io.state!r} lies in {what}"
     return PlanError([Problem(text, (task.name,))])

@@ -1,15 +1,16 @@
-"""Which gradients of parameters tasks use, while other threads train.
+"""The gradients of parameters that tasks use while other threads train.
 
-torch may crash where one thread reads ``parameter.grad`` while another one accumulates into it or
-clears it. So a gradient is known by what has been seen of it::
+torch may crash if one thread reads ``parameter.grad`` while another thread accumulates into it or
+clears it. A gradient is therefore identified by what has been seen of it::
 
     backward     autograd's own operators at a parameter     the first result is its gradient
     any task     operators on the memory of a gradient       use it
     zero_grad    a gradient that was there before is gone    clears it
 
 A parameter is known from the first gradient that autograd accumulates, or from the memory of a
-declared state. ``parameter.grad`` is read only where nothing else can train: before a run, and
-around a task beside which no other one runs. There it shows also what is set or cleared by hand.
+declared state. ``parameter.grad`` is read only while nothing else can train: before a run, and
+around a task that runs with no other task beside it. These reads also show gradients that are set
+or cleared by hand.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Gradient(NamedTuple):
     """A gradient that a parameter has, or had.
 
     Attributes:
-        parameter: Whose it is.
-        tensor: Gives it as long as it exists.
+        parameter: The parameter.
+        tensor: A weak reference to the gradient.
         memory: Storage to a reference, which keeps the number from being used again.
     """
 
@@ -40,24 +41,28 @@ class Gradient(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor, tensor: Tensor, storages: Storages) -> Gradient:
-        """This tensor, as the gradient of a parameter."""
+        """Return a tensor as the gradient of a parameter."""
         memory = {number: storages.reference(number) for number in storages.of(tensor)}
         return cls(parameter, weakref.ref(tensor), memory)
 
 
 def accumulating() -> Tensor | None:
-    """The parameter whose gradient autograd's engine accumulates on this thread now."""
+    """Return the parameter whose gradient autograd's engine accumulates on this thread now.
+
+    None if it accumulates no gradient.
+    """
     if torch._C._current_graph_task_id() == -1:
         return None
-    # Only the node that accumulates a gradient has it.
+    # AccumulateGrad is the only node with an attribute "variable". torch 2.13:
+    # _current_graph_task_id and _current_autograd_node are private.
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
 class WatchedGradients:
-    """The gradients of parameters, as far as they are known; call it under a lock.
+    """The known gradients of parameters; its methods are called under a lock.
 
     Args:
-        parameters: Those that are known before; nothing trains them now.
+        parameters: The parameters that are known before the run; nothing trains them now.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -66,33 +71,39 @@ class WatchedGradients:
         self.read()
 
     def read(self) -> None:
-        """Read the gradients themselves; nothing trains now."""
+        """Read the gradients themselves; nothing may train meanwhile."""
         for number, parameter in self.parameters.items():
             gradient, known = grad_or_none(parameter), self._known.get(number)
             if gradient is None:
                 self._known.pop(number, None)
+            # Kept while it is the same tensor: its memory may also include copies that autograd has
+            # made.
             elif known is None or known.tensor() is not gradient:
                 self._known[number] = Gradient.of(parameter, gradient, Storages())
 
     def add(self, accumulated: Mapping[int, Gradient]) -> None:
-        """Add what autograd has accumulated, and whose it is."""
+        """Add the gradients that autograd has accumulated, with their parameters."""
         self.parameters |= {number: one.parameter for number, one in accumulated.items()}
         self._known |= accumulated
 
     def present(self) -> dict[int, Gradient]:
-        """Id of a parameter to its gradient, where one is known to exist."""
+        """Return the gradients that are known to exist, by the id of their parameter."""
         return {number: one for number, one in self._known.items() if one.tensor() is not None}
 
     def memory(self, before: Mapping[int, Gradient]) -> Iterator[tuple[int, StorageId]]:
-        """Id of each parameter, and storages of the gradient that it has or had ``before``."""
+        """Yield the id of each parameter with the storages of its gradient.
+
+        The gradients in ``before`` count as well as the known ones.
+        """
         for found in (before, self._known):
             for number, gradient in found.items():
                 yield from ((number, storage) for storage in gradient.memory)
 
     def owners(self, storage: StorageId) -> set[int]:
-        """Ids of the parameters whose gradients are in some memory."""
+        """Return the ids of the parameters whose gradients are in some memory."""
         return {number for number, other in self.memory({}) if other == storage}
 
     def gone(self, before: Mapping[int, Gradient]) -> set[int]:
-        """Ids of the parameters that do not have the gradients any more that they had."""
+        """Return the ids of parameters that no longer have the gradients that they had before."""
+        # Known only as a weak reference: it expires if zero_grad drops the last strong one.
         return {n for n, one in before.items() if n not in self._known or one.tensor() is None}

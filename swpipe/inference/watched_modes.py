@@ -1,8 +1,8 @@
-"""Which modules a task runs, and whether their mode, train or eval, is switched.
+"""The modules that a task runs, and the switches of their mode, train or eval.
 
-A task that evaluates in mid-epoch leaves the mode as it found it, and no parameter has changed; but
+A task that evaluates in mid-epoch leaves the mode as it found it and changes no parameter; but
 another task that runs the module at the same time would run it in the wrong mode. The switch itself
-is not seen, but the module that runs after it.
+is not seen, only the mode of each module when it runs.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _MOST_KEPT = 4096
-"""How many modules are added before those are dropped that are gone."""
+"""The number of modules added before those that no longer exist are dropped."""
 
 
 class ModuleModes:
-    """The modules that one task runs; its runs follow each other.
+    """The modules that one task runs; the task's runs follow each other.
 
-    While it runs, torch's global hook tells of each module that is called. It is not installed
-    where something is compiled: it would be compiled into what other threads run.
+    While the task runs, torch's global hook reports each module that is called. The hook is not
+    installed if something is compiled: it would be compiled into what other threads run.
 
     Args:
-        modules: Those whose mode is compared although the task may not run them.
-        eager: Nothing compiled runs meanwhile.
+        modules: Modules whose mode is compared although the task may not run them.
+        eager: Whether nothing compiled runs meanwhile.
 
     Attributes:
         ran: Id to module, of those that the last run called.
-        switched: The same of those that ran, in any run, in another mode than before or after, or
-            in an earlier one; the outermost ones first.
+        switched: Id to module, of those whose mode differed within a run or from an earlier run,
+            outermost first.
     """
 
     def __init__(self, modules: Iterable[Module] = (), *, eager: bool = False) -> None:
@@ -51,6 +51,7 @@ class ModuleModes:
             thread = get_ident()
 
             def running(module: Module, inputs: Any) -> None:
+                # The hook is global: it also fires for modules that other threads run.
                 if get_ident() == thread:
                     self._run(module)
 
@@ -65,13 +66,17 @@ class ModuleModes:
         if len(self._known) > self._most:
             alive = dict(self._alive())
             self._known = {number: self._known[number] for number in alive}
+            # The next clean-up comes only after as many modules again, so its cost per module is
+            # constant.
             self._most = 2 * len(alive) + _MOST_KEPT
 
     def _run(self, module: Module) -> None:
-        """A module is about to run."""
+        """Note that a module is about to run, and in which mode."""
         self._modes.setdefault(id(module), module.training)
         self.ran[id(module)] = module
         self._compare(module)
+        # An id can be reused by a new module, so the weak reference decides whether it is the same
+        # one.
         reference, mode = self._known.get(id(module), (None, module.training))
         if reference is not None and reference() is module and mode != module.training:
             self.switched.setdefault(id(module), module)
@@ -88,7 +93,8 @@ class ModuleModes:
 
 
 def something_is_compiled() -> bool:
-    """Whether torch compiles functions in this process, as far as it has begun to."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # any optimizer loads it, and no more
+    """Return whether torch has begun to compile functions in this process."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # any optimizer imports it
+    # cached_backends is private in torch 2.13; without it, an imported compiler counts as in use.
     backends = getattr(compiler, "cached_backends", {0: compiler})
-    return any(one is not None for one in backends.values())  # None: what is not to be compiled
+    return any(one is not None for one in backends.values())  # None: a callable that stays eager

@@ -1,4 +1,4 @@
-"""Replay a task's outputs instead of running it, with autograd kept connected."""
+"""Replay of a task's outputs in place of a run, with autograd kept connected."""
 
 from swpipe.shortcut.shortcuts import Shortcuts
 

@@ -1,4 +1,4 @@
-"""The cache of one task: what a run produced, and how a replay restores it."""
+"""The cache of one task: the products of a run, and how a replay restores them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from swpipe.shortcut.objects import KeptObjects, NotReplayableError
 
 
 class ReplayedValues(NamedTuple):
-    """What a task produced: attributes by name, and what each of its io captured, in order."""
+    """The products of a task: attributes by name, and what each of its io captured, in order."""
 
     attributes: dict[str, Any]
     states: list[Any]
 
     def places(self) -> Iterator[tuple[str, Any]]:
-        """Each value, with its place in words."""
+        """Yield each value with a description of its place."""
         for name, value in self.attributes.items():
             yield f"ctx.{name}", value
         for index, state in enumerate(self.states):
@@ -46,7 +46,7 @@ class ReplayedValues(NamedTuple):
 def call_io(
     task: PipelineTask, index: int, name: str, fn: Callable[..., Any] | None, *args: Any
 ) -> Any:
-    """Call the capture or restore of one io, if it has one."""
+    """Call the capture or restore function of one io, if it has one."""
     try:
         return None if fn is None else fn(*args)
     except Exception as error:
@@ -58,10 +58,13 @@ class _Cached(NamedTuple):
     """A cached tensor. Entries are found by the identity of the clone, never by value.
 
     Attributes:
-        clone: A detached clone, which stands for the tensor in the cached values.
-        leaf: The tensor was a leaf that required grad.
-        computed: The tensor required grad and was computed by autograd.
-        place: The attribute or io that contained it, for messages.
+        clone: A detached clone, which takes the tensor's place in the cached values.
+        state: The clone's state, to find out whether it was modified.
+        leaf: Whether the tensor was a leaf that required grad.
+        computed: Whether the tensor required grad and was computed by autograd.
+        grad: A copy of the tensor's gradient, if it had one.
+        retains_grad: Whether the tensor retained its gradient.
+        place: The attribute or io that contained the tensor, for messages.
     """
 
     clone: Tensor
@@ -74,6 +77,7 @@ class _Cached(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, place: str) -> _Cached:
+        """Return a tensor's entry, with clones of the tensor and its gradient."""
         leaf = tensor.requires_grad and tensor.is_leaf
         computed = tensor.requires_grad and not tensor.is_leaf
         grad = grad_or_none(tensor)
@@ -85,11 +89,12 @@ class _Cached(NamedTuple):
 
 
 def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
-    """Run a task; what it changed in the context, and what each io captures afterwards.
+    """Run a task and cache its changes to the context, and what each io captures afterwards.
 
     Raises:
         ShortcutError: An output cannot be cached.
     """
+    # The watch does not cover the captures: they are the user's functions and not the task's.
     with ContextWatch(ctx) as watch:
         edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
         gradients = LeafGradients(watch.before)
@@ -102,19 +107,19 @@ def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
 
 
 class Cache:
-    """What one run of a task on ``ctx`` produced.
+    """The products of one run of a task on ``ctx``.
 
     Attributes:
-        in_backward: What replays have cost in the backward of others.
+        in_backward: The cost of replays in the backward of other tasks.
 
     Args:
-        task: Its name.
+        task: The task's name.
         ctx: The run's context.
-        values: What it produced.
-        deleted: Attributes that it deleted.
-        gradients: Those that it left at leaves.
-        sources: What its outputs were computed from.
-        device: Where it works.
+        values: The values that the task produced.
+        deleted: Attributes that the task deleted.
+        gradients: Gradients that the task left at leaves.
+        sources: The sources that its outputs were computed from.
+        device: The device on which the task works.
 
     Raises:
         ShortcutError: An output cannot be cached.
@@ -138,9 +143,10 @@ class Cache:
         self._cached: dict[int, _Cached] = {}
         self._objects = KeptObjects()
         self._checking = threading.Lock()
-        self._refused = ""  # why replays are not right, once this is known
+        self._refused = ""  # why replays are wrong, once this is known
         self._uses = LaterUses(self._keep(ctx, values))
         self._check_complete()
+        # The clones are made on this stream; a replay on another one waits for the event.
         self._stream = device.current_stream()
         self._ready = device.new_event()
         self._ready.record(self._stream)
@@ -156,6 +162,8 @@ class Cache:
         if stream != self._stream:
             self._ready.wait(stream)  # the cache was made under another plan, on another stream
         values = self._new_values(ctx, self._new_tensors(vars(ctx), stream))
+        # Values were made before anything is deleted: their sources may be among the deleted
+        # attributes.
         for name in self._deleted:
             if name in vars(ctx):
                 delattr(ctx, name)
@@ -170,10 +178,10 @@ class Cache:
         """Check that the replays until now were right.
 
         Raises:
-            ShortcutError: The cache was modified in place, or outputs were modified in a way that
-                a replay does not repeat.
+            ShortcutError: The cache was modified in place, or outputs were modified in a way that a
+                replay does not repeat.
         """
-        with self._checking:  # a replay may be under way on another thread
+        with self._checking:  # a replay may be running on another thread
             if self._uses.become_known():
                 self._refused = self._reason_to_refuse()
         if self._refused:
@@ -193,7 +201,7 @@ class Cache:
             raise ShortcutError(self._task, str(refusal)) from None
 
     def accept(self, ctx: Any) -> None:
-        """Another task that is shortcut too may have modified the outputs on ``ctx``."""
+        """Accept the changes on ``ctx`` by another task that is shortcut too."""
         self._uses.accept(ctx)
 
     def close(self) -> None:
@@ -210,6 +218,8 @@ class Cache:
         outputs: dict[int, Any] = {}
         memo: dict[int, Any] = {}  # for tensors within objects
 
+        # Parameters are kept themselves: they belong to the model, and replays must see their
+        # training.
         def keep_tensor(tensor: Tensor) -> Tensor:
             return tensor if isinstance(tensor, Parameter) else memo[id(tensor)]
 
@@ -225,22 +235,26 @@ class Cache:
             return kept
 
         for tensor in tensors_in(live):
+            # Cloned once: tensors that several attributes share stay one tensor.
             if not isinstance(tensor, Parameter):
                 cached = _Cached.of(tensor, places.get(id(tensor), ""))
                 memo[id(tensor)] = cached.clone
                 self._cached[id(cached.clone)] = cached
+                # Keyed by the clone, so that outputs of the cached run and of replays have the same
+                # keys.
                 outputs[id(cached.clone)] = tensor
         self._values = map_tensors(live, keep_tensor, keep_object)
         return HandedOut(ctx, outputs)
 
     def _new_values(self, ctx: Any, fresh: dict[int, Tensor]) -> ReplayedValues:
-        """What to restore; watches the first replays."""
+        """Return the values to restore; the first replays are watched."""
         objects: dict[int, Any] = {}
         memo: dict[int, Any] = dict(fresh)
 
         def hand_out(value: Any) -> Any:
             if not self._objects.copies(value):
                 return value
+            # One memo per replay, so that parts shared among objects and tensors stay shared.
             objects[id(value)] = self._objects.hand_out(value, memo)
             return objects[id(value)]
 
@@ -251,7 +265,7 @@ class Cache:
         return values
 
     def _new_tensors(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
-        """The tensor to restore for each clone, by the id of the clone."""
+        """Return the tensor to restore for each clone, by the id of the clone."""
         fresh = {key: self._memory_of(key, cached) for key, cached in self._cached.items()}
         computed = [key for key, cached in self._cached.items() if cached.computed]
         if computed:  # with grad mode off there are no inputs, and autograd ignores the graph
@@ -262,6 +276,7 @@ class Cache:
             leaves = self._sources.leaves
             outputs = connect(restored, upstream, zeros, leaves, self._task, self.in_backward)
             fresh |= zip(computed, outputs, strict=True)
+        # After the graft: its outputs are the tensors that later tasks see.
         for key, cached in self._cached.items():
             tensor = fresh[key]
             if cached.leaf:
@@ -273,14 +288,14 @@ class Cache:
         return fresh
 
     def _memory_of(self, key: int, cached: _Cached) -> Tensor:
-        """The clone itself if no later task modifies the tensor; otherwise, a copy of it."""
+        """Return the clone itself if no later task modifies the tensor; otherwise, a copy of it."""
         if self._uses.known and self._uses.only_read(key):
             return cached.clone.detach()
         with torch.no_grad():
             return cached.clone.clone()
 
     def _reason_to_refuse(self) -> str:
-        """Why replays are not right, or "", once the uses of the outputs are known."""
+        """Return why replays are wrong, or "", once the uses of the outputs are known."""
         for name, value in self._values.attributes.items():
             leaves = {id(leaf) for leaf in leaves_in(value)}
             for key in {id(tensor) for tensor in tensors_in(value)} | leaves:
@@ -293,9 +308,10 @@ class Cache:
         return ""
 
     def _check_complete(self) -> None:
-        """Every clone must be in the cached values, or it could not be restored."""
+        """Raise an error if a clone is not in the cached values: it could not be restored."""
         for place, value in self._values.places():
             for tensor in tensors_in(value):
+                # A registered pytree node may make its tensors when it is unflattened.
                 if id(tensor) not in self._cached and not isinstance(tensor, Parameter):
                     raise ShortcutError(
                         self._task,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShortcutControl(Generic[C]):
-    """What a pipeline is, beside the rest: which of its tasks are shortcut."""
+    """The part of a pipeline that shortcuts its tasks."""
 
     plan: PipelinePlan
     tasks: tuple[PipelineTask, ...]
@@ -28,30 +28,32 @@ class ShortcutControl(Generic[C]):
     _stall_timeout_s: float | None
 
     def enable_shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> None:
-        """Cache what each task's next run produces; replay that afterwards instead of running it.
+        """Cache what each task's next run produces, and replay that in place of later runs.
 
-        Give ``with_`` for one task, to have its outputs from elsewhere: a function of the context
-        that is called in its place, or attributes and their values. The task itself never runs.
-        On several ranks, enable the same tasks on all of them, between the same two steps; they
+        Give ``with_`` for one task, to take its outputs from elsewhere: a function of the context
+        that is called in its place, or attributes and their values. The task itself never runs. On
+        several ranks, enable the same tasks on all of them, between the same two steps; the ranks
         wait for each other here.
 
         Raises:
             TypeError: ``with_`` is neither a function nor a dict of values.
-            ValueError: A task that this pipeline does not have; ``with_`` for several.
+            ValueError: A task that this pipeline does not have; ``with_`` for several tasks.
             RuntimeError: Another rank enables other tasks, or none within ``stall_timeout_s``.
         """
+        # Imported late, since most pipelines never shortcut a task.
         from swpipe.shortcut.substitute import substitute_of
 
         names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
         substitute = None if with_ is None else substitute_of(names, with_)
         wanted = {*shortcuts.names, *names}
+        # Compared before anything changes: on an error the tasks are shortcut as before.
         self._compare_shortcuts("enable", shortcuts.labels(wanted, names, substitute))
         shortcuts.enable(names, substitute)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
-        """Run tasks as usual again, and drop their caches; without arguments, of all tasks.
+        """Run tasks as usual again and drop their caches; without arguments, all tasks.
 
-        On several ranks, as ``enable_shortcut``.
+        On several ranks, call it on all of them, as for ``enable_shortcut``.
 
         Raises:
             ValueError: A task that this pipeline does not have.
@@ -59,33 +61,39 @@ class ShortcutControl(Generic[C]):
         """
         names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
         if not shortcuts.names.isdisjoint(names):
+            # Ranks compare the tasks that stay shortcut, since those decide which collectives are
+            # called.
             left = shortcuts.names.difference(names)
             self._compare_shortcuts("disable", shortcuts.labels(left))
             shortcuts.disable(names)
 
     def cycle_shortcuts(self, cycle: int) -> None:
-        """Give each of ``cycle`` batches, which come in this order again and again, its own cache.
+        """Give each of ``cycle`` batches, which come again and again in this order, its own cache.
 
-        For tasks that are shortcut from now on; iteration i has batch i modulo ``cycle``.
+        This applies to tasks that are shortcut from now on; iteration i has batch i modulo
+        ``cycle``.
         """
         self._driver.engine.shortcuts.cycle = cycle
 
     def check_shortcuts(self) -> None:
-        """Raise ShortcutError if later tasks modified what shortcut tasks replayed until now.
+        """Raise ShortcutError if later tasks modified what shortcut tasks have replayed until now.
 
-        For use between iterations; the next replay of the task would raise the same.
+        For use between iterations; the next replay of the task would raise the same error.
         """
         shortcuts = self._driver.engine.shortcuts
         shortcuts.check(sorted(shortcuts.names))
 
     def replay_in_backward_s(self, *tasks: TaskRef) -> float:
-        """Seconds that replays of tasks have cost in the backward of others, since enabled.
+        """Return the seconds that replays of tasks have cost in the backward of other tasks.
 
-        A replayed forward makes zero gradients there, for the parameters that the task used.
+        A replayed forward makes zero gradients there, for the parameters that the task used. The
+        time counts since the tasks were enabled.
         """
         return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
 
     def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
+        """Check that all ranks shortcut the same tasks."""
+        # Without check_ranks, ranks may run different pipelines and would not come here.
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
             check_same_shortcuts(self.plan.digest(), act, wanted, timeout_s)
@@ -97,7 +105,7 @@ class ShortcutControl(Generic[C]):
         try:
             yield
         except BaseException:
-            # Without a word: the other ranks may not come here.
+            # Disabled without a comparison of ranks: the other ranks may not come here.
             self._driver.engine.shortcuts.disable(names_of(tasks))
             raise
         if tasks:
@@ -105,11 +113,15 @@ class ShortcutControl(Generic[C]):
 
     @property
     def shortcut_tasks(self) -> frozenset[str]:
-        """Names of the tasks that are shortcut."""
+        """The names of the tasks that are shortcut."""
         return frozenset(self._driver.engine.shortcuts.names)
 
     def task_names(self, *tasks: TaskRef) -> tuple[str, ...]:
-        """The names of some tasks; ValueError for one that this pipeline does not have."""
+        """Return the names of some tasks.
+
+        Raises:
+            ValueError: This pipeline does not have one of the tasks.
+        """
         names = names_of(tasks)
         for name in names:
             if name not in self._driver.engine.tasks:

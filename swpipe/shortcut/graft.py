@@ -1,4 +1,4 @@
-"""Insert cached tensors into the autograd graph, in place of those the task would have computed.
+"""Insertion of cached tensors into the autograd graph, in place of tensors that a task computes.
 
 With the task running, and with cached tensors instead::
 
@@ -9,7 +9,8 @@ With the task running, and with cached tensors instead::
                             _GraftGrad <---- gradient ---- downstream
     cached tensor <-- gradient --+
 
-So parameters upstream and in the task stay in the graph: their gradients are zeros, not None.
+Parameters upstream and in the task therefore stay in the graph: their gradients are zeros, not
+None.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ GradientEdge: TypeAlias = tuple[Node, int]
 
 
 class Spent:
-    """Seconds that went into what only a replay has to do."""
+    """A count of the seconds spent on work that only a replay has to do."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 class _GraftGrad(torch.autograd.Function):
-    """Forward: the cached tensors. Backward: their gradients, and zeros for upstream tensors.
+    """The autograd function in place of a replayed task.
 
-    The tensors are the cached ones, ``count`` of them, the upstream ones and the leaves. Zeros are
-    returned even if only some outputs are used.
+    Forward returns the cached tensors. Backward returns their gradients, and zeros for upstream
+    tensors. The inputs are the cached tensors, ``count`` of them, then the upstream ones and the
+    leaves. Zeros are returned even if only some outputs are used.
     """
 
     @staticmethod
@@ -55,6 +57,7 @@ class _GraftGrad(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         graft.zeros, graft.leaves, graft.task, graft.spent = zeros, leaves, task, spent
+        # An unused output gets None as its gradient, and no tensor of zeros is allocated for it.
         graft.set_materialize_grads(False)
         # Not the inputs themselves: autograd treats those as views and forbids in-place changes.
         return tuple(tensor.detach() for tensor in tensors[:count])
@@ -71,6 +74,7 @@ class _GraftGrad(torch.autograd.Function):
         begin_s = time.perf_counter()
         own = [leaf.zero() for leaf in graft.leaves]
         graft.spent.seconds += time.perf_counter() - begin_s
+        # One entry for each argument of forward: the first five are no tensors.
         return (None, None, None, None, None, *gradients, *graft.zeros, *own)
 
 
@@ -90,8 +94,9 @@ def connect(
         zeros: One per upstream tensor, of its shape, dtype and device; not written to.
         leaves: Leaves that the task used.
         task: The name of the task, for messages.
-        spent: Gets the seconds that each backward takes for the zeros of ``leaves``.
+        spent: Counts the seconds that each backward takes for the zeros of ``leaves``.
     """
+    # The cached tensors require grad here, so that autograd records the node even without upstream.
     inputs = [tensor.detach().requires_grad_() for tensor in cached]
     inputs += [*upstream, *(leaf.tensor for leaf in leaves)]
     apply: Any = _GraftGrad.apply
@@ -108,7 +113,11 @@ class ZeroGradients:
         self._stream: Any = None
 
     def like(self, upstream: Sequence[Tensor], stream: Any) -> tuple[Tensor, ...]:
-        """Zeros like ``upstream``. Those made under another current ``stream`` are not reused."""
+        """Return zeros like ``upstream``.
+
+        Zeros made under another current ``stream`` are not reused.
+        """
+        # Memory of another stream could be read here before that stream has filled it.
         old = self._kept if stream == self._stream else []
         self._kept = [
             old[k] if k < len(old) and _matches(*old[k], tensor) else _fresh(tensor)
@@ -119,11 +128,13 @@ class ZeroGradients:
 
 
 def _fresh(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return new zeros like a tensor, and their version counter."""
     zero = torch.zeros_like(tensor.detach())
     return zero, zero._version
 
 
 def _matches(zero: Tensor, version: int, tensor: Tensor) -> bool:
+    """Return whether zeros can be reused as the gradient of a tensor."""
     a, b = ((t.layout, t.shape, t.dtype, t.device) for t in (zero, tensor))
     return (
         type(zero) is Tensor
@@ -135,7 +146,10 @@ def _matches(zero: Tensor, version: int, tensor: Tensor) -> bool:
 
 
 def gradient_edges(attributes: Mapping[str, Any]) -> dict[GradientEdge, str]:
-    """The edges of the tensors in ``attributes`` that require grad, with the attribute of each."""
+    """Return the edges of the tensors in ``attributes`` that require grad.
+
+    Each edge comes with the first attribute that has it.
+    """
     edges: dict[GradientEdge, str] = {}
     for name, value in attributes.items():
         for tensor in tensors_in(value):
@@ -145,7 +159,7 @@ def gradient_edges(attributes: Mapping[str, Any]) -> dict[GradientEdge, str]:
 
 
 class Sources(NamedTuple):
-    """What tensors were computed from: attributes of the context, and leaves of the task's own."""
+    """The tensors that outputs were computed from: attributes of the context, and own leaves."""
 
     attributes: tuple[str, ...]
     leaves: tuple[OwnLeaf, ...] = ()
@@ -159,7 +173,7 @@ class Sources(NamedTuple):
 def find_sources(
     outputs: Iterable[Tensor], edges: Mapping[GradientEdge, str], made: Sequence[Tensor] = ()
 ) -> Sources:
-    """What is found first on each path backwards through the graph of ``outputs``.
+    """Return the first source on each path backwards through the graph of ``outputs``.
 
     Args:
         outputs: Tensors.
@@ -172,11 +186,13 @@ def find_sources(
     stack = [_edge_of(tensor) for tensor in outputs if tensor.requires_grad]
     while stack:
         edge = stack.pop()
+        # Not searched beyond an attribute: its own graph leads on from there.
         if edge in edges:
             names.add(edges[edge])
         elif edge[0] not in visited:
             visited.add(edge[0])
             stack += [(node, index) for node, index in edge[0].next_functions if node is not None]
+            # Only the node that accumulates a leaf's gradient has this attribute.
             leaf = getattr(edge[0], "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
@@ -185,5 +201,6 @@ def find_sources(
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
+    """Return a tensor's position in the autograd graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr

@@ -1,4 +1,4 @@
-"""Find out which outputs of a task later tasks modify in place.
+"""Detection of the outputs of a task that later tasks modify in place.
 
 Sharing one tensor among iterations copies nothing, and is right if no later task modifies it. To
 find out, the outputs of the cached iteration and of the first replays are different tensors, and
@@ -9,12 +9,12 @@ are compared once their iterations have ended::
     copy for each replay         yes or no            yes
     refuse                          yes               no     (*)
 
-(*) It is modified through another tensor that shares its memory, such as the base of a view. A copy
-does not share this memory, so it would not change. States of io are restored by the user's own
-function, and not refused.
+(*) The output is modified through another tensor that shares its memory, such as the base of a
+view. A copy does not share this memory, so it would not change. States of io are restored by the
+user's own function, and not refused.
 
-An iteration has ended when nobody holds its context. Where that cannot be known, it has ended when
-the next one is replayed.
+An iteration has ended when nobody holds its context. If that cannot be known, it has ended when the
+next one is replayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from swpipe._values.fingerprint import Fingerprint
 
 MAX_WATCHED = 16
-"""More iterations than these are not watched at once: the oldest counts as ended."""
+"""The largest number of iterations watched at once: above it, the oldest counts as ended."""
 
 
 class HandedOut:
@@ -45,25 +45,28 @@ class HandedOut:
         self._prints = {key: Fingerprint(_alias(value)) for key, value in outputs.items()}
 
     def ended(self) -> bool:
-        """Whether the iteration has ended."""
+        """Return whether the iteration has ended."""
         return self._ctx() is None
 
     def accept(self, ctx: Any) -> None:
-        """Take the outputs as they are now, if they are those of the iteration of ``ctx``."""
+        """Take the outputs as they are now, if they belong to the iteration of ``ctx``."""
+        # By id, since contexts of some classes have no weak reference.
         if self._id == id(ctx):
             self._prints = {k: Fingerprint(old.value) for k, old in list(self._prints.items())}
 
     def modified(self) -> set[int]:
-        """The keys of what was modified since."""
+        """Return the keys of the outputs that were modified since."""
         return {key for key, fingerprint in self._prints.items() if fingerprint.changed()}
 
 
 def _alias(output: Any) -> Any:
-    """What shares memory and version counter with a tensor, and holds no autograd graph."""
+    """Return an alias that shares a tensor's memory and version counter, but no autograd graph."""
+    # Watching a tensor with its graph would keep the graph's saved tensors alive.
     return output.detach() if isinstance(output, Tensor) else output
 
 
 def _reference(ctx: Any) -> Callable[[], Any]:
+    """Return a weak reference to a context, or a function that returns None if there is none."""
     try:
         return weakref.ref(ctx)
     except TypeError:  # SimpleNamespace, for example
@@ -71,7 +74,7 @@ def _reference(ctx: Any) -> Callable[[], Any]:
 
 
 class LaterUses:
-    """What becomes of each output, by key; known once the first iterations have ended."""
+    """The later uses of each output, by key; known once the first iterations have ended."""
 
     def __init__(self, cached: HandedOut) -> None:
         self.known = False
@@ -86,13 +89,17 @@ class LaterUses:
         self._replays.append(replay)
 
     def accept(self, ctx: Any) -> None:
-        """Another task that is shortcut too has run on ``ctx``: its changes are replayed."""
+        """Accept the changes on ``ctx`` by another shortcut task: its replays repeat them."""
         cached = self._cached  # another thread may set it to None
         if cached is not None:
             cached.accept(ctx)
 
     def become_known(self) -> bool:
-        """Look at the iterations that have ended; whether the uses are known now, and were not."""
+        """Compare the iterations that have ended.
+
+        Returns:
+            Whether the uses have become known by this call.
+        """
         if self.known:
             return False
         late = len(self._replays) >= MAX_WATCHED
@@ -104,15 +111,16 @@ class LaterUses:
                 self._in_replays |= replay.modified()
                 self._replays.remove(replay)
                 self._ended += 1
+        # Both columns of the table above have to be known: the cached iteration, and one replay.
         if self._cached is None and self._ended:
             self.known = True
             self._replays.clear()
         return self.known
 
     def only_read(self, key: int) -> bool:
-        """Whether no later task modifies an output; ask this, and the next, if ``known``."""
+        """Return whether no later task modifies an output; valid if ``known``."""
         return key not in self._in_replays and key not in self._in_cached
 
     def modified_through_another(self, key: int) -> bool:
-        """Whether it is modified through another object that shares its memory."""
+        """Return whether an output is modified through another object that shares its memory."""
         return key in self._in_cached and key not in self._in_replays

@@ -1,7 +1,7 @@
 """Zero gradients for parameters whose gradient a shortcut task computed, directly or in backward.
 
 An optimizer, a gradient scaler or a clipping of norms then does the same work as without the
-shortcut. A parameter that the cached run gave no gradient, such as the weights of a table with a
+shortcut. A parameter that got no gradient in the cached run, such as the weights of a table with a
 fused optimizer, gets none in replays.
 """
 
@@ -19,15 +19,15 @@ from swpipe._values.walk import parts_of, tensors_in
 
 
 def _form_of(gradient: Tensor) -> int:
-    """How a gradient is stored: its sparse dimensions, 0 for dense ones."""
+    """Return how a gradient is stored: its number of sparse dimensions, 0 for a dense one."""
     return gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0
 
 
 def _zero(leaf: Tensor, form: int) -> Tensor:
-    """A new gradient of zeros for a leaf."""
+    """Return a new gradient of zeros for a leaf."""
     if not form:
         return torch.zeros_like(leaf.detach())
-    # Not torch.sparse_coo_tensor, which in torch 2.11 warns of checks that are left out.
+    # Not torch.sparse_coo_tensor, which warns in torch 2.11 that its checks are left out.
     empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, layout=torch.sparse_coo)
     return empty.sparse_resize_and_clear_(leaf.shape, form, leaf.dim() - form)
 
@@ -35,26 +35,31 @@ def _zero(leaf: Tensor, form: int) -> Tensor:
 class OwnLeaf:
     """A leaf that a task used and that is no attribute, such as a parameter of its module.
 
-    It is watched until the backward of the cached run, which may follow much later.
+    The leaf is watched until the backward of the cached run, which may follow much later.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._form: int | None = None
+        # A hook, since whether the leaf gets a gradient, and a sparse one, shows only in the
+        # backward.
         register: Any = tensor.register_hook
         self._hook = register(self._see)
 
     def zero(self) -> Tensor | None:
-        """A new gradient of zeros like the cached run's; None if there was none."""
+        """Return a new gradient of zeros like the cached run's, or None if it had none."""
+        # The form is None if no gradient has come: the cached run's backward gave none or has yet
+        # to run.
         if self._form is None or _memory_is_released(self.tensor):
             return None
         return _zero(self.tensor, self._form)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the leaf."""
         self._hook.remove()
 
     def _see(self, gradient: Tensor | None) -> None:
+        """Note how the gradient is stored, and stop watching."""
         if gradient is not None:
             self._form = _form_of(gradient)
             self._hook.remove()
@@ -72,7 +77,7 @@ class LeafGradients:
         ]
 
     def changed(self) -> list[LeftGradient]:
-        """The gradients that the task set or added to."""
+        """Return the gradients that the task set or added to."""
         return [
             LeftGradient(leaf, _form_of(leaf.grad))
             for leaf, before in self._before
@@ -87,14 +92,15 @@ class LeftGradient(NamedTuple):
     form: int
 
     def restore(self) -> None:
-        """Leave zeros where no gradient is."""
+        """Set a missing gradient to zeros."""
         if self.leaf.grad is None and self.leaf.requires_grad:
             self.leaf.grad = _zero(self.leaf, self.form)
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All leaves in the graph of ``outputs`` that require grad, each once."""
+    """Yield all leaves in the graph of ``outputs`` that require grad, each once."""
     visited: set[Node] = set()
+    # A stack and not recursion: graphs can be deeper than Python's recursion limit.
     stack: list[Any] = [get_gradient_edge(tensor).node for tensor in outputs]
     while stack:
         node = stack.pop()
@@ -107,7 +113,7 @@ def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _memory_is_released(tensor: Tensor) -> bool:
-    """Whether sharding has released the memory of a gathered parameter until its next use."""
+    """Return whether sharding has released the memory of a parameter until its next use."""
     return tensor.numel() > 0 and any(
         part.layout is torch.strided and not part.is_meta and not part.untyped_storage().size()
         for part in parts_of(tensor)

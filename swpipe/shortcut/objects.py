@@ -1,4 +1,4 @@
-"""Keep objects that are not tensors, and hand out a copy, or the same object, in each replay.
+"""Keeping of objects that are no tensors, to hand out a copy, or the same object, in each replay.
 
     number, string, function, class                        the object itself
     parameter, module, optimizer, generator,               the object itself: it belongs to the
@@ -11,7 +11,7 @@
     object with a tensor that autograd computed            refused: its graph can be used only once
     other object without visible contents                  refused: a change would not be seen
 
-What is refused raises a ``NotReplayableError``, which says what to do about it.
+A refused object raises a ``NotReplayableError``, whose message says how to avoid it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from swpipe._values.stateful import WHOLE, has_state
 from swpipe._values.walk import ValueNode
 
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
-"""What ``copy.deepcopy`` raises for objects that cannot be copied."""
+"""The errors that ``copy.deepcopy`` raises for objects that cannot be copied."""
 
 _NO_CONTENTS = (type(Lock()), type(RLock()), weakref.ReferenceType)
-"""Objects that matter only by their identity."""
+"""The types whose objects matter only by their identity."""
 
 _MEND = (
     "Produce a dataclass of tensors and plain values instead; or keep it out of the context and "
@@ -40,7 +40,7 @@ _MEND = (
 
 
 class NotReplayableError(Exception):
-    """An object cannot be replayed; the message says why and what to do."""
+    """The error for an object that cannot be replayed; the message says why and what to do."""
 
 
 class KeptObjects:
@@ -57,16 +57,17 @@ class KeptObjects:
         return bool(self._copies)
 
     def copies(self, value: Any) -> bool:
-        """Whether a replay copies a kept object."""
+        """Return whether a replay copies a kept object."""
         return id(value) in self._copies
 
     def keep(self, value: Any, place: str, memo: dict[int, Any]) -> Any:
-        """Return what stands for ``value`` in the cache.
+        """Return the object that takes the place of ``value`` in the cache.
 
         Args:
             value: Not a container or tensor.
             place: The attribute or io that contains it, for messages.
-            memo: Id to copy, for parts that are shared with what was kept before; is added to.
+            memo: Id to copy, for parts that are shared with objects kept before; new parts are
+                added.
 
         Raises:
             NotReplayableError: The object cannot be replayed.
@@ -77,10 +78,13 @@ class KeptObjects:
         _check(value, content, place)
         if _may_be_shared(value):
             return value
+        # A copy of an object that leads to a model would copy the model; a copy of a sentinel would
+        # not be equal to the original.
         if not _leads_to_state(content) and not _is_alone(value):
             copied = self._copy(value, content, memo)
             if copied is not None:
                 return copied
+        # Handed out itself from here on, so every change to it must be visible in its fingerprint.
         if unknown := [leaf for leaf in content.leaves if not _may_be_shared(leaf)]:
             raise NotReplayableError(
                 f"{place} holds {_told(value, unknown[0])}, which cannot be copied, and whose "
@@ -90,7 +94,8 @@ class KeptObjects:
         return value
 
     def hand_out(self, value: Any, memo: dict[int, Any]) -> Any:
-        """A copy of a kept object; ``memo`` as for ``keep``, one for each replay."""
+        """Return a copy of a kept object; ``memo`` as for ``keep``, one for each replay."""
+        # deepcopy returns what its memo has: these objects stay the same in all copies.
         memo.update(self._alone)
         return copy.deepcopy(value, memo)
 
@@ -98,7 +103,7 @@ class KeptObjects:
         """Check that objects that are handed out themselves are unmodified.
 
         Raises:
-            NotReplayableError: One was modified in place.
+            NotReplayableError: An object was modified in place.
         """
         for place, content in self._same:
             if content.changed():
@@ -108,27 +113,30 @@ class KeptObjects:
                 )
 
     def _copy(self, value: Any, content: Fingerprint, memo: dict[int, Any]) -> Any:
-        """A deep copy, or None if there is none; ``value`` itself if it cannot change."""
+        """Return a deep copy, or None if there is none; ``value`` itself if it cannot change."""
         self._alone |= {
             id(node.value): node.value for node in content.nodes if _is_alone(node.value)
         }
+        # A memo of its own: a copy that fails half-way must leave no parts behind.
         trial = memo | self._alone
         try:
             copied = copy.deepcopy(value, trial)
         except _CANNOT_COPY:
             return None
         memo.update(trial)
+        # deepcopy returns the object itself if it is immutable: every replay can share it.
         if copied is not value:
             self._copies[id(copied)] = copied
         return copied
 
 
 def _is_alone(value: Any) -> bool:
+    """Return whether an object has no attributes, such as a sentinel."""
     return is_object(value) and not ValueNode.of(value).children
 
 
 def _may_be_shared(value: Any) -> bool:
-    """Whether iterations may share an object that is not looked into."""
+    """Return whether iterations may share an object that is not opened."""
     return (
         is_fixed(value)
         or replays_itself(value)
@@ -139,13 +147,16 @@ def _may_be_shared(value: Any) -> bool:
 
 
 def _leads_to_state(content: Fingerprint) -> bool:
+    """Return whether an object contains a model, an optimizer, or any other object with state."""
     return any(isinstance(part, WHOLE) or has_state(part) for part in content.leaves) or any(
         has_state(tensor) for tensor in content.tensors
     )
 
 
 def _check(value: Any, content: Fingerprint, place: str) -> None:
+    """Raise an error for an object with an iterator, or with a tensor that autograd computed."""
     for part in (*content.leaves, *(node.value for node in content.nodes)):
+        # Files and generators are iterators, too.
         if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
             raise NotReplayableError(
                 f"{place} holds {_told(value, part)}, an iterator, which the first iteration uses "
@@ -160,6 +171,7 @@ def _check(value: Any, content: Fingerprint, place: str) -> None:
 
 
 def _told(value: Any, part: Any = None) -> str:
+    """Return a description of an object, and of a part of it."""
     name = f"an object of class {type(value).__qualname__!r}"
     if part is None or part is value:
         return name

@@ -1,4 +1,4 @@
-"""Replay the outputs of a task instead of running it.
+"""Replay of a task's outputs in place of a run.
 
 A task runs in one of three modes::
 
@@ -10,14 +10,14 @@ A task runs in one of three modes::
                          cache what changed, and         restore what it produced, connected to
                          what each io captures           the autograd graph; restore each io
 
-A replay leaves the context as the cached run did, with tensors in any nesting, and what each
-``DeclaredIO`` captured. Objects that were shared are shared again.
+A replay leaves the context as the cached run did, with tensors in any nesting, and restores what
+each ``DeclaredIO`` captured. Objects that were shared are shared again.
 
 - Outputs that later tasks modify in place are copied for each replay; other tensors share memory
   with the cache (``swpipe.shortcut.handed_out``). If the cache is modified all the same, the next
   replay raises and names the attribute. ``.grad`` is always copied: autograd accumulates into it.
 - Arrays and objects are copied, or restored themselves and refused once they are modified
-  (``swpipe.shortcut.objects``). What cannot be replayed raises a ``ShortcutError``.
+  (``swpipe.shortcut.objects``). An object that cannot be replayed raises a ``ShortcutError``.
 - A tensor computed by autograd is restored with a graph (``swpipe.shortcut.graft``) that gives zero
   gradients to the upstream attributes and the parameters it was computed from. Grad mode on and off
   have separate caches.
@@ -27,11 +27,11 @@ A replay leaves the context as the cached run did, with tensors in any nesting, 
 Assumptions
     - Runs of different tasks may overlap, and tasks may be enabled and disabled meanwhile: runs
       only look up a set and a dict, which is atomic in Python, also without the interpreter lock.
-      Those of one task, which several workers may call at once, take turns, and the first
-      iteration is the one that is cached.
+      Runs of the same task, which several workers may call at once, are serialized by a lock, and
+      the first iteration is the cached one.
     - No code relies on one produced tensor being the same object as an upstream attribute: each
       tensor is cached separately.
-    - What a task changes outside the context is declared as its io.
+    - Changes that a task makes outside the context are declared as its io.
 """
 
 from __future__ import annotations
@@ -50,34 +50,35 @@ if TYPE_CHECKING:
 
 
 class Shortcuts:
-    """Which tasks are replayed, and their caches.
+    """The tasks that are replayed, and their caches.
 
     Attributes:
         names: The tasks that have to go through ``run``; always the same set object.
-        cycle: After how many iterations batches come again: each of so many iterations has a cache
-            of its own, so that later tasks work on what belongs to the batch.
+        cycle: The number of iterations after which the same batches come again. Each iteration of
+            the cycle has a cache of its own, so that later tasks work on values of the right batch.
     """
 
     def __init__(self, device: Device | None = None) -> None:
         self.names: set[str] = set()
         self.cycle = 1
         self._device: Device = CpuDevice() if device is None else device
-        # Task to grad mode and place in the cycle to cache. Each ``enable`` creates a new inner
-        # dict: a run that started before ``disable`` stores its cache in the old one, where it is
-        # never read.
+        # Task to its caches, by grad mode and place in the cycle. Each ``enable`` creates a new
+        # inner dict: a run that started before ``disable`` stores its cache in the old one, where
+        # it is never read.
         self._caches: dict[str, dict[tuple[bool, int], Cache]] = {}
         self._substitutes: dict[str, Callable[[Any], None]] = {}
-        self._lock = threading.Lock()  # names and caches change together
-        self._turns: dict[str, threading.Lock] = {}  # of the runs of each task
+        self._lock = threading.Lock()  # names and caches must change together
+        self._turns: dict[str, threading.Lock] = {}  # task to a lock for its runs
 
     def enable(
         self, task_names: Iterable[str], substitute: Callable[[Any], None] | None = None
     ) -> None:
         """Cache tasks on their next run and replay them afterwards; existing caches stay.
 
-        With a ``substitute``, call that from now on instead.
+        With a ``substitute``, that function is called in place of the task from now on.
         """
-        # Most pipelines never replay a task, and a task that runs is no place to load modules.
+        # Imported late: most pipelines never replay a task. Imported here and not in ``run``, so
+        # that no task's measured time includes it.
         from swpipe.shortcut.cache import run_and_cache
 
         self._run_and_cache = run_and_cache
@@ -91,7 +92,7 @@ class Shortcuts:
                 self.names.add(name)
 
     def enable_like(self, other: Shortcuts) -> None:
-        """Enable the same tasks, with caches of their own and the same substitutes."""
+        """Enable the same tasks as another object, with own caches and the same substitutes."""
         self.enable(other.names)
         self._substitutes |= other._substitutes
 
@@ -101,7 +102,10 @@ class Shortcuts:
         enabled: Collection[str] = (),
         substitute: Callable[[Any], None] | None = None,
     ) -> set[str]:
-        """Tasks as ranks compare them, once some are ``enabled``: a substitute is another task."""
+        """Return the names of tasks in the form that ranks compare, once some are ``enabled``.
+
+        A task with a substitute counts as another task.
+        """
         substituted = self._substitutes.keys() - {*enabled}
         substituted |= set() if substitute is None else {*enabled}
         return {f"{name} (with_)" if name in substituted else name for name in task_names}
@@ -116,7 +120,7 @@ class Shortcuts:
                     cache.close()
 
     def check(self, task_names: Iterable[str]) -> None:
-        """Check that what tasks replayed so far was right; call this between iterations.
+        """Check that all replays of tasks up to now were right; for use between iterations.
 
         Raises:
             ShortcutError: The last iterations modified a cache in place.
@@ -126,7 +130,7 @@ class Shortcuts:
                 cache.check()
 
     def in_backward_s(self, task_name: str) -> float:
-        """The seconds that a task's replays have cost in the backward of others, until now."""
+        """Return the seconds that a task's replays have cost in the backward of other tasks."""
         caches = self._caches.get(task_name, {}).values()
         return sum(cache.in_backward.seconds for cache in list(caches))
 
@@ -136,7 +140,8 @@ class Shortcuts:
         Args:
             task: The task. If it was disabled in the meantime, it runs normally.
             ctx: The iteration's context: any object with a ``__dict__``.
-            in_turn: Called before it is cached: waits until all earlier iterations have run it.
+            in_turn: Called before the run that is cached; waits until the task has run for all
+                earlier iterations.
 
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
@@ -150,18 +155,25 @@ class Shortcuts:
             return
         place = ctx.iter_idx % self.cycle if self.cycle > 1 else 0
         key = torch.is_grad_enabled(), place
+        # Waiting happens before the lock is taken: an earlier iteration of the task may need the
+        # lock.
         if key not in caches:
             in_turn()
         with self._turns.setdefault(task.name, threading.Lock()):
             cache = caches.get(key)
             if cache is None:
                 caches[key] = self._run_and_cache(task, ctx, self._device)
+                # Under the task's lock, so that no replay of the task starts before its changes are
+                # accepted.
                 self._accept(ctx)
             else:
                 cache.replay(task, ctx)
 
     def _accept(self, ctx: Any) -> None:
-        """A task that was just cached may have modified outputs of others; so will its replays."""
+        """Accept the changes that a newly cached task may have made to outputs of other tasks.
+
+        Its replays make the same changes.
+        """
         for caches in list(self._caches.values()):
             for cache in list(caches.values()):
                 cache.accept(ctx)

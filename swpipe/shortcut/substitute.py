@@ -1,13 +1,13 @@
-"""A task's outputs from elsewhere: from a function of the user's, or from given values.
+"""The outputs of a task from another source: a function of the user's, or given values.
 
-The task's function is not called, so nothing that it does outside the context happens::
+The task's function is not called, so none of its effects outside the context happens::
 
     with_=function      function(ctx) in its place; what it returns, if anything, is given values
     with_=values        attribute to value, the same in each iteration
 
-Given tensors that require no grad are connected to the autograd graph as a replay's are
+Given tensors that do not require grad are connected to the autograd graph like a replay's
 (``swpipe.shortcut.graft``): to every attribute that requires grad, which then gets zeros.
-Parameters that the task alone uses get no gradient: only a run could tell which they are.
+Parameters that only the task uses get no gradient: only a run could show which ones they are.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Substitute: TypeAlias = Callable[[Any], Any] | Mapping[str, Any]
 
 
 def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
-    """A function of the context that stands for a task.
+    """Return a function of the context that takes a task's place.
 
     Raises:
         TypeError: ``given`` is neither a function nor values.
-        ValueError: There is not one task that it could stand for.
+        ValueError: The number of tasks is not one.
     """
     if len(tasks) != 1:
         named = listed([*tasks])
@@ -52,6 +52,7 @@ def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
 
 
 def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
+    """Call the user's function, and set the values that it returns, if any."""
     made = function(ctx)
     if made is not None and not isinstance(made, Mapping):
         raise TypeError(
@@ -63,6 +64,7 @@ def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
 
 
 def _check_names(task: str, values: Mapping[Any, Any]) -> None:
+    """Raise TypeError for a name that is no attribute a task can set."""
     for name in values:
         if not (isinstance(name, str) and name.isidentifier()) or name == "iter_idx":
             raise TypeError(
@@ -73,17 +75,21 @@ def _check_names(task: str, values: Mapping[Any, Any]) -> None:
 
 def _set(values: Mapping[str, Any], ctx: Any) -> None:
     """Set attributes to values of their own: a later task may modify them in place."""
+    # A copy, since tasks on other threads may add attributes meanwhile.
     upstream = [t for t in tensors_in(vars(ctx).copy()) if t.requires_grad]
 
     def fresh(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            return tensor  # connected by whoever gave it
+            return tensor  # connected to a graph by its giver
         own = tensor.clone()
+        # Only floating tensors can require grad, and without upstream there is nothing to connect
+        # to.
         if not (torch.is_grad_enabled() and upstream and own.dtype.is_floating_point):
             return own
         return connect([own], upstream, [torch.zeros_like(t.detach()) for t in upstream])[0]
 
     def unshared(value: Any) -> Any:
+        # Each iteration gets a copy, as it would from the task.
         return value if is_fixed(value) else copy.deepcopy(value)
 
     for name, value in map_tensors(dict(values), fresh, unshared).items():

@@ -1,4 +1,4 @@
-"""Traces of what ran when: recording, statistics, Perfetto files, and pictures."""
+"""Traces of which task ran when: recording, statistics, Perfetto files, and pictures."""
 
 from swpipe._engine.observers import Observer
 from swpipe.trace.bytes_in_flight import Holding, PeakMemory

@@ -1,13 +1,13 @@
-"""What the iterations of a timeline hold, and when they hold most.
+"""The memory that the iterations of a timeline hold, and when they hold most.
 
     begin of a task     + the blocks that it makes, + what it needs while it runs
-    end of a task       - what it needed, - the blocks that it frees, or that go after it
+    end of a task       - what it needed, - the blocks that it frees, or whose last user it is
     end of <retire>     - all that the iteration still holds
 
-A pure function of a timeline, measured or simulated, and of what tasks hold. Memory is taken when a
-task is called, and given back when Python lets it go. Under a plan that uses streams, what stands
-on the context at ``<retire>`` is given back when all streams have done what they were given by
-then. What an allocator keeps for later comes on top.
+The result depends only on a timeline, measured or simulated, and on what tasks hold. Memory is
+allocated when a task is called, and freed when Python drops the last reference. Under a plan that
+uses streams, memory that is on the context at ``<retire>`` is freed when all streams have done the
+work submitted by then. Memory that an allocator keeps for later use is not included.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from swpipe.core.plan import PULL
 from swpipe.core.task_memory import WORKING, Block, TaskMemory, holder
 from swpipe.trace.span import Span
 
-_NAMED = 3  # of the largest holdings, in a line
+_NAMED = 3  # the number of holdings named in a line
 
 _Runs: TypeAlias = Mapping[str, Span]
 _Places: TypeAlias = Mapping[tuple[str, ...], ReleasePlace]
 
 
 class Holding(NamedTuple):
-    """What one iteration holds of one task.
+    """The memory that one iteration holds of one task.
 
     Attributes:
         iteration: The iteration's number.
-        task: The task that made it; ``PULL`` for the batch.
+        task: The task that made the memory; ``PULL`` for the batch.
         attribute: As in ``Block``, or ``WORKING``.
-        bytes: Its size; negative for what a task has freed before it made its own.
+        bytes: The size; negative for memory that a task has freed before it made its own.
     """
 
     iteration: int
@@ -54,9 +54,9 @@ class PeakMemory:
     """The moment at which the iterations in flight hold most.
 
     Attributes:
-        bytes: What they hold, and what running tasks need.
-        at_ns: When, on the timeline's clock.
-        held: Of what that consists, the largest first.
+        bytes: The memory of the iterations, and what running tasks need.
+        at_ns: The time on the timeline's clock.
+        held: The parts of that memory, the largest first.
     """
 
     bytes: int
@@ -65,11 +65,11 @@ class PeakMemory:
 
     @property
     def iterations(self) -> int:
-        """How many iterations hold something then."""
+        """The number of iterations that hold memory at that moment."""
         return len({one.iteration for one in self.held})
 
     def format(self) -> str:
-        """The sum and the largest parts, in a line; of one task's over all iterations."""
+        """Return the sum and the largest parts as a line, each part summed over all iterations."""
         if not self.held:
             return "memory: the iterations in flight hold nothing"
         sums: Counter[tuple[str, str]] = Counter()
@@ -88,9 +88,10 @@ class PeakMemory:
 
 
 class _Step(NamedTuple):
-    """Memory that is taken or, with ``turn`` 0 or 2, given back.
+    """Memory that is allocated or, with ``turn`` 0 or 2, freed.
 
-    At one time, what ends then comes first, then what begins, then what began and ended then.
+    At one time, ends of earlier memory come first (0), then begins (1), then the ends of memory
+    that began at the same time (2).
     """
 
     at_ns: int
@@ -105,17 +106,17 @@ def peak_memory(
     streams: Mapping[str, str] | None,
     places: _Places | None = None,
 ) -> PeakMemory:
-    """What the iterations of a timeline hold at most.
+    """Return the most memory that the iterations of a timeline hold.
 
     Args:
-        spans: The timeline. An iteration whose ``<retire>`` it lacks ends with its last task.
-        memory: What the tasks hold.
+        spans: The timeline. An iteration without a ``<retire>`` ends with its last task.
+        memory: The memory of the tasks.
         streams: Task to its stream, as rows are named, under a plan that uses streams of a device:
             memory that a task removes from the context is then held until the iteration is retired
-            and all other streams are done with it, and what the plan lets go waits for one
-            iteration. None where there are no streams, or one.
-        places: Users of what the plan lets go to the place where it goes; where that is not known,
-            it is the end of the last one.
+            and all other streams are done with it, and memory that the plan releases is held for
+            one more iteration. None if there are no streams, or one.
+        places: Users of memory that the plan releases to the place of the release; if it is not
+            known, the place is the end of the last user.
     """
     runs: dict[int, dict[str, Span]] = defaultdict(dict)
     work: list[Span] = []
@@ -131,11 +132,13 @@ def peak_memory(
         for step in _steps(i, of, runs.get(i + 1, {}), memory, done_ns, places or {})
     ]
     steps.sort()
+    # A sweep over time: the peak is right after one of the steps.
     total = most = place = 0
     for number, step in enumerate(steps, 1):
         total += step.holding.bytes if step.turn == 1 else -step.holding.bytes
         if total > most:
             most, place = total, number
+    # The same steps again, up to the peak: what was added and not removed is held there.
     held: Counter[Holding] = Counter()
     for step in steps[:place]:
         held[step.holding] += 1 if step.turn == 1 else -1
@@ -146,23 +149,24 @@ def peak_memory(
 def _behind(
     work: Iterable[Span], runs: Mapping[int, _Runs], stream_of: Mapping[str, str]
 ) -> Callable[[str, int], int]:
-    """When streams are done with what a task has made and Python lets go at a time.
+    """Return a function that tells when streams are done with memory that Python has dropped.
 
-    Its own stream may use it again at once; the others have done by then what they were given
-    before.
+    The function takes the task that made the memory and the time at which Python drops it. The
+    task's own stream may use the memory again at once; every other stream must have done the work
+    that was submitted to it before.
 
     Args:
         work: Spans of streams.
         runs: Iteration to task to the span on a thread, at whose end its work was submitted.
         stream_of: Task to the stream on which it makes its memory.
     """
-    given: dict[str, list[tuple[int, int]]] = defaultdict(list)  # when submitted, when done
+    given: dict[str, list[tuple[int, int]]] = defaultdict(list)  # (submitted, done)
     last: Counter[int] = Counter()
     for span in work:
         host = runs.get(span.iteration, {}).get(span.task)
         given[span.row.name].append((host.end_ns if host else span.start_ns, span.end_ns))
         last[span.iteration] = max(last[span.iteration], span.end_ns)
-    for iteration, done in last.items():  # the caller's stream waits for all of it
+    for iteration, done in last.items():  # the caller's stream waits for all work
         if (retire := runs.get(iteration, {}).get(RETIRE)) is not None:
             given[CALLERS_STREAM].append((retire.end_ns, done))
     for of in given.values():
@@ -171,6 +175,7 @@ def _behind(
     def done_ns(maker: str, at_ns: int) -> int:
         done = at_ns
         for name, of in given.items():
+            # A stream does its work in order, so the last work submitted until then ends last.
             before = bisect_right(of, (at_ns, sys.maxsize))
             if before and name != stream_of.get(maker, CALLERS_STREAM):
                 done = max(done, of[before - 1][1])
@@ -187,12 +192,15 @@ def _steps(
     done_ns: Callable[[str, int], int] | None,
     places: _Places,
 ) -> Iterator[_Step]:
-    """Those of one iteration; tasks that the timeline lacks change nothing."""
+    """Yield the steps of one iteration; tasks that the timeline lacks change nothing."""
     last = runs.get(RETIRE) or max(runs.values(), key=lambda span: span.end_ns)
     pull = runs.get(PULL) or runs.get(ADMIT)
     working = (Block(task, task, size, WORKING) for task, size in memory.working.items())
     for block in (*memory.blocks, *working):
         begin = pull if block.begin == PULL else runs.get(block.begin)
+        # Three kinds of block: released by the plan after its users, freed in this iteration or by
+        # a task of the next one, or held until the iteration ends. With streams, memory on the
+        # context at the end waits for all streams (done_ns).
         if begin is None or not block.bytes:
             continue
         if block.users:
@@ -203,14 +211,16 @@ def _steps(
             end_ns = end.end_ns
             if done_ns and end is last and block.attribute:
                 end_ns = done_ns(block.begin, end_ns)
+        # The batch exists only when the loader has returned it; a task may allocate from its start.
         begin_ns = begin.end_ns if block.begin == PULL else begin.start_ns
         holding = Holding(i, block.begin, block.attribute, block.bytes)
         yield _Step(begin_ns, 1, holding)
+        # Freed before it begins, or at once: turn 2 keeps the order of allocating and freeing.
         yield _Step(max(begin_ns, end_ns), 2 if end_ns <= begin_ns else 0, holding)
 
 
 def _goes_ns(users: tuple[str, ...], runs: _Runs, last: Span, places: _Places) -> int:
-    """When a plan lets go what these tasks use."""
+    """Return when a plan releases memory that these tasks use."""
     if (place := places.get(users)) is not None:
         at = runs.get(place.task, last)
         return at.end_ns if place.after else at.start_ns

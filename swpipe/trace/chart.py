@@ -1,4 +1,4 @@
-"""Draw timelines with characters, for a terminal.
+"""Timelines in characters, for a terminal.
 
     io       ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████
     default  ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓▓
@@ -21,20 +21,24 @@ START, FILLS, WAIT, BESIDE, IDLE = "▌", "█▓", "░", "·", " "
 GAP = "  "
 MIN_CELLS = 20
 MIN_NAME = 2
-"""Task names are shortened to no fewer letters than this."""
+"""The least number of letters to which task names are shortened."""
 MIN_TICK_CELLS = 8
-"""Least distance between two ticks of the time axis."""
+"""The least distance between two ticks of the time axis, in cells."""
 
 
 class _Item(NamedTuple):
-    """What a cell may show. If two cover it equally, the later one is shown."""
+    """The content of a cell. If two cover the cell equally, the later one is shown."""
 
     sign: str
     span: Span | None = None
 
 
 def chart(panels: Sequence[Panel], width: int = 100) -> str:
-    """Draw timelines below each other, each from 0, on one scale; see ``format_stacked``."""
+    """Draw timelines below each other, each from 0, on one scale; see ``format_stacked``.
+
+    Raises:
+        ValueError: ``width`` is too narrow for the rows.
+    """
     panels = [panel.from_zero() for panel in panels]
     margin = max(len(row.label) for panel in panels for row in rows_of(panel.spans))
     cells = width - margin - len(GAP)
@@ -52,12 +56,15 @@ def chart(panels: Sequence[Panel], width: int = 100) -> str:
 
 
 def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: float) -> str:
+    """Return the characters of one row."""
     pieces = [(s.start_ns, s.end_ns, _Item(BESIDE)) for s in in_order(beside)]
     for span in in_order(spans):
         pieces.append((span.start_ns - span.wait_ns, span.start_ns, _Item(WAIT)))
         pieces.append((span.start_ns, span.end_ns, _Item(START, span)))
+    # Cell to the time that each item covers of it.
     covers: list[dict[_Item, float]] = [defaultdict(float) for _ in range(cells)]
     for start_ns, end_ns, item in pieces:
+        # Clamped: spans of other iterations may begin before 0 and end after the last cell.
         first, last = (int(min(max(0, at / cell_ns), cells - 1)) for at in (start_ns, end_ns))
         for cell in range(first, last + 1):
             shared_ns = min(end_ns, (cell + 1) * cell_ns) - max(start_ns, cell * cell_ns)
@@ -65,8 +72,10 @@ def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: fl
                 covers[cell][item] += shared_ns
     shown = []
     for cover in covers:
+        # Idle time is what nothing covers; it competes with the items.
         best, best_ns = _Item(IDLE), cell_ns - sum(cover.values())
         for item, covered_ns in cover.items():
+            # At equal times the later item wins: a task, rather than the wait before it.
             if covered_ns >= best_ns:
                 best, best_ns = item, covered_ns
         shown.append(best)
@@ -74,19 +83,22 @@ def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: fl
 
 
 def _box(item: _Item, cells: int) -> str:
+    """Return the characters of one box: name and number, or the number, or neither."""
     if item.span is None:
         return item.sign * cells
     room, number = cells - len(START), str(item.span.iteration)
     text = number if room >= len(number) else ""
     if room > MIN_NAME + len(number):
         text = f"{item.span.task[: room - len(number) - 1]} {number}"
+    # Neighbouring iterations alternate between two fills.
     return START + text.ljust(room, FILLS[item.span.iteration % len(FILLS)])
 
 
 def _axis(cells: int, cell_ms: float) -> str:
-    """Ticks at round milliseconds; the first one has the unit."""
+    """Return ticks at round milliseconds; the first one has the unit."""
     least = MIN_TICK_CELLS * cell_ms
     power = 10.0 ** math.floor(math.log10(least))
+    # 1, 2 or 5 times a power of ten: the first distance that is wide enough.
     step_ms = next(power * n for n in (1, 2, 5, 10) if n == 10 or power * n >= least)
     places = max(0, -math.floor(math.log10(step_ms)))
     line = "0 ms"

@@ -1,11 +1,11 @@
-"""What each thread and stream did: busy, waiting and for what, idle.
+"""The times of each thread and stream: busy, waiting and for what, idle.
 
     thread  |== busy ==|.. waits for copy ..|== busy ==|      |== busy ==|
                                                         idle
 
-A thread waits between coming to a task and starting it. It is idle where it has nothing to do: a
+A thread waits between arriving at a task and starting it. It is idle when it has nothing to do: a
 worker after its last task, or the caller's thread outside of swpipe. A stream does not wait in this
-sense: it is idle where it has no work. The parts of a lane add up to its length.
+sense: it is idle when it has no work. The parts of a lane add up to its length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order
 
 ELSE = "(else)"
-"""A wait for something else: another thread's wake-up, or what was not recorded."""
+"""A wait for something else: another thread's wake-up, or an event that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class LaneTimes:
 
     Attributes:
         row: The thread group or stream.
-        busy_ns: In which it ran tasks, or work on the stream.
+        busy_ns: The time in which it ran tasks, or work on the stream.
         waiting_ns: Task to the time in which it waited for that task, on any iteration; ``ELSE``
-            for what no recorded task explains.
-        idle_ns: The rest.
+            for waits that no recorded task explains.
+        idle_ns: The remaining time.
     """
 
     row: Row
@@ -42,12 +42,12 @@ class LaneTimes:
 
     @property
     def length_ns(self) -> int:
-        """All parts together: from the trace's first start to its last end."""
+        """The sum of all parts: from the trace's first start to its last end."""
         return self.busy_ns + sum(self.waiting_ns.values()) + self.idle_ns
 
 
 def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ...]:
-    """Each row of a timeline.
+    """Return the times of each row of a timeline.
 
     Raises:
         ValueError: There is no span.
@@ -59,10 +59,12 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
         reached_ns = begin_ns
         waiting: Counter[str] = Counter()
         for span in on_row:
+            # A wait counts only from the end of the span before it.
             from_ns = max(reached_ns, span.start_ns - span.wait_ns)
             if from_ns < span.start_ns:
                 cause, until_ns = causes.of(span), from_ns
                 if cause.span is not None and cause.why != "row":
+                    # The wait for the cause ends with the cause; the rest is the thread's wake-up.
                     until_ns = max(from_ns, cause.end_ns)
                     waiting[cause.span.task] += until_ns - from_ns
                 waiting[ELSE] += span.start_ns - until_ns
@@ -74,14 +76,15 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
 
 
 def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
-    """The share of the tasks' time in which something else ran too, from 0 to 1.
+    """Return the share of the tasks' time in which something else ran too, from 0 to 1.
 
-    A task's time is that of its work on a stream if it has any there, or that on its thread. What
-    else ran is every other task, on any row.
+    A task's time is that of its work on a stream if it has any there, or else that on its thread.
+    All other tasks, on any row, count as something else.
 
     Returns:
         None if the tasks took no time.
     """
+    # The host's part of a task with work on a stream only submits that work.
     on_stream = {span.task for span in spans if span.row.kind == "stream"}
 
     def counts(span: Span) -> bool:
@@ -90,6 +93,7 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
     mine = [span for span in spans if span.task in tasks and counts(span)]
     others = [s for s in spans if s.task not in (*tasks, *OWN) and counts(s)]
     mine_ns = covered_ns(mine)
+    # Inclusion and exclusion: the overlap of two sets of spans, from the lengths of their unions.
     both_ns = mine_ns + covered_ns(others) - covered_ns([*mine, *others])
     return both_ns / mine_ns if mine_ns else None
 

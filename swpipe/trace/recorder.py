@@ -1,4 +1,4 @@
-"""The observer behind a trace: records when each task runs.
+"""The observer behind a trace, which records when each task runs.
 
     thread             arrive ......... start ======= stop
                              wait_ns           span
@@ -37,18 +37,20 @@ from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
 _GOOD_READING_NS, _READINGS = 50_000, 10
-"""How closely the device's clock is read beside the host's, and in how many tries."""
+"""The accepted error of a reading of the device's clock, and the number of tries."""
 
 
 def timed_event(device: Device) -> Any:
-    """A new event with the time at which the device reached it; None if it has no such events.
+    """Return a new event that tells when the device reached it; None if it has no such events.
 
-    A device with streams but without timing is told in a warning.
+    Warns:
+        RuntimeWarning: The device has streams, but its events have no timing.
     """
     if not device.has_streams:
         return None
     try:
         event: Any = device.new_event(timing=True)
+        # Tried out, since some backends have the method and raise when it is called.
         if hasattr(event, "elapsed_time"):
             event.record(device.current_stream())
             event.synchronize()
@@ -66,14 +68,14 @@ def timed_event(device: Device) -> Any:
 
 
 class Recorder:
-    """Observes a pipeline until ``finish``; streams too, if the device has timing events.
+    """The observer of a pipeline until ``finish``; of streams too, if the device has timing events.
 
     Attributes:
         origin_ns: The time 0 of all spans, in nanoseconds since 1970.
-        clock_error_ns: By how much times on streams may be off, against those on threads.
+        clock_error_ns: The largest error of times on streams against those on threads.
 
     Args:
-        last: Keep only so many iterations, the last ones; None for all.
+        last: Keep only this many iterations, the last ones; None for all.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Recorder:
         self._last = last
         before_ns = time.perf_counter_ns()
         self.origin_ns = time.time_ns()
+        # The middle of the two reads is the best estimate of the moment of time_ns.
         self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
         base = timed_event(device)
         self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
@@ -97,38 +100,47 @@ class Recorder:
         self._local = threading.local()
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
+        """Note that a thread has arrived at a task, and may have to wait."""
         self._log().arrived = (ins.task, iteration, time.perf_counter_ns())
 
     def start(self, ins: Instruction, iteration: int) -> None:
+        """Note that a task starts on this thread."""
         log = self._log()
         if log.streams is not None and ins.task not in OWN:
             log.streams.start()
+        # A recording that began between arrive and start has no arrival for this task, but another
+        # one's.
         *arrived, arrived_ns = log.arrived
+        # Read last, so that the recorder's own work before the task counts as wait and not as task.
         log.start_ns = time.perf_counter_ns()
         log.wait_ns = log.start_ns - arrived_ns if arrived == [ins.task, iteration] else 0
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        """Add the span of a task that has ended; without a span if its iteration does not exist."""
+        # Read first, for the same reason as in start.
         end_ns = time.perf_counter_ns() - self._origin_ns
         log = self._log()
         start_ns, log.start_ns = log.start_ns, None
         with log.lock:
             if log.closed or start_ns is None:
                 return
-            if not exists:  # nor does its <admit>, the last run
+            if not exists:  # the last run is then the <admit> that found no iteration
                 if log.runs and log.runs[-1][:2] == (ADMIT, iteration):
                     log.runs.pop()
                 return
             start_ns -= self._origin_ns
+            # Iterations go to the workers of a group round robin, so the number says which worker
+            # ran this one.
             rows = self._rows[ins.lane]
             row = rows[iteration % len(rows)]
             log.runs.append((ins.task, iteration, row, start_ns, end_ns, log.wait_ns))
             if log.streams is not None:
                 log.streams.stop(ins.task, iteration)
-            if self._last is not None and ins.task != ADMIT:  # which may find no iteration
+            if self._last is not None and ins.task != ADMIT:  # <admit> may find no iteration
                 log.forget(iteration - self._last)
 
     def finish(self) -> tuple[Span, ...]:
-        """End the recording, wait for the recorded device work, and return all spans, in order."""
+        """End the recording, wait for the recorded device work, and return all spans in order."""
         with self._lock:
             self._finished = True
             logs = tuple(self._logs)
@@ -139,12 +151,14 @@ class Recorder:
                 spans += (Span(*run) for run in log.runs)
                 if log.streams is not None:
                     spans += log.streams.finish()
+        # Each thread has dropped old iterations at its own pace: now all begin with the same one.
         if self._last is not None and spans:
             newest = max(span.iteration for span in spans)
             spans = [span for span in spans if span.iteration > newest - self._last]
         return in_order(spans)
 
     def _log(self) -> _Log:
+        """Return the log of this thread."""
         log: _Log | None = getattr(self._local, "log", None)
         if log is None:
             with self._lock:
@@ -196,7 +210,7 @@ class _Log:
         self.wait_ns = 0
 
     def forget(self, iteration: int) -> None:
-        """Drop what was done on this iteration and earlier ones."""
+        """Drop the spans of this iteration and earlier ones."""
         while self.runs and self.runs[0][1] <= iteration:
             self.runs.popleft()
         if self.streams is not None:
@@ -205,10 +219,10 @@ class _Log:
 
 
 class DeviceClock:
-    """Converts events to nanoseconds from ``origin_ns``, a ``time.perf_counter_ns``.
+    """A conversion of events to nanoseconds from ``origin_ns``, a ``time.perf_counter_ns``.
 
     Attributes:
-        error_ns: By how much they may be off.
+        error_ns: The largest error of the converted times.
     """
 
     def __init__(
@@ -218,7 +232,7 @@ class DeviceClock:
         self._names = {stream: stream_name(ref) for ref, stream in streams.items()}
         self._base = base
         # The device is idle, so it reaches the base event between these two clock reads. Another
-        # process may take the core in between: then it is tried again.
+        # process may take the core in between; in that case the reading is repeated.
         device.synchronize()
         for _ in range(_READINGS):
             before_ns = time.perf_counter_ns()
@@ -230,17 +244,17 @@ class DeviceClock:
         self._base_ns = before_ns + self.error_ns - origin_ns
 
     def row(self, stream: Stream) -> Row:
-        """The row of a stream; a stream without a name in the plan is the caller's."""
+        """Return the row of a stream; a stream without a name in the plan is the caller's."""
         return Row("stream", self._names.get(stream) or stream_name(None))
 
     def time_ns(self, event: Any) -> int:
-        """When the device reached ``event``, which it must have reached."""
+        """Return when the device reached ``event``; it must have reached the event already."""
         after_ms: float = self._base.elapsed_time(event)
         return self._base_ns + round(after_ms * 1e6)
 
 
 class _StreamLog:
-    """One thread's work on streams: pairs of events, converted to spans once both are reached."""
+    """One thread's work on streams: pairs of events that become spans once both are reached."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -250,10 +264,13 @@ class _StreamLog:
         self._open: Any | None = None
 
     def start(self) -> None:
+        """Mark the beginning of a task's work on the current stream."""
         self._open = self._mark()
 
     def stop(self, task: str, iteration: int) -> None:
+        """Mark the end of a task's work, and convert events that the device has reached."""
         start, self._open = self._open, None
+        # The recording began while this task ran.
         if start is None:
             return
         row = self._clock.row(self._clock.device.current_stream())
@@ -264,21 +281,25 @@ class _StreamLog:
                 self._resolve()
 
     def finish(self) -> Iterable[Span]:
+        """Wait for all marked work, and return its spans."""
         while self._in_flight:
             self._in_flight[0][-1].synchronize()
             self._resolve()
         return self.spans
 
     def _mark(self) -> Any:
+        """Return an event recorded on the current stream."""
         device = self._clock.device
         event = self._pool.pop() if self._pool else device.new_event(timing=True)
         event.record(device.current_stream())
         return event
 
     def _resolve(self) -> None:
+        """Convert the oldest pair of events to a span."""
         task, iteration, row, start, end = self._in_flight.popleft()
         start_ns = self._clock.time_ns(start)
         # Times far from the base event are rounded to single precision; the duration is not.
         end_ns = start_ns + round(start.elapsed_time(end) * 1e6)
         self.spans.append(Span(task, iteration, row, start_ns, end_ns))
+        # Both events are reached and read, so they can be recorded again.
         self._pool += (start, end)

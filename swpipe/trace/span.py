@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        """How the row is named in text."""
+        """The name of the row in text."""
         return self.name if self.kind == "thread" else f"stream {self.name}"
 
 
@@ -31,8 +31,8 @@ class Span:
 
     Attributes:
         task: The task's name, or ``<admit>`` or ``<retire>``.
-        row: Where it ran. A task that queues device work has one span on its thread and one on its
-            stream.
+        row: The row of the run. A task that queues device work has one span on its thread and one
+            on its stream.
         start_ns: When the task's function was called, or its work on the stream started.
         end_ns: When the function returned, or the work on the stream was done.
         wait_ns: How long the thread waited before the start; 0 on streams.
@@ -52,12 +52,12 @@ class Span:
 
 
 def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans sorted by start, end and row."""
+    """Return spans sorted by start, end and row."""
     return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns, span.row)))
 
 
 def extent_ns(spans: Sequence[Span]) -> tuple[int, int]:
-    """The first start and the last end, without the wait before the first start.
+    """Return the first start and the last end, without the wait before the first start.
 
     Raises:
         ValueError: There is no span.
@@ -68,11 +68,17 @@ def extent_ns(spans: Sequence[Span]) -> tuple[int, int]:
 
 
 def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
-    """The rows in the order a batch passes through them: threads, then streams, by first task."""
+    """Return the rows in the order in which a batch passes through them.
+
+    Threads come first, then streams, each by first task.
+    """
     first: dict[Row, tuple[bool, bool, int]] = {}
     for span in spans:
+        # A row ranks by its first task. swpipe's own tasks, which start early, count only if the
+        # row has no other task.
         rank = (span.row.kind == "stream", span.task in OWN, span.start_ns)
         first[span.row] = min(rank, first.get(span.row, rank))
+    # The row itself breaks ties, so that pictures of equal traces are equal.
     return tuple(sorted(first, key=lambda row: (first[row], row)))
 
 
@@ -84,7 +90,7 @@ class Panel(NamedTuple):
     beside: Sequence[Span] = ()
 
     def by_row(self) -> dict[Row, tuple[list[Span], list[Span]]]:
-        """Row to its spans and those of ``beside``; in the order of ``rows_of``."""
+        """Return each row with its spans and those of ``beside``, in the order of ``rows_of``."""
         return {
             row: (
                 [span for span in self.spans if span.row == row],
@@ -94,9 +100,11 @@ class Panel(NamedTuple):
         }
 
     def from_zero(self) -> Panel:
-        """The panel, moved in time so that its first span starts at 0."""
+        """Return the panel, moved in time so that its first span starts at 0."""
+        # Without the first wait: it would leave an empty stretch at the left.
         begin_ns, _ = extent_ns(self.spans)
 
+        # Waits need no move: they are lengths, not times.
         def moved(span: Span) -> Span:
             return replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
 

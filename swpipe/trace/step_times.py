@@ -1,10 +1,10 @@
 """Step times that are always on: p50 and p99 of the last steps, and the slowest rank.
 
-A step is the time from one iteration's hand-over to the next one's, with whatever the loop's body
-does between. The first one after a pass has ended is not counted: the pipeline fills again.
+A step is the time from handing out one iteration to handing out the next one, including the loop's
+body. The first step after the end of a pass is not counted, since the pipeline fills again.
 
-On several ranks each leaves its figures in the job's store, where rank 0 looks for them. Nobody
-waits for anybody: a rank's figures may be those of its last report.
+On several ranks, each rank writes its figures to the job's store, where rank 0 reads them. No rank
+waits for another one: a rank's figures may be those of its last report.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _numbers = count()
 
 
 class StepTimes(Observer):
-    """Reports step times every so many steps, at about a microsecond per task and step.
+    """An observer that reports step times, at about a microsecond per task and step.
 
-    A report is ``step``, and milliseconds ``p50_ms`` and ``p99_ms``; on rank 0 of several ranks
-    also ``worst_rank``, the one with the greatest p50, with its ``worst_p50_ms`` and
+    A report has ``step``, and milliseconds ``p50_ms`` and ``p99_ms``; on rank 0 of several ranks
+    also ``worst_rank``, the rank with the greatest p50, with its ``worst_p50_ms`` and
     ``worst_p99_ms``. Ranks that wait for each other in every step have the same step times.
 
-    A sink that raises is dropped, with a RuntimeWarning: training goes on.
+    A sink that raises is dropped, with a RuntimeWarning: training continues.
 
     Args:
         *sinks: Where reports go. A path: a line of JSON each. An object with TensorBoard's
@@ -56,6 +56,7 @@ class StepTimes(Observer):
             raise ValueError(f"every is {every} and last {last}: give 1 or more")
         self._write = [_writer(sink) for sink in sinks]
         self._every = every
+        # Several reporters use one store: ranks create them in the same order, so numbers agree.
         self._number = next(_numbers)
         self._seconds: deque[float] = deque(maxlen=last)
         self._before: float | None = None
@@ -64,7 +65,7 @@ class StepTimes(Observer):
         self._steps = 0
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        """Time a step, where an iteration is handed out."""
+        """Measure a step when an iteration is handed out."""
         if ins.task == RETIRE:
             now, before = time.perf_counter(), self._before
             self._before = now
@@ -74,24 +75,29 @@ class StepTimes(Observer):
                 if self._steps % self._every == 0:
                     self._report(iteration)
         elif ins.task in SOURCES:
+            # The first batch after the end of a pass: the time since the last step is no step.
             if exists and self._ended:
                 self._before = None
             self._ended = not exists
 
     def summary(self) -> dict[str, float]:
-        """``p50_ms`` and ``p99_ms`` of the last steps; empty before the first."""
+        """Return ``p50_ms`` and ``p99_ms`` of the last steps; empty before the first step."""
         times = sorted(self._seconds)
         at = {"p50_ms": 0.5, "p99_ms": 0.99} if times else {}
+        # The nearest-rank percentile: a time that was measured, not an interpolation.
         return {name: 1e3 * times[math.ceil(part * len(times)) - 1] for name, part in at.items()}
 
     def _report(self, step: int) -> None:
+        """Write a report to all sinks."""
         values = self.summary()
         if self._compares and not is_alone():
             try:
                 values |= self._worst(values)
             except RuntimeError as gone:
+                # The store is gone, as when rank 0 has ended: it will not come back.
                 self._compares = False
                 warnings.warn(f"ranks are not compared any more: {gone}", RuntimeWarning, 2)
+        # A copy, since a sink that fails is removed while the loop runs.
         for write in tuple(self._write):
             try:
                 write(values, step)
@@ -101,9 +107,11 @@ class StepTimes(Observer):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _worst(self, own: dict[str, float]) -> dict[str, float]:
+        """Write this rank's figures, and return those of the slowest rank on rank 0."""
         store, rank = job_store(), dist.get_rank()
         keys = [_OF_RANK.format(self._number, other) for other in range(dist.get_world_size())]
         store.set(keys[rank], json.dumps(own))
+        # Not waiting here: a get of a missing key would block until the store's time-out.
         if rank or not store.check(keys):  # a rank has not reported yet
             return {}
         said = [json.loads(text) for text in store.multi_get(keys)]
@@ -112,6 +120,7 @@ class StepTimes(Observer):
 
 
 def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
+    """Return a function that writes values and a step to a sink."""
     if isinstance(sink, str | os.PathLike):
         path = Path(sink)
 
@@ -136,6 +145,7 @@ def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
 
         return set_gauges
     if callable(sink):
+        # Called by its own signature: wandb.log takes the step by name.
         return lambda values, step: sink(
             {f"swpipe/{name}": value for name, value in values.items()}, step=step
         )

@@ -1,4 +1,4 @@
-"""Draw timelines as a picture: one line per thread group and stream, one color per iteration.
+"""Timelines as a picture: one line per thread group and stream, one color per iteration.
 
     title
       io       [read 0][read 1]//[read 2]
@@ -39,14 +39,14 @@ BESIDE = "#E6E6E6"
 HATCHED: Any = {"facecolor": "white", "edgecolor": LINE, "hatch": "/////", "linewidth": 0}
 
 MOST_ROWS, MOST_SPANS = 100, 5_000
-"""The largest picture."""
+"""The largest numbers of rows and spans in a picture."""
 
 ROW_IN, FRAME_IN = 0.7, 0.9
 BOX, HEADING = 0.88, 0.32
 """The height of a box, and of a heading, in rows."""
 
 LETTER = 0.58
-"""The width of a letter, in font sizes, about."""
+"""The approximate width of a letter, in font sizes."""
 
 HEADINGS = {"thread": "thread groups", "stream": "streams"}
 
@@ -64,13 +64,14 @@ def plot(
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """The same as an ``<svg>`` element, to be put into a page."""
+    """Return timelines below each other as an ``<svg>`` element, for use in a page."""
     with _drawn(panels, None) as figure:
         return svg_of(figure)
 
 
 @contextmanager
 def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
+    """Yield a figure with the timelines."""
     panels = [panel.from_zero() for panel in panels]
     tops, headings, end = _layout(panels)
     spans = sum(len(panel.spans) + len(panel.beside) for panel in panels)
@@ -80,14 +81,16 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
             f"{MOST_ROWS} rows and {MOST_SPANS} spans: draw some iterations of them (Trace.window)"
         )
     span_ms = max(1, *(extent_ns(panel.spans)[1] for panel in panels)) / 1e6
+    # All panels share one pair of axes, which keeps their time scales equal.
     with figure_of(FRAME_IN + ROW_IN * end, title) as figure:
         axes = figure.subplots()
         style_axes(axes)
+        # y grows downwards, so that the first panel is on top.
         axes.set(xlim=(0, span_ms), ylim=(end, 0))
         axes.set_yticks([top + BOX / 2 for top in tops.values()], [row.name for _, row in tops])
         for heading, top in headings:
             axes.text(0, top, heading, va="center", fontsize=SMALL_SIZE, color=FAINT)
-        # Until the layout is known, it is not known how much text fits a box.
+        # How much text fits a box is known only once the layout is.
         figure.draw_without_rendering()
         ms_per_pt = span_ms / (axes.get_window_extent().width * 72 / figure.dpi)
         for number, panel in enumerate(panels):
@@ -100,7 +103,7 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
 def _layout(
     panels: Sequence[Panel],
 ) -> tuple[dict[tuple[int, Row], float], list[tuple[str, float]], float]:
-    """Tops of rows by panel and row, middles of headings, and the end.
+    """Return the tops of rows by panel and row, the middles of headings, and the end.
 
     In a panel with both kinds of rows, each kind has a heading.
     """
@@ -110,6 +113,7 @@ def _layout(
     for number, panel in enumerate(panels):
         kinds = [(kind, [*of]) for kind, of in groupby(rows_of(panel.spans), lambda row: row.kind)]
         for place, (kind, rows) in enumerate(kinds):
+            # The panel's heading stands above its first kind of rows only.
             parts = (panel.heading if place == 0 else "", HEADINGS[kind] if kinds[1:] else "")
             if heading := ", ".join(filter(None, parts)):
                 headings.append((heading, end + HEADING / 2))
@@ -127,6 +131,7 @@ def _draw_row(
     # swpipe's own tasks are drawn only if they are wide enough to be seen.
     spans = [s for s in spans if s.task not in OWN or s.duration_ns > 1e6 * ms_per_pt]
     waits = [((s.start_ns - s.wait_ns) / 1e6, s.wait_ns / 1e6) for s in spans]
+    # Thinner hatching would look like a line.
     waits = [wait for wait in waits if wait[1] > 2 * ms_per_pt]
     axes.broken_barh(waits, (top + BOX / 4, BOX / 2), **HATCHED)
     for boxes, colors in (
@@ -148,10 +153,11 @@ def _draw_row(
 
 
 def _text(span: Span, room_pt: float) -> tuple[str, bool]:
-    """What is written into a box, and whether upright."""
+    """Return the text for a box, and whether it is upright."""
     number = str(span.iteration)
     if _width_pt(span.task) <= room_pt:
         return f"{span.task}\n{number}", False
+    # Upright text needs the width of one line, and has to fit the height of the box.
     if room_pt >= SMALL_SIZE:
         for text in (f"{span.task} {number}", span.task):
             if _width_pt(text) <= 72 * ROW_IN * BOX:
@@ -160,10 +166,12 @@ def _text(span: Span, room_pt: float) -> tuple[str, bool]:
 
 
 def _width_pt(text: str) -> float:
+    """Return the approximate width of a text, in points."""
     return LETTER * SMALL_SIZE * (len(text) + 0.5)
 
 
 def _color(iteration: int) -> str:
+    """Return the color of an iteration."""
     return COLORS[iteration % len(COLORS)]
 
 
@@ -174,6 +182,7 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], ms_per_pt: float) -> N
     spans = [span for panel in panels for span in panel.spans]
     iterations = sorted({span.iteration for span in spans})
     keys: list[Any] = []
+    # With more iterations, a color stands for several of them, and a key would mislead.
     if len(iterations) <= len(COLORS):
         keys = [Patch(facecolor=_color(i), label=f"iteration {i}") for i in iterations]
     if any(span.wait_ns > 2e6 * ms_per_pt for span in spans):

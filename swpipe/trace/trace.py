@@ -25,7 +25,7 @@ from swpipe.trace.lanes import LaneTimes, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
-_TOLD = 0.02  # of a lane's time: shorter waits are not told
+_TOLD = 0.02  # share of a row's time; shorter waits are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TaskTimes:
 class Trace(Rows):
     """A record of when each task ran, from ``SWPipeline.trace`` or ``Trace.load``.
 
-    What cannot be said or drawn of an empty trace raises a ValueError. Pictures need matplotlib,
+    Statistics and pictures of an empty trace raise a ValueError. Pictures need matplotlib,
     ``swpipe[plot]``; without it they raise a ModuleNotFoundError.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trace(Rows):
         beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
         arrows: The plan's dependences; saved with the spans.
         origin_ns: The time 0 of all spans, in nanoseconds since 1970; 0 if it is not known.
-        clock_error_ns: By how much times on streams may be off, against those on threads.
+        clock_error_ns: The largest error of times on streams against those on threads.
     """
 
     def __init__(
@@ -76,7 +76,13 @@ class Trace(Rows):
         return f"<swpipe.trace.Trace of {len(self.spans)} spans in {iterations} iterations>"
 
     def window(self, first_iteration: int, last_iteration: int) -> Trace:
-        """The trace of some iterations, both ends included; others in that time are ``beside``."""
+        """Return the trace of some iterations, both ends included.
+
+        Spans of other iterations in that time are in ``beside``.
+
+        Raises:
+            ValueError: The trace has none of these iterations.
+        """
         wanted = [s for s in self.spans if first_iteration <= s.iteration <= last_iteration]
         if not wanted:
             have = sorted({span.iteration for span in self.spans})
@@ -85,14 +91,15 @@ class Trace(Rows):
                 + (f"{have[0]} to {have[-1]}" if have else "none")
             )
         begin_ns, end_ns = extent_ns(wanted)
+        # A window of a window keeps the grey spans that still overlap.
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
         return Trace(wanted, beside=beside, **self._about)
 
     def steady(self, count: int = 4) -> Trace:
-        """The trace of a few successive iterations that take as long as most do.
+        """Return the trace of a few successive iterations that take as long as most do.
 
-        Those that fill and drain the pipeline are left out where there are enough others.
+        Iterations that fill and drain the pipeline are left out if there are enough others.
 
         Args:
             count: How many iterations; all, if the trace has no more.
@@ -105,18 +112,21 @@ class Trace(Rows):
         extent_ns(self.spans)  # refuses an empty trace
         ends = self._ends_ns()
         numbers = sorted(ends)
+        # The first quarter and the last eighth are left out: the pipeline may fill and drain there.
         inner = numbers[len(numbers) // 4 : len(numbers) - len(numbers) // 8]
         if len(inner) <= count:
             inner = numbers[-count - 1 :]
         usual_ns = 1e9 * count * (self.initiation_interval_s or 0.0)
-        # Each from the iteration whose end begins it.
+        # Each window begins with one extra iteration, whose end is the window's beginning. The
+        # window whose length is closest to the usual one is shown.
         windows = [inner[k : k + count + 1] for k in range(len(inner) - count)]
         windows.sort(key=lambda of: abs(ends[of[-1]] - ends[of[0]] - usual_ns))
         shown = windows[0][1:] if windows else inner
         return self.window(shown[0], shown[-1])
 
     def _ends_ns(self) -> dict[int, int]:
-        """Iteration to when it ended: with its ``<retire>``, or else with its last task."""
+        """Return when each iteration ended: with its ``<retire>``, or else with its last task."""
+        # A serial run has no <retire>.
         if retired := {s.iteration: s.end_ns for s in self.spans if s.task == RETIRE}:
             return retired
         ends: dict[int, int] = {}
@@ -126,16 +136,18 @@ class Trace(Rows):
 
     @property
     def initiation_interval_s(self) -> float | None:
-        """Median seconds between the ends of successive iterations; None with fewer than two.
+        """The median seconds between the ends of successive iterations; None with fewer than two.
 
         An iteration ends with its ``<retire>``, or in a serial run with its last task.
         """
         ends = sorted(self._ends_ns().values())
+        # The median: one slow step, such as for a checkpoint, does not change it.
         steps = [later - sooner for sooner, later in pairwise(ends)]
         return median(steps) / 1e9 if steps else None
 
     def task_times(self) -> tuple[TaskTimes, ...]:
-        """The mean times per row and task, sorted by row."""
+        """Return the mean times per row and task, sorted by row."""
+        # By row and not by thread group: a group's workers have a row each.
         runs: dict[tuple[Row, str], list[Span]] = defaultdict(list)
         for span in self.spans:
             runs[span.row, span.task].append(span)
@@ -152,36 +164,39 @@ class Trace(Rows):
         )
 
     def lanes(self) -> tuple[LaneTimes, ...]:
-        """What each thread and stream did: busy, waiting and for what, idle."""
+        """Return what each thread and stream did: busy, waiting and for what, idle."""
         return lanes(self.spans, self.arrows)
 
     def hidden(self, *tasks: TaskRef) -> float | None:
-        """The share of some tasks' time in which others ran too, from 0 to 1.
+        """Return the share of some tasks' time in which other tasks ran too, from 0 to 1.
 
-        With the tasks that communicate, it is how much of the communication is hidden.
+        For the tasks that communicate, this is the share of the communication that is hidden.
 
         Returns:
-            None if they took no time, or are not in the trace.
+            None if the tasks took no time, or are not in the trace.
         """
         return hidden(self.spans, names_of(tasks))
 
     def critical_path(self) -> CriticalPath:
-        """The chain of spans and waits that the length of the trace comes from."""
+        """Return the chain of spans and waits that determines the length of the trace."""
         return critical_path(self.spans, self.arrows)
 
     def peak_memory(self, memory: TaskMemory, *, streams: bool = False) -> PeakMemory:
-        """When the iterations of the trace held most, and of what that consisted.
+        """Return when the iterations of the trace held the most memory, and its parts.
 
         Args:
-            memory: What the tasks hold, from ``swpipe.profiler.measure_memory``.
-            streams: Whether the plan uses streams on a device, and so holds until an iteration is
-                retired, and other streams are done with it, what tasks remove from its context.
+            memory: The memory of the tasks, from ``swpipe.profiler.measure_memory``.
+            streams: Whether the plan uses streams on a device. Memory that tasks remove from an
+                iteration's context is then held until the iteration is retired and other streams
+                are done with it.
         """
+        # A task's memory belongs to the stream on which it works: tasks without one use the
+        # caller's.
         made_on = {span.task: span.row.name for span in self.spans if span.row.kind == "stream"}
         return peak_memory(self.spans, memory, streams=made_on if streams else None)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per span, of plain values; times in microseconds."""
+        """Return one row per span, of plain values; times in microseconds."""
         return [
             {
                 "task": span.task,
@@ -199,18 +214,19 @@ class Trace(Rows):
         return self.format_summary() if self.spans else repr(self)
 
     def _repr_html_(self) -> str:
-        """The timeline of a few iterations and the summary, for a notebook."""
+        """Return the timeline of a few iterations and the summary, for a notebook."""
         if not self.spans:
             return super()._repr_html_()
         shown = self.steady()
         try:
             drawn = svg_stacked({"": shown})
         except ModuleNotFoundError:
+            # Without matplotlib, the timeline is drawn with characters.
             drawn = f"<pre>{html.escape(shown.format())}</pre>"
         return drawn + super()._repr_html_()
 
     def format_summary(self) -> str:
-        """What each row did, its tasks' times, the critical path, and the initiation interval."""
+        """Return the rows' and tasks' times, the critical path and the initiation interval."""
         lines: list[tuple[Any, ...]] = []
         waits: list[str] = []
         times = self.task_times()
@@ -221,7 +237,9 @@ class Trace(Rows):
             for one in (one for one in times if one.row == lane.row):
                 wait = f"{one.mean_wait_s * 1e3:.3f}" if one.row.kind == "thread" else ""
                 lines.append((*head, one.task, one.runs, f"{one.mean_s * 1e3:.3f}", wait))
+                # The figures of a row appear once, in the line of its first task.
                 head = ("",) * len(head)
+            # A lane's waits are sorted, the longest first.
             shares = {task: ns / whole_ns for task, ns in lane.waiting_ns.items()}
             told = [f"{task} {share:.0%}" for task, share in shares.items() if share >= _TOLD]
             waits += [f"{lane.row.label} waits for {', '.join(told)}"] if told else []
@@ -234,12 +252,12 @@ class Trace(Rows):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON for chrome://tracing and the Perfetto UI, without the spans in ``beside``.
 
-        A file whose name ends in ``.gz`` is compressed, to a tenth or so; Perfetto reads it.
+        A file whose name ends in ``.gz`` is compressed, to about a tenth; Perfetto reads it.
         """
         perfetto.save(Path(path), self.spans, self._about)
 
     def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-        """Write what ``torch.profiler`` has exported, and this trace beside it, on one clock.
+        """Write what ``torch.profiler`` has exported, with this trace beside it, on one clock.
 
         Args:
             profiled: The file that ``export_chrome_trace()`` wrote, of the same process.
@@ -249,6 +267,7 @@ class Trace(Rows):
             ValueError: ``profiled`` is something else, or it is not known when the trace was
                 recorded.
         """
+        # Without the time of day, there is no way to place both on one clock.
         if not self.origin_ns:
             raise ValueError("it is not known when this trace was recorded: record it again")
         perfetto.add_to(Path(path), Path(profiled), self.spans, self._about)
@@ -260,7 +279,13 @@ class Trace(Rows):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a file that ``save`` wrote."""
+        """Read a file that ``save`` wrote.
+
+        Raises:
+            ValueError: The file is not one of those.
+        """
+        # The file has spans, arrows and both times: all arguments but ``beside``, which is not
+        # saved.
         return cls(**perfetto.load(Path(path)))
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -274,11 +299,11 @@ class Trace(Rows):
 
 @dataclass(frozen=True, slots=True)
 class OverRanks:
-    """One task on one row, over several ranks: its least and greatest mean time, and where.
+    """The least and greatest mean time of one task on one row over several ranks.
 
     Attributes:
         least_s: In seconds; on the rank ``fastest``.
-        most_s: On the rank ``slowest``.
+        most_s: In seconds; on the rank ``slowest``.
     """
 
     task: str
@@ -290,7 +315,7 @@ class OverRanks:
 
 
 def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
-    """Compare the task times of several ranks' traces; those that differ most come first.
+    """Compare the task times of several ranks' traces; the largest differences come first.
 
     Args:
         traces: The name of each rank to its trace.
@@ -299,6 +324,7 @@ def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
     for rank, trace in traces.items():
         for times in trace.task_times():
             by_task[times.task, times.row].append((times.mean_s, rank))
+    # min and max of (seconds, rank): the time and where it was measured.
     found = [OverRanks(*key, *min(of), *max(of)) for key, of in by_task.items()]
     return tuple(sorted(found, key=lambda each: each.least_s - each.most_s))
 
@@ -321,4 +347,5 @@ def svg_stacked(traces: Mapping[str, Trace]) -> str:
 
 
 def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
+    """Return one panel per trace."""
     return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]
