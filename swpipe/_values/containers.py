@@ -119,7 +119,8 @@ def _slots_of(cls: type) -> Iterator[str]:
             yield f"_{base.__name__.lstrip('_')}{name}" if private else name
 
 
-LEAF, TENSOR = Kind(), Kind()
+LEAF = Kind()
+TENSOR = Kind()
 _MAPPING = Kind(methodcaller("values"), methodcaller("keys"), fill=_fill_mapping)
 _ITEMS = Kind(iter, fill=_fill_items)
 

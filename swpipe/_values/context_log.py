@@ -138,7 +138,8 @@ class ContextWatch(AttributeLog):
         # Only after the copy: what another thread sets until then is in by_others, and not
         # produced.
         super().__exit__()
-        before, foreign = self._prints, self.only_by_others
+        before = self._prints
+        foreign = self.only_by_others
         self.produced = tuple(
             name
             for name, value in after.items()

@@ -126,7 +126,8 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     elif not tensor.is_meta:
         # All elements along an expanded dimension are the same one.
         dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-        first, everything = slice(0, 1), slice(None)
+        first = slice(0, 1)
+        everything = slice(None)
         yield tensor[tuple(first if n > 1 and not step else everything for n, step in dimensions)]
 
 

@@ -158,7 +158,9 @@ class Snapshot:
         modules = [*modules_of([one])]
         _reshard(modules)
         self._modules += modules
-        tensors, added, key = SavedTensors(), self._added, object()
+        tensors = SavedTensors()
+        added = self._added
+        key = object()
         restores: list[Restore] = [_save(one, tensors, within=True), tensors.restore]
 
         # Called when the optimizer is freed: nothing is left to restore.
@@ -269,7 +271,8 @@ def _holds_tensors(value: Any) -> bool:
 
 def _save_registered(module: Module, tensors: SavedTensors) -> Restore:
     """Save parameters and buffers; those registered later stay."""
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    parameters = dict(module._parameters)
+    buffers = dict(module._buffers)
     for tensor in tensors_in((parameters, buffers)):
         tensors.add(tensor)
     return lambda: (module._parameters.update(parameters), module._buffers.update(buffers))

@@ -92,7 +92,8 @@ class MemoryPrint:
         """
         # A tensor that the later moment no longer reaches is read again: it may have been changed
         # before.
-        sums, versions = dict(now._sums), set[StorageId]()
+        sums = dict(now._sums)
+        versions = set[StorageId]()
         for tensor, numbers, version in self._tensors:
             sums |= checksums(tensor) if numbers - sums.keys() else {}
             if version_of(tensor) != version:
@@ -138,7 +139,8 @@ def _checksum(storage: Any) -> int:
     with torch.no_grad():
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         end = size // 8 * 8
-        words, last = content[:end].view(torch.int64), content.new_zeros(8)
+        words = content[:end].view(torch.int64)
+        last = content.new_zeros(8)
         last[: size - end] = content[end:]
         # Each word has its own odd factor, so that the sum depends on the order of the words.
         factors = 2 * torch.arange(len(words) + 1, device=storage.device) + 1

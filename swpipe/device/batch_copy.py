@@ -42,7 +42,8 @@ class BatchCopy:
     """
 
     def __init__(self, device: Device, attributes: tuple[str, ...], buffers: int) -> None:
-        self._device, self._place = device, torch.device(device.name)
+        self._device = device
+        self._place = torch.device(device.name)
         self._attributes = () if on_cpu(self._place) else attributes
         self._pool = PinnedPool(device, buffers)
 

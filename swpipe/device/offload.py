@@ -47,7 +47,8 @@ __all__ = ["Offload", "offloaded", "with_offload"]
 
 _uses = torch._C._storage_Use_Count
 
-STASH, RESTORE = "stash", "restore"
+STASH = "stash"
+RESTORE = "restore"
 """The names of the streams, and the first words of the tasks' names."""
 
 HELD = "stashed"
@@ -71,7 +72,8 @@ class _Memory:
         self.home = home
         self.saved: list[tuple[Tensor, int]] = []
         self.on_host = False
-        self._size, self._in_place = storage.nbytes(), in_place
+        self._size = storage.nbytes()
+        self._in_place = in_place
         self._host: Any = None
 
     @property
@@ -134,8 +136,10 @@ class _Saved:
     def __init__(self, memory: _Memory, tensor: Tensor) -> None:
         self._memory = memory
         self._number = len(memory.saved)
-        self._dtype, self._place = tensor.dtype, tensor.storage_offset()
-        self._size, self._stride = tensor.size(), tensor.stride()
+        self._dtype = tensor.dtype
+        self._place = tensor.storage_offset()
+        self._size = tensor.size()
+        self._stride = tensor.stride()
         memory.saved.append((tensor.detach(), tensor._version))
 
     def unpack(self) -> Tensor:
@@ -257,9 +261,14 @@ class Offload:
                 f"offload {name!r}: tensors, freed and state say that the memory outlives an "
                 "iteration: give all three, or none for what autograd saves"
             )
-        self.name, self.after, self.before, self.freed = name, after, before, freed
+        self.name = name
+        self.after = after
+        self.before = before
+        self.freed = freed
         self.during = during
-        self._device, self._tensors, self._least = resolve(device), tensors, least_bytes
+        self._device = resolve(device)
+        self._tensors = tensors
+        self._least = least_bytes
         self._place = torch.device(self._device.name)
         self._own = _Stashes()
         self._kept: dict[int, _Memory] = {}
@@ -267,7 +276,8 @@ class Offload:
         if state is not None:
             # Whoever else looks at the state, such as the loop's body, does so between iterations.
             self.io = (DeclaredIO(state=state, others="", reset=self._bring_back),)
-        pure, reads = not self.io, () if self.io else (HELD,)
+        pure = not self.io
+        reads = () if self.io else (HELD,)
         self.stash, self.restore = (
             PipelineTask(f"{what} {name}", run, self.io, pure=pure, reads=reads)
             for what, run in ((STASH, self._stash), (RESTORE, self._restore))
@@ -275,7 +285,8 @@ class Offload:
 
     def watching(self, task: PipelineTask) -> PipelineTask:
         """Return a task that hands over what autograd saves, or before which memory goes."""
-        saves, frees = not self.io and task.name == self.after, task.name == self.freed
+        saves = not self.io and task.name == self.after
+        frees = task.name == self.freed
         if self.io and (frees or task.name == self.before):
             task = replace(task, io=(*task.io, *self.io), pure=False)
         if not self._device.has_streams or not (saves or frees):
@@ -414,14 +425,18 @@ def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
         PlanError: A pair names a task that the plan does not have, or nothing runs between the two.
     """
     resolved = resolve_plan(plan)
-    names, order = resolved.period_order, [*resolved.period_order]
-    schedule, deps = dict(plan.schedule), [*plan.deps]
+    names = resolved.period_order
+    order = [*resolved.period_order]
+    schedule = dict(plan.schedule)
+    deps = [*plan.deps]
     saving = [pair for pair in pairs if not pair.io]
     frees = {pair.name: later.after for pair, later in zip(saving, saving[2:], strict=False)}
     for pair in pairs:
         _check_names(pair, names)
-        stash, restore = pair.stash.name, pair.restore.name
-        first, last = schedule[pair.after], schedule[pair.before]
+        stash = pair.stash.name
+        restore = pair.restore.name
+        first = schedule[pair.after]
+        last = schedule[pair.before]
         schedule[stash] = TaskSchedule(first.stage, STASH, first.thread_group)
         schedule[restore] = TaskSchedule(last.stage, RESTORE, last.thread_group)
         alike = [n for n in names if plan.schedule[n].stage == last.stage]

@@ -65,7 +65,8 @@ class PinnedPool:
     """
 
     def __init__(self, device: Device, most: int) -> None:
-        self._device, self._most = device, most
+        self._device = device
+        self._most = most
         self._used: deque[_Buffer] = deque()  # oldest first
 
     def copy(self, transfers: Iterable[Transfer]) -> None:

@@ -114,7 +114,9 @@ def _add_attributes(
             home |= dict.fromkeys(numbers - home.keys(), name)
     any_modified = set[StorageId]().union(*modified.values())
     for observed in iteration.tasks:
-        accesses, operators, held = found[observed.task], observed.operators, observed.held
+        accesses = found[observed.task]
+        operators = observed.operators
+        held = observed.held
         for name in observed.reads:
             accesses.attributes[name] |= READ
         for name in observed.sets:
@@ -197,7 +199,8 @@ def _add_unnamed(
         unnamed = (iteration.before | iteration.survivors) - _named(iteration)
         for observed in iteration.tasks:
             operators = observed.operators
-            reads, written = operators.all_reads, operators.created | operators.writes
+            reads = operators.all_reads
+            written = operators.created | operators.writes
             for number in (reads | written) & unnamed:
                 described = f"{storages.description(number)}, first seen in {observed.task!r}"
                 item = items.setdefault(number, StateItem.alone(f"unnamed memory ({described})"))

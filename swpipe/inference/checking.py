@@ -72,7 +72,9 @@ class _WordWatch:
     """A context manager that checks one run of a pure task against ``pure=True``."""
 
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
-        self.check, self.task, self.ctx = check, task, ctx
+        self.check = check
+        self.task = task
+        self.ctx = ctx
         self.operators = use_recorder(check.device)
         worker = ctx.iter_idx % check.plan.schedule[task.name].workers
         self.runs = check.pure_runs.get((task.name, worker))
@@ -142,15 +144,19 @@ class RunCheck:
         pure: WatchedIterations,
         first: int,
     ) -> None:
-        self.plan, self.device = orders.verified.plan, device
+        self.plan = orders.verified.plan
+        self.device = device
         self._releases = orders.verified.releases
-        self._every, self._pure, self._first = every, pure, first
+        self._every = every
+        self._pure = pure
+        self._first = first
         self._threads = len(self.plan.thread_groups) > 1
         tasks = orders.verified.tasks
         known = items_in(declared_owners(tasks)).tensors.values()
         self._gradients = WatchedGradients(t for t in known if t.requires_grad and t.is_leaf)
         self._places = ComparedPlaces(orders, self._gradients)
-        self._pure_uses, self._apart = PureUses(), ApartStates(tasks)
+        self._pure_uses = PureUses()
+        self._apart = ApartStates(tasks)
         # One per worker: the runs of a task on one worker follow each other, so they need no lock.
         self.pure_runs = {
             (task.name, worker): PureRuns(self.device)
@@ -197,7 +203,8 @@ class RunCheck:
         """Return whether a task runs on the thread that began the run, with no task beside it."""
         if threading.get_ident() != self._caller or self._running:
             return False
-        number, depth = watch.ctx.iter_idx, self.plan.depth
+        number = watch.ctx.iter_idx
+        depth = self.plan.depth
         # An unwatched task on another thread is not in _running. It can only run if its iteration
         # is in flight together with this one; all such iterations have to be watched.
         others = range(max(self._first, number - depth + 1), number + depth)
@@ -235,13 +242,16 @@ class RunCheck:
 
         Values are released after the last task that declares a use of them.
         """
-        releases, used = self._releases, watch.log.reads | watch.log.deletes
+        releases = self._releases
+        used = watch.log.reads | watch.log.deletes
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self.plan, [unsaid])
 
     def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
         """Raise an error for each thing that a pure task did and ``pure=True`` rules out."""
-        task, ctx, operators = watch.task, watch.ctx, watch.operators
+        task = watch.task
+        ctx = watch.ctx
+        operators = watch.operators
         found = [*runs.faults(ctx, operators)]
         workers = self.plan.schedule[task.name].workers
         with self._lock:
@@ -255,7 +265,8 @@ class RunCheck:
 
     def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[Place, Access]]:
         """Yield each place that a task touched, and how; gradients are left out."""
-        log, operators = watch.log, watch.operators
+        log = watch.log
+        operators = watch.operators
         for name in log.reads | log.sets | log.deletes:
             access = Access(name in log.reads, name in log.sets | log.deletes)
             yield self._places.place("attribute", run.iteration, name), access
@@ -263,8 +274,10 @@ class RunCheck:
             place = self._places.place("generator", number, str(generator or TORCH))
             place.reference = generator
             yield place, READ_WRITE
-        accesses, storages = operators.accesses, operators.storages
-        reads, writes = accesses.all_reads, accesses.writes | accesses.created
+        accesses = operators.accesses
+        storages = operators.storages
+        reads = accesses.all_reads
+        writes = accesses.writes | accesses.created
         for number in reads | writes:
             # Another task's memory may have been freed meanwhile: its number has not been used
             # again.
@@ -282,9 +295,11 @@ class RunCheck:
 
         The gradient counts in whichever memory it lies.
         """
-        operators, gradients = watch.operators, self._gradients
+        operators = watch.operators
+        gradients = self._gradients
         accesses = operators.accesses
-        reads, writes = accesses.all_reads, accesses.writes | accesses.created
+        reads = accesses.all_reads
+        writes = accesses.writes | accesses.created
         found = dict.fromkeys(operators.accumulated.keys() & gradients.parameters, READ_WRITE)
         for number, storage in gradients.memory(watch.gradients):
             how = Access(storage in reads, storage in writes)

@@ -31,7 +31,8 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
             f"check_effects is {share!r}: give True, False, or the share of the iterations that "
             "are watched, above 0 and up to 1"
         )
-    tasks, depth = verified.tasks, verified.program.depth
+    tasks = verified.tasks
+    depth = verified.program.depth
     every = pure = WatchedIterations(depth, share)
     if share is None:
         said = [io for task in tasks for io in task.io]

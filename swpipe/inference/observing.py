@@ -114,7 +114,9 @@ class IterationObserver:
             if isinstance(owner, torch.nn.Module):
                 for module in modules_in(owner):
                     self._name_of.setdefault(id(module), path)
-        self._tasks, self._device, self._seeds = tasks, device, seeds
+        self._tasks = tasks
+        self._device = device
+        self._seeds = seeds
         self._context = context
         self._seen: frozenset[StorageId] = frozenset()
         self._alive: frozenset[StorageId] = frozenset()
@@ -148,7 +150,8 @@ class IterationObserver:
             # other tasks.
             log = ContextWatch(ctx, objects=False)
             operators = OperatorRecorder(self._device, self.storages)
-            modes, stepped = ModuleModes(modules_of(self.owners), eager=True), set[int]()
+            modes = ModuleModes(modules_of(self.owners), eager=True)
+            stepped = set[int]()
             with modes:
                 self._call(task, ctx, log, operators, stepped)
             after = self._moment(ctx)

@@ -43,7 +43,8 @@ class Orders:
         """Add one dependence, and everything that follows from it and the earlier ones."""
         if not self.implies(edge):
             least = self._least
-            consumer, producer = self._index[edge.consumer], self._index[edge.producer]
+            consumer = self._index[edge.consumer]
+            producer = self._index[edge.producer]
             through = least[:, producer, None] + edge.distance + least[consumer, None, :]
             torch.minimum(least, through, out=least)
             self._rows = least.tolist()
@@ -69,7 +70,8 @@ class Orders:
 
     def _rank(self, edge: Edge) -> tuple[int, int, int]:
         """Return the sort key of an edge: shorter edges first."""
-        consumer, producer = self._index[edge.consumer], self._index[edge.producer]
+        consumer = self._index[edge.consumer]
+        producer = self._index[edge.producer]
         return edge.distance, consumer - producer, consumer
 
 

@@ -40,7 +40,9 @@ class Access(NamedTuple):
         return Access(self.reads or other[0], self.writes or other[1])
 
 
-READ, WRITE, READ_WRITE = Access(True, False), Access(False, True), Access(True, True)
+READ = Access(True, False)
+WRITE = Access(False, True)
+READ_WRITE = Access(True, True)
 
 
 class TaskRun(NamedTuple):
@@ -120,7 +122,8 @@ class KeptOrders:
     """
 
     def __init__(self, verified: VerifiedPlan) -> None:
-        self.verified, self._guaranteed = verified, verified.before
+        self.verified = verified
+        self._guaranteed = verified.before
         self._random = frozenset(task.name for task in verified.tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
         # A pair to the distances between which it begins to be kept: not at the first one.
@@ -186,8 +189,10 @@ class ComparedPlaces:
     """
 
     def __init__(self, orders: KeptOrders, gradients: WatchedGradients) -> None:
-        self._plan, self._tasks = orders.verified.plan, orders.verified.tasks
-        self._orders, self._gradients = orders, gradients
+        self._plan = orders.verified.plan
+        self._tasks = orders.verified.tasks
+        self._orders = orders
+        self._gradients = gradients
         self._places: dict[tuple[str, int, str], Place] = {}
         self._most = _MOST_DEAD
 

@@ -141,7 +141,8 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             owner = self._owners.setdefault(number, base)
             if mode not in ("r", "w", "rw"):
                 continue
-            span, uses = _span_of(tensor), self.uses.setdefault(number, [])
+            span = _span_of(tensor)
+            uses = self.uses.setdefault(number, [])
             # One use per range of bytes: slices of a storage are separate unless they overlap
             # (meets).
             use = next((use for use in uses if use.span == span), None)
@@ -155,7 +156,8 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         """Yield the memory that the task has read and that is not part of its context."""
         own = self._given | self._memory_of(ctx)
         for number in (number for number in self.uses if number not in own):
-            name, reference = self.storages.description(number), self.storages.reference(number)
+            name = self.storages.description(number)
+            reference = self.storages.reference(number)
             yield UsedMemory(number, name, self._owners[number], reference)
 
     def left(self) -> Iterator[tuple[StorageId, _MemoryUse]]:

@@ -74,7 +74,8 @@ def record(
     # Declarations that no plan can satisfy are refused before any task runs.
     validate(PipelinePlan.serial(tasks), tasks)
     where = resolve_device(device)
-    seeds, kind = TaskSeeds(seed, where), context_class(context)
+    seeds = TaskSeeds(seed, where)
+    kind = context_class(context)
     if state is None:
 
         def run(batch: Any) -> None:

@@ -97,7 +97,8 @@ class SampledContents:
                 self._send(differs)
         if len(self._known) > self._most:
             alive = {k: one for k, one in self._known.items() if not one.reference.expired()}
-            self._known, self._most = alive, 2 * len(alive) + _MOST_KEPT
+            self._known = alive
+            self._most = 2 * len(alive) + _MOST_KEPT
 
     def changed(self) -> Iterator[ChangedMemory]:
         """Yield the changes whose comparisons have arrived on the host by now."""
@@ -145,7 +146,8 @@ def _sampled(tensor: Tensor) -> tuple[Any, Tensor | None]:
 
     The sum is None if the tensor cannot be sampled.
     """
-    count, size = tensor.numel(), tensor.element_size()
+    count = tensor.numel()
+    size = tensor.element_size()
     kind = tensor.device, tensor.dtype, tensor.shape, tensor.storage_offset()
     known = type(tensor) in (Tensor, Parameter) and size in _WORDS
     if not known or tensor.dtype.is_complex or tensor.is_quantized:

@@ -73,7 +73,8 @@ def shown_state(
             # Also after a failure: declared captures are the caller's functions, no part of the
             # snapshot.
             captured.restore()
-        owners, handed_on = shown.owners(), shown.handed_on()
+        owners = shown.owners()
+        handed_on = shown.handed_on()
     # A declared capture is assumed to hold the handed-on tensors.
     if handed_on and not any(io.capture for task in tasks for io in task.io):
         warnings.warn(
@@ -134,7 +135,8 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def begin(self, batch: Any) -> None:
         """Begin an iteration on its own copy of the batch."""
-        accesses, storages = self.accesses, self.storages
+        accesses = self.accesses
+        storages = self.storages
         for numbers in (accesses.reads, accesses.replays, accesses.created):
             numbers.clear()
         # The copy counts as created here: writing it needs no saving.
@@ -143,7 +145,8 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Note the storages that outlive the iteration that has just ended; its context is gone."""
-        accesses, storages = self.accesses, self.storages
+        accesses = self.accesses
+        storages = self.storages
         # Reference cycles would keep memory of the iteration alive, which would then look handed on
         # to the next iteration.
         gc.collect()

@@ -73,7 +73,8 @@ class WatchedGradients:
     def read(self) -> None:
         """Read the gradients themselves; nothing may train meanwhile."""
         for number, parameter in self.parameters.items():
-            gradient, known = grad_or_none(parameter), self._known.get(number)
+            gradient = grad_or_none(parameter)
+            known = self._known.get(number)
             if gradient is None:
                 self._known.pop(number, None)
             # Kept while it is the same tensor: its memory may also include copies that autograd has

@@ -45,7 +45,8 @@ class ModuleModes:
         self.switched: dict[int, Module] = {}
 
     def __enter__(self) -> ModuleModes:
-        self._hook, self.ran = None, {}
+        self._hook = None
+        self.ran = {}
         self._modes = {number: module.training for number, module in self._alive()}
         if self._eager or not something_is_compiled():
             thread = get_ident()

@@ -136,7 +136,9 @@ class Cache:
         device: Device,
     ) -> None:
         self._task = task
-        self._deleted, self._gradients, self._sources = deleted, gradients, sources
+        self._deleted = deleted
+        self._gradients = gradients
+        self._sources = sources
         self._device = device
         self._zeros = ZeroGradients()
         self.in_backward = Spent()

@@ -43,7 +43,8 @@ class ShortcutControl(Generic[C]):
         # Imported late, since most pipelines never shortcut a task.
         from swpipe.shortcut.substitute import substitute_of
 
-        names, shortcuts = self.task_names(*tasks), self._driver.engine.shortcuts
+        names = self.task_names(*tasks)
+        shortcuts = self._driver.engine.shortcuts
         substitute = None if with_ is None else substitute_of(names, with_)
         wanted = {*shortcuts.names, *names}
         # Compared before anything changes: on an error the tasks are shortcut as before.
@@ -59,7 +60,8 @@ class ShortcutControl(Generic[C]):
             ValueError: A task that this pipeline does not have.
             RuntimeError: As for ``enable_shortcut``; the tasks then are shortcut as before.
         """
-        names, shortcuts = self.task_names(*(tasks or self.tasks)), self._driver.engine.shortcuts
+        names = self.task_names(*(tasks or self.tasks))
+        shortcuts = self._driver.engine.shortcuts
         if not shortcuts.names.isdisjoint(names):
             # Ranks compare the tasks that stay shortcut, since those decide which collectives are
             # called.

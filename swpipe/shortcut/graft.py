@@ -56,7 +56,10 @@ class _GraftGrad(torch.autograd.Function):
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        graft.zeros, graft.leaves, graft.task, graft.spent = zeros, leaves, task, spent
+        graft.zeros = zeros
+        graft.leaves = leaves
+        graft.task = task
+        graft.spent = spent
         # An unused output gets None as its gradient, and no tensor of zeros is allocated for it.
         graft.set_materialize_grads(False)
         # Not the inputs themselves: autograd treats those as views and forbids in-place changes.

@@ -146,7 +146,8 @@ class Shortcuts:
         Raises:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
         """
-        caches, substitute = self._caches.get(task.name), self._substitutes.get(task.name)
+        caches = self._caches.get(task.name)
+        substitute = self._substitutes.get(task.name)
         if substitute is not None:
             substitute(ctx)
             return

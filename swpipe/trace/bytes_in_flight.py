@@ -137,7 +137,8 @@ def peak_memory(
     for number, step in enumerate(steps, 1):
         total += step.holding.bytes if step.turn == 1 else -step.holding.bytes
         if total > most:
-            most, place = total, number
+            most = total
+            place = number
     # The same steps again, up to the peak: what was added and not removed is held there.
     held: Counter[Holding] = Counter()
     for step in steps[:place]:

@@ -83,7 +83,8 @@ class Causes:
 
     def _candidates(self, span: Span) -> Iterator[Cause]:
         """Yield everything that a span had to come after."""
-        i, kind = span.iteration, span.row.kind
+        i = span.iteration
+        kind = span.row.kind
         if (before := self._before.get(id(span))) is not None:
             yield Cause("row", before, before.end_ns)
         host = self._of.get((span.task, i, "thread")) if kind == "stream" else None

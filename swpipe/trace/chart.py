@@ -17,7 +17,11 @@ from typing import NamedTuple
 
 from swpipe.trace.span import Panel, Span, extent_ns, in_order, rows_of
 
-START, FILLS, WAIT, BESIDE, IDLE = "▌", "█▓", "░", "·", " "
+START = "▌"
+FILLS = "█▓"
+WAIT = "░"
+BESIDE = "·"
+IDLE = " "
 GAP = "  "
 MIN_CELLS = 20
 MIN_NAME = 2
@@ -73,11 +77,13 @@ def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: fl
     shown = []
     for cover in covers:
         # Idle time is what nothing covers; it competes with the items.
-        best, best_ns = _Item(IDLE), cell_ns - sum(cover.values())
+        best = _Item(IDLE)
+        best_ns = cell_ns - sum(cover.values())
         for item, covered_ns in cover.items():
             # At equal times the later item wins: a task, rather than the wait before it.
             if covered_ns >= best_ns:
-                best, best_ns = item, covered_ns
+                best = item
+                best_ns = covered_ns
         shown.append(best)
     return "".join(_box(item, len(list(run))) for item, run in groupby(shown))
 
@@ -86,7 +92,8 @@ def _box(item: _Item, cells: int) -> str:
     """Return the characters of one box: name and number, or the number, or neither."""
     if item.span is None:
         return item.sign * cells
-    room, number = cells - len(START), str(item.span.iteration)
+    room = cells - len(START)
+    number = str(item.span.iteration)
     text = number if room >= len(number) else ""
     if room > MIN_NAME + len(number):
         text = f"{item.span.task[: room - len(number) - 1]} {number}"

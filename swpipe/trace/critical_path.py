@@ -99,7 +99,8 @@ class CriticalPath:
                 since = first.setdefault((link.span.task, link.span.row), place)
                 apart = link.span.iteration - self.links[since].span.iteration
                 if apart > 0 and place - since > end - begin:
-                    begin, end = since, place
+                    begin = since
+                    end = place
         return [(self.links[k], self.links[k + 1]) for k in range(begin, end)]
 
     def format(self) -> str:

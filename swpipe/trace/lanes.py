@@ -62,7 +62,8 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
             # A wait counts only from the end of the span before it.
             from_ns = max(reached_ns, span.start_ns - span.wait_ns)
             if from_ns < span.start_ns:
-                cause, until_ns = causes.of(span), from_ns
+                cause = causes.of(span)
+                until_ns = from_ns
                 if cause.span is not None and cause.why != "row":
                     # The wait for the cause ends with the cause; the rest is the thread's wake-up.
                     until_ns = max(from_ns, cause.end_ns)
@@ -100,7 +101,8 @@ def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:
 
 def covered_ns(spans: Iterable[Span]) -> int:
     """Return the time in which at least one of the spans ran."""
-    covered, reached_ns = 0, -(2**63)
+    covered = 0
+    reached_ns = -(2**63)
     for span in in_order(spans):
         covered += max(0, span.end_ns - max(span.start_ns, reached_ns))
         reached_ns = max(reached_ns, span.end_ns)

@@ -31,7 +31,8 @@ from swpipe.trace.span import Kind, Row, Span, rows_of
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}
 """Kind of row to the number and name of its process."""
 
-MOST_BYTES, MOST_US = 2**29, 1e18
+MOST_BYTES = 2**29
+MOST_US = 1e18
 """The size of the largest file that is read, and the latest time in it."""
 
 Event = dict[str, Any]
@@ -91,7 +92,8 @@ def add_to(path: Path, other: Path, spans: Sequence[Span], about: Mapping[str, A
     """
     document = json.loads(_read(other))
     given = document if isinstance(document, dict) else {}
-    events, base_ns = given.get("traceEvents"), given.get("baseTimeNanoseconds")
+    events = given.get("traceEvents")
+    base_ns = given.get("baseTimeNanoseconds")
     if not isinstance(events, list) or not isinstance(base_ns, int):
         raise ValueError(
             f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
@@ -141,7 +143,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(_read(path))
-        events, other = document["traceEvents"], document["otherData"]
+        events = document["traceEvents"]
+        other = document["otherData"]
         if other["producer"] != "swpipe":
             raise ValueError("another program's trace")
         kinds = {number: kind for kind, (number, _) in PROCESSES.items()}
@@ -223,7 +226,8 @@ def _tracks(places: Mapping[Row, Event]) -> Iterator[Event]:
 def _tasks(spans: Sequence[Span], places: Mapping[Row, Event]) -> Iterator[Event]:
     """Yield the events of spans and of the waits before them."""
     for span in spans:
-        wait_us, place = span.wait_ns / 1000, places[span.row]
+        wait_us = span.wait_ns / 1000
+        place = places[span.row]
         about: Event = {"iteration": span.iteration}
         # The wait is an event of its own, before the task's.
         if span.wait_ns:

@@ -36,7 +36,8 @@ from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
-_GOOD_READING_NS, _READINGS = 50_000, 10
+_GOOD_READING_NS = 50_000
+_READINGS = 10
 """The accepted error of a reading of the device's clock, and the number of tries."""
 
 
@@ -120,7 +121,8 @@ class Recorder:
         # Read first, for the same reason as in start.
         end_ns = time.perf_counter_ns() - self._origin_ns
         log = self._log()
-        start_ns, log.start_ns = log.start_ns, None
+        start_ns = log.start_ns
+        log.start_ns = None
         with log.lock:
             if log.closed or start_ns is None:
                 return
@@ -269,7 +271,8 @@ class _StreamLog:
 
     def stop(self, task: str, iteration: int) -> None:
         """Mark the end of a task's work, and convert events that the device has reached."""
-        start, self._open = self._open, None
+        start = self._open
+        self._open = None
         # The recording began while this task ran.
         if start is None:
             return

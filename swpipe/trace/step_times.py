@@ -67,7 +67,8 @@ class StepTimes(Observer):
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """Measure a step when an iteration is handed out."""
         if ins.task == RETIRE:
-            now, before = time.perf_counter(), self._before
+            now = time.perf_counter()
+            before = self._before
             self._before = now
             if before is not None:
                 self._seconds.append(now - before)
@@ -108,7 +109,8 @@ class StepTimes(Observer):
 
     def _worst(self, own: dict[str, float]) -> dict[str, float]:
         """Write this rank's figures, and return those of the slowest rank on rank 0."""
-        store, rank = job_store(), dist.get_rank()
+        store = job_store()
+        rank = dist.get_rank()
         keys = [_OF_RANK.format(self._number, other) for other in range(dist.get_world_size())]
         store.set(keys[rank], json.dumps(own))
         # Not waiting here: a get of a missing key would block until the store's time-out.

@@ -38,11 +38,14 @@ if TYPE_CHECKING:
 BESIDE = "#E6E6E6"
 HATCHED: Any = {"facecolor": "white", "edgecolor": LINE, "hatch": "/////", "linewidth": 0}
 
-MOST_ROWS, MOST_SPANS = 100, 5_000
+MOST_ROWS = 100
+MOST_SPANS = 5_000
 """The largest numbers of rows and spans in a picture."""
 
-ROW_IN, FRAME_IN = 0.7, 0.9
-BOX, HEADING = 0.88, 0.32
+ROW_IN = 0.7
+FRAME_IN = 0.9
+BOX = 0.88
+HEADING = 0.32
 """The height of a box, and of a heading, in rows."""
 
 LETTER = 0.58
@@ -143,7 +146,8 @@ def _draw_row(
         edges = [1.0 if width_ms > 4 * ms_per_pt else 0.0 for _, width_ms in bars]
         axes.broken_barh(bars, (top, BOX), facecolors=colors, edgecolor="white", linewidths=edges)
     for span in spans:
-        x_ms, room_pt = (span.start_ns + span.end_ns) / 2e6, span.duration_ns / 1e6 / ms_per_pt
+        x_ms = (span.start_ns + span.end_ns) / 2e6
+        room_pt = span.duration_ns / 1e6 / ms_per_pt
         text, upright = _text(span, room_pt)
         if text:
             axes.text(
