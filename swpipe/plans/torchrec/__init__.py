@@ -1,1 +1,1 @@
-"""Ready-made plans of the training step on TorchRec: ours, and HSTU's."""
+"""Ready-made plans of the training step on TorchRec: swpipe's own and HSTU's."""

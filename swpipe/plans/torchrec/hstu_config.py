@@ -1,4 +1,4 @@
-"""HSTU's schedule as data: what a configuration changes of the threads, lookaheads and waits.
+"""HSTU's schedule as data: a configuration changes threads, lookaheads and waits of its tasks.
 
     {"version": 1,
      "thread_map": "all_noncritical_on_io",
@@ -23,12 +23,12 @@ VARIABLE = "HSTU_PIPELINE_CONFIG"
 """The environment variable with a configuration: JSON, or the path of a JSON file."""
 
 ALIASES = {
-    # The model's forward after the look-up, whether its embeddings are a part of it or not.
+    # The model's forward after the look-up, or with it if compute_output_dist does not look up.
     "forward": "dense_forward",
     # The look-up; its exchange is waited for where the dense part uses the embeddings.
     "ranking_embedding_forward": "compute_output_dist",
 }
-"""Names that recsys-examples has for tasks, to the names here."""
+"""Task names of recsys-examples to the names used here."""
 
 _FIELDS = ("lookahead", "same_progress_sync")
 _KEYS = ("version", "thread_map", *_FIELDS)
@@ -36,11 +36,11 @@ _KEYS = ("version", "thread_map", *_FIELDS)
 
 @dataclass(frozen=True)
 class HSTUConfig:
-    """What a configuration says.
+    """A configuration of HSTU's schedule.
 
     Attributes:
-        thread_map: See ``HSTUPipeline``; None if nothing is said.
-        fields: Task to the fields that its ``Task`` has instead of the usual ones.
+        thread_map: See ``HSTUPipeline``; None if the configuration has none.
+        fields: Task to the fields in which its ``Task`` differs from the default schedule.
     """
 
     thread_map: Any = None
@@ -51,14 +51,15 @@ def hstu_config(given: Mapping[str, Any] | str | Path | None, tasks: Collection[
     """Read a configuration.
 
     Args:
-        given: A mapping, JSON, or the path of a JSON file. None for what ``HSTU_PIPELINE_CONFIG``
-            has in the environment, if anything.
+        given: A mapping, JSON, or the path of a JSON file. None for the value of
+            ``HSTU_PIPELINE_CONFIG`` in the environment, if it is set.
         tasks: The names of all tasks.
 
     Raises:
-        TypeError: It is of another kind.
-        ValueError: It is no JSON, or has another version, an unknown key or an unknown task.
+        TypeError: The configuration or one of its fields has the wrong type.
+        ValueError: It is not JSON, or has another version, an unknown key or an unknown task.
     """
+    # `place` begins each message, so that the reader knows where the configuration comes from.
     place = "schedule_config"
     if given is None:
         place = f"the environment variable {VARIABLE}"
@@ -69,6 +70,7 @@ def hstu_config(given: Mapping[str, Any] | str | Path | None, tasks: Collection[
         raise ValueError(f"{place} has unknown keys {listed(unknown)}; known are {listed(_KEYS)}")
     if data.get("version", 1) != 1:
         raise ValueError(f"{place} is of version {shown(data['version'])}: give version 1")
+    # Regrouped from field -> task to task -> fields, as the tasks are made from them.
     fields: dict[str, dict[str, Any]] = {}
     for key in _FIELDS:
         of_tasks = renamed(data.get(key) or {})
@@ -87,6 +89,7 @@ def hstu_config(given: Mapping[str, Any] | str | Path | None, tasks: Collection[
 def _parsed(place: str, given: Any) -> Mapping[str, Any]:
     if isinstance(given, str | Path):
         text = str(given)
+        # JSON of an object begins with a brace; anything else is the path of a file.
         if not text.lstrip().startswith("{"):
             text = Path(given).expanduser().read_text(encoding="utf-8")
         try:
@@ -99,10 +102,10 @@ def _parsed(place: str, given: Any) -> Mapping[str, Any]:
 
 
 def renamed(value: Any) -> Any:
-    """Return names and nested containers of names with the names of tasks here.
+    """Return names, and nested containers of names, with the task names used here.
 
     Raises:
-        ValueError: A mapping has a task twice, by both names.
+        ValueError: A mapping has a task twice, under both of its names.
     """
     if isinstance(value, str):
         return ALIASES.get(value, value)
@@ -111,6 +114,7 @@ def renamed(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     ours = {renamed(key): renamed(entry) for key, entry in value.items()}
+    # Two keys of the given mapping were renamed to the same task.
     if len(ours) < len(value):
         twice = [f"{name!r} is {ALIASES[name]!r}" for name in ALIASES if name in value]
         raise ValueError(f"a task is named twice ({'; '.join(twice)}): keep one of the two names")

@@ -1,4 +1,4 @@
-"""When the tasks of HSTU's step run: their lookaheads, streams and waits, and their threads.
+"""The schedule of HSTU's step: the tasks' lookaheads, streams, waits and threads.
 
 With a depth of K, from left to right; the number is the lookahead::
 
@@ -6,17 +6,17 @@ With a depth of K, from left to right; the number is the lookahead::
     start_input_dist > wait_input_dist     K       data_dist
     prefetch_embeddings                    1       prefetch, after this period's forward and before
                                                    its backward
-    all others                             0       default
+    all other tasks                        0       default
 
 The forward is two tasks: ``compute_output_dist`` looks the embeddings up and starts their exchange,
 ``dense_forward`` does the rest.
 
 A prefetch counts the keys of its batch as outstanding until the look-up of that batch. It comes
-after this period's forward, so that the keys of one batch are outstanding and not of two. That the
-backward waits for the prefetch, as in seed section 5.4, does not order these two:
-``prefetch_embeddings`` waits for ``dense_forward`` besides.
+after this period's forward, so that the keys of one batch are outstanding and not of two. The
+backward waits for the prefetch, as in seed section 5.4, but that does not order the prefetch and
+the forward: ``prefetch_embeddings`` therefore waits for ``dense_forward`` as well.
 
-The look-up exchanges embeddings, and so has a turn among the collectives.
+The look-up exchanges embeddings, so it is globally ordered among the collectives.
 
 Sources: seed sections 5.1, 5.2, 5.4 and 5.5.
 """
@@ -60,7 +60,7 @@ COMPUTE = (
     "watchdog_step",
 )
 TASKS = (*IO, *DATA_DIST, PREFETCH, *COMPUTE)
-"""The fifteen, in serial order."""
+"""The fifteen tasks, in serial order."""
 
 IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:])
 """The order of a period: tokens are counted while the next batch's sizes are exchanged."""
@@ -68,7 +68,7 @@ IN_PERIOD = (*IO, DATA_DIST[0], COMPUTE[0], DATA_DIST[1], PREFETCH, *COMPUTE[1:]
 STREAMS = ("memcpy", "data_dist", "prefetch")
 
 CALLER = "compute"
-"""The thread that maps call so is the caller's."""
+"""The name of the caller's thread in thread maps."""
 
 ThreadMap: TypeAlias = str | Mapping[str, str] | Callable[[Task], str] | None
 
@@ -86,20 +86,20 @@ HSTU_THREAD_MAPS: dict[str, dict[str, str]] = {
     "io_data_dist_prefetch_compute": _threads("io", "data_dist", "prefetch"),
     "all_noncritical_on_io": _threads("io", "io", "io"),
 }
-"""Preset to the thread of each task; "compute" is the caller's (seed section 5.5)."""
+"""Preset to the thread of each task; "compute" is the caller's thread (seed section 5.5)."""
 
 HSTU_THREAD_MAP_PRESETS = HSTU_THREAD_MAPS
-"""The name of the presets in recsys-examples."""
+"""The same presets, under their name in recsys-examples."""
 
 HSTU_DEFAULT_THREAD_MAP = HSTU_THREAD_MAPS["default"]
-"""Copies and shuffles on a thread of their own, all else on the caller's (seed section 5.2)."""
+"""The default map: copies and shuffles on a thread of their own (seed section 5.2)."""
 
 
 class StepTask(Task):
-    """When a task runs; its functions are methods of ``SparseDistTasks``."""
+    """The schedule of a task, whose functions are methods of ``SparseDistTasks``."""
 
     def run(self, ctx: TaskContext) -> None:
-        """Refuse to run.
+        """Raise an error, since the task has no function of its own.
 
         Raises:
             RuntimeError: Always.
@@ -119,21 +119,24 @@ def hstu_schedule(
     """Return the schedule of the step.
 
     Args:
-        prefetch: With ``prefetch_embeddings``.
-        prefetch_depth: Batches whose ids are exchanged ahead, K; 1 or more.
-        shuffled: Both shuffles launch collectives.
-        changes: Task to the fields that its ``Task`` has instead of the usual ones.
+        prefetch: Whether there is the task ``prefetch_embeddings``.
+        prefetch_depth: Number of batches whose ids are exchanged ahead, K; 1 or more.
+        shuffled: Whether both shuffle tasks launch collectives.
+        changes: Task to the fields in which its ``Task`` differs from the defaults here.
 
     Raises:
-        ValueError: ``prefetch_depth`` is below 1, or no integer.
+        ValueError: ``prefetch_depth`` is below 1, or not an integer.
     """
+    # type() rather than isinstance(), since True is an int.
     if type(prefetch_depth) is not int or prefetch_depth < 1:
         raise ValueError(f"prefetch_depth is {prefetch_depth!r}: give batches, 1 or more")
+    # A batch is copied one period before its ids are exchanged, hence K + 1.
     ahead = {"lookahead": prefetch_depth + 1, "stream": "memcpy"}
     ids = {"lookahead": prefetch_depth, "stream": "data_dist", "nccl": True}
     fetched = {"lookahead": 1, "stream": "prefetch"}
     last = PREFETCH if prefetch else "wait_input_dist"
-    # The tasks of one batch come one after the other, which proves the schedule.
+    # The tasks of one batch depend on each other in sequence: with this chain the verifier can
+    # prove that no two of them race.
     waits: dict[str, dict[str, Any]] = {
         "h2d": ahead,
         "start_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("h2d",)},
@@ -143,17 +146,23 @@ def hstu_schedule(
         PREFETCH: {
             **fetched,
             "depends_on": ("wait_input_dist",),
+            # Not an order of one batch: the prefetch of the next batch waits for this period's
+            # forward.
             "same_progress_sync": ("dense_forward",),
         },
         "global_tokens_allreduce": {"nccl": True, "depends_on": (last,)},
         "zero_grad": {
             "depends_on": ("global_tokens_allreduce",),
+            # The gradients of the batch before must have been used before they are cleared.
             "cross_iter_depends_on": ("optimizer_step",),
         },
+        # compute_output_dist depends on this task, so that its collectives come after those of this
+        # period's shuffle.
         "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
         "compute_output_dist": {
             "nccl": True,
             "depends_on": (last, "zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"),
+            # Tables and learning rates are those that the batch before has written.
             "cross_iter_depends_on": ("optimizer_step",),
         },
         "dense_forward": {
@@ -164,6 +173,7 @@ def hstu_schedule(
         "backward": {
             "nccl": True,
             "depends_on": ("dense_forward",),
+            # See the module: with a prefetch task, its keys are counted before this backward.
             "same_progress_sync": (PREFETCH,) if prefetch else (),
         },
         "finalize_model_grads": {"nccl": True, "depends_on": ("backward",)},
@@ -184,17 +194,19 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
     Args:
         schedule: From ``hstu_schedule``, with or without tasks of the user's.
         thread_map: None for ``HSTU_DEFAULT_THREAD_MAP``; a name of ``HSTU_THREAD_MAPS``; or as for
-            ``ThreadedExecutor``. A dict may name all fifteen tasks, whether they are there or not.
-        threaded: False for the caller's thread alone.
+            ``ThreadedExecutor``. A dict may name any of the fifteen tasks, even if the schedule
+            lacks it.
+        threaded: Whether tasks have the threads of the map; False for the caller's thread alone.
 
     Raises:
-        ScheduleValidationError: ``thread_map`` names a task that there is not.
-        TypeError, ValueError: It is of another kind.
+        ScheduleValidationError: ``thread_map`` names an unknown task.
+        TypeError, ValueError: ``thread_map`` has the wrong type or an unknown value.
     """
     tasks = schedule.all_tasks()
     made = _made(thread_map, {task.name for task in tasks})
     executor = ThreadedExecutor(made) if threaded else SequentialExecutor()
     threads, problems = threads_of(executor, tasks)
+    # The pool has no streams: the plan names them, and the engine creates them.
     pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
     check_stages(schedule, pool, problems)
     plan = translate(schedule, pool, threads)
@@ -204,7 +216,7 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
 
 
 def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
-    """Return the map for the tasks that are there."""
+    """Return the thread map for the tasks that are in the schedule."""
     if thread_map is None:
         thread_map = HSTU_DEFAULT_THREAD_MAP
     if isinstance(thread_map, str):
@@ -221,5 +233,7 @@ def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
     return {
         name: DEFAULT_GROUP if thread == CALLER else thread
         for name, thread in renamed(thread_map).items()
+        # A preset names all fifteen tasks, also where there is no prefetch task. Unknown names stay
+        # in the map, so that they are reported.
         if name in there or name not in TASKS
     }

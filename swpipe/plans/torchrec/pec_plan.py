@@ -1,14 +1,15 @@
-"""A plan in which only rows that two successive batches share are exchanged between them (PEC).
+"""A plan in which two successive batches exchange between them only the rows they share (PEC).
 
-One period from left to right, with the iteration of each task (i is the one that is returned)::
+One period from left to right, with the iteration of each task; iteration i is returned::
 
     embed prefetch overlap wait copy dense late early loss dense' start embed' finalize step
     i     i+1      i+1     i+2  i+3  i     i    i+1   i    i      i+3   i      i        i
 
-"early" looks up the rows of batch i + 1 that batch i does not have, and "embed" all others, after
-batch i has updated them. "dense'" sends the gradients of rows that batch i + 1 has, whose ids it
-finds newer than in a serial run; "embed" of i + 1 sends the others, and "late" of i + 1 applies
-them. So between two steps there is the exchange of shared rows alone, in both directions.
+"early" looks up the rows of batch i + 1 that batch i does not use. "embed" looks up all other rows,
+after batch i has updated them. "dense'" sends the gradients of rows that batch i + 1 uses; it knows
+the ids of batch i + 1, which a serial run would not know yet. "embed" of i + 1 sends the other
+gradients, and "late" of i + 1 applies them. So between two steps only shared rows are exchanged, in
+both directions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TASKS = (COPY, START, WAIT, PREFETCH, OVERLAP, EARLY, EMBED, DENSE, LATE, *LAST)
 
 
 def pec() -> PipelinePlan:
-    """Four stages: copy, exchange of ids, early look-up, compute."""
+    """Return a plan of four stages: copy, exchange of ids, early look-up, compute."""
     stages = dict.fromkeys(TASKS, 3) | dict.fromkeys((PREFETCH, OVERLAP, EARLY), 2)
     stages |= {COPY: 0, START: 0, WAIT: 1}
     streams = {**STREAMS, PREFETCH: "prefetch"}
@@ -57,6 +58,8 @@ def pec() -> PipelinePlan:
             for name in TASKS
         },
         deps=[(after, before) for before, after in pairwise(TASKS)],
+        # EARLY of i + 1 comes after LATE of i, which updates rows of batch i - 1 that EARLY may
+        # read. OVERLAP of i + 1 comes after EARLY of i, which completes the masks of batch i.
         cross_iter_deps=[
             *[(EMBED, EMBED_BACK), (EMBED, STEP), (DENSE, STEP), (PREFETCH, EMBED), (EARLY, LATE)],
             (OVERLAP, EARLY),
@@ -64,6 +67,8 @@ def pec() -> PipelinePlan:
         same_period_deps=[(DENSE_BACK, EARLY), (DENSE_BACK, PREFETCH)],
         order=(EMBED, PREFETCH, OVERLAP, WAIT, COPY, *dense, *LAST[2:]),
         streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
+        # By design: the early look-up reads tables before the last update (of rows that it does not
+        # use), and the backward knows the overlap of one batch more than in a serial run.
         stale={"tables": 1},
         newer={"overlap": 1},
     )

@@ -4,7 +4,7 @@ All tasks run on the caller's thread; streams and pending exchanges overlap. Not
 two calls of ``progress()``, so the model may be detached, evaluated or saved there. Tasks that
 launch collectives are globally ordered, so any task may also be moved to a worker thread.
 
-One period from left to right, with the iteration of each task (i is the one that is returned)::
+One period from left to right, with the iteration of each task; iteration i is returned::
 
     serial       copy start wait prefetch embed dense loss backward  ...  all on i
 
@@ -22,9 +22,10 @@ One period from left to right, with the iteration of each task (i is the one tha
     semi_sync    copy dense loss dense' prefetch embed wait start embed' finalize step
                  i+3  i     i    i      i+1      i+1   i+2  i+3   i      i        i
 
-The tasks in between overlap the exchanges: of sizes from "start" to "wait", of ids from "wait" to
-"prefetch", of embeddings from "embed" to "dense" and, under the split forward, of their gradients
-from the middle of "dense'" to "embed'". DDP reduces from there to "finalize".
+Exchanges are overlapped by the tasks between their start and their end. The exchange of sizes runs
+from "start" to "wait", of ids from "wait" to "prefetch", and of embeddings from "embed" to "dense".
+Under the split forward, the exchange of the embeddings' gradients runs from the middle of "dense'"
+to "embed'". DDP's reductions run from there to "finalize".
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ FINALIZE = "FinalizeGrads"
 STEP = "OptimStep"
 
 LAST = (LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP)
-"""The tasks after the forward."""
+"""The tasks after the forward, in serial order."""
 
 TASKS = (COPY, START, WAIT, PREFETCH, EMBED, DENSE, *LAST)
 """The eleven tasks, in serial order."""
 
+# EmbPrefetch waits for exchanges and launches none.
 ORDERED = frozenset(TASKS) - {PREFETCH}
-"""Tasks that may launch collectives."""
+"""The tasks that may launch collectives."""
 
 POSTPROC = "InputPostproc"
 """A twelfth task, between the first two: see ``with_postproc``."""
@@ -75,15 +77,15 @@ STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
 
 
 def serial() -> PipelinePlan:
-    """All tasks one after another on the caller's thread and stream."""
+    """Return the plan that runs all tasks serially on the caller's thread and stream."""
     return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
 
 
 def copy_ahead(*, lean: bool = False) -> PipelinePlan:
-    """Two stages: copy, all else. As in TorchRec's base pipeline.
+    """Return the plan of TorchRec's base pipeline, in two stages: copy, and everything else.
 
     Args:
-        lean: The copy comes after the backward, when the activations are gone.
+        lean: Whether the copy comes after the backward, when the activations are freed.
     """
     stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
     middle = (LOSS, DENSE_BACK, EMBED_BACK, COPY) if lean else (COPY, LOSS, DENSE_BACK, EMBED_BACK)
@@ -92,12 +94,14 @@ def copy_ahead(*, lean: bool = False) -> PipelinePlan:
 
 
 def sparse_dist(*, lean: bool = False) -> PipelinePlan:
-    """Three stages: copy, exchange of ids, compute. As in TorchRec's sparse-dist pipeline.
+    """Return the plan of TorchRec's sparse-dist pipeline: copy, exchange of ids, compute.
 
     Args:
-        lean: This batch's ids are waited for before later batches get memory.
+        lean: Whether this batch's ids are waited for before later batches get memory.
     """
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
+    # Lean: the exchange of this batch's ids ends, and its buffers are freed, before later batches
+    # allocate theirs.
     order = (PREFETCH, START, COPY) if lean else (START, COPY, PREFETCH)
     same_period = ((START, PREFETCH), (COPY, PREFETCH)) if lean else ()
     return _plan(
@@ -106,20 +110,21 @@ def sparse_dist(*, lean: bool = False) -> PipelinePlan:
 
 
 def prefetch(*, lean: bool = False) -> PipelinePlan:
-    """Four stages: copy, exchange of ids, prefetch, compute.
+    """Return a plan of four stages: copy, exchange of ids, prefetch, compute.
 
     The prefetch of the next batch comes after this batch's forward, which releases its cache lines,
-    and before this batch's backward, which overlaps it.
+    and before this batch's backward, which overlaps the prefetch.
 
     Args:
-        lean: One batch less is in flight. The exchange of sizes starts in the period of the copy,
-            at its end.
+        lean: Whether one batch less is in flight. The exchange of sizes then starts at the end of
+            the period of the copy.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 1, WAIT: 1, PREFETCH: 2}
     order: tuple[str, ...] = (START, COPY, EMBED, DENSE, WAIT, PREFETCH, *LAST)
     if lean:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
         order = (COPY, WAIT, EMBED, DENSE, PREFETCH, *LAST, START)
+    # Within a period, the prefetch stands between the forward and the backward of the batch before.
     return _plan(
         stages,
         order,
@@ -129,20 +134,21 @@ def prefetch(*, lean: bool = False) -> PipelinePlan:
 
 
 def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
-    """Three stages; a look-up comes directly after the update of the tables by the batch before.
+    """Return a plan of three stages that looks up directly after the batch before updates tables.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
     not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
-    backward and the start of a later batch's input exchange; embeddings during the wait for that
-    exchange, the copy of a later batch and the start of the dense forward. Needs the split forward.
+    backward and the start of a later batch's input exchange. Embeddings are exchanged during the
+    wait for that exchange, the copy of a later batch and the start of the dense forward. It needs
+    the split forward.
 
     Args:
-        after_step: The look-up comes after ``OptimStep`` of the batch before, which updates tables
-            (data-parallel ones, for example) or the learning rate of fused ones, and in the period
-            of its batch, so that it also sees what the loop has changed. Otherwise it comes before
-            ``OptimStep``, which overlaps the exchange of embeddings too.
-        lean: The look-up comes in the period of its batch, before later batches get memory. The
-            exchange of gradients overlaps nothing.
+        after_step: Whether the look-up comes after ``OptimStep`` of the batch before, which updates
+            tables (data-parallel ones, for example) or the learning rate of fused ones. It then
+            comes in the period of its batch, so that it also sees what the loop has changed.
+            Otherwise it comes before ``OptimStep``, which overlaps the exchange of embeddings too.
+        lean: Whether the look-up comes in the period of its batch, before later batches get memory.
+            The exchange of gradients then overlaps nothing.
     """
     if lean:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
@@ -151,11 +157,14 @@ def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
     order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
     if not after_step:
+        # The look-up of the next batch moves from the beginning of a period to the end of the one
+        # before, between EmbBackward and OptimStep.
         stages |= {WAIT: 0, EMBED: 1}
         order = (*order[2:], EMBED, WAIT)
     return _plan(
         stages,
         (*order, FINALIZE, STEP),
+        # EMBED depends on STEP only if STEP changes what a look-up reads.
         carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
         same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
@@ -163,15 +172,18 @@ def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
 
 
 def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan:
-    """Four stages; the next batch is looked up before this one updates the tables.
+    """Return a plan of four stages that looks up the next batch before this one updates the tables.
 
     Table reads, and learning rates of fused tables, are one batch stale, so the results differ from
-    the serial run's. All exchanges overlap: a period waits for the gradients of embeddings alone,
-    while those of sizes, ids and embeddings take until the next period. Needs the split forward.
+    those of a serial run. All exchanges overlap: a period waits only for the gradients of
+    embeddings, and the exchanges of sizes, ids and embeddings have time until the next period. It
+    needs the split forward.
 
     Args:
-        one_backward: ``DenseBackward`` updates the tables, and so comes after the next look-up.
-        lean: Later batches get memory after the backward. Less overlaps the exchange of gradients.
+        one_backward: Whether ``DenseBackward`` updates the tables, and so comes after the next
+            look-up.
+        lean: Whether later batches get memory after the backward only. Less then overlaps the
+            exchange of gradients.
     """
     stages = dict.fromkeys(TASKS, 3) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 2, EMBED: 2}
     look_up = (PREFETCH, EMBED)
@@ -180,13 +192,15 @@ def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan
     if lean:
         stages[START] = 1
         order = (START, DENSE, LOSS, *middle, WAIT, EMBED_BACK, COPY, FINALIZE, STEP)
+    # No dependence of the look-up on earlier updates: the stale reads are allowed by name instead.
     return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
 
 
 def with_postproc(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with ``InputPostproc`` directly before ``EmbInputDistStart``, scheduled alike.
+    """Return the plan with ``InputPostproc`` directly before ``EmbInputDistStart``.
 
-    It computes the inputs of sharded modules that modules of the model compute.
+    ``InputPostproc`` computes the inputs of sharded modules that modules of the model compute. It
+    has the stage, stream and thread group of ``EmbInputDistStart``.
     """
     schedule: dict[str, TaskSchedule] = {}
     for name, entry in plan.schedule.items():
@@ -207,7 +221,7 @@ def _plan(
     same_period: Sequence[tuple[str, str]] = (),
     stale: Mapping[str, int] | None = None,
 ) -> PipelinePlan:
-    """A plan in which the tasks of each iteration keep their serial order."""
+    """Return a plan in which the tasks of each iteration keep their serial order."""
     return PipelinePlan(
         schedule={
             name: TaskSchedule(
@@ -216,10 +230,13 @@ def _plan(
             for name in TASKS
         },
         deps=[(after, before) for before, after in pairwise(TASKS)],
-        # The states that iterations share: parameters, gradients and caches.
+        # The dependences between iterations, through states that they share: parameters, gradients
+        # and caches. For example, DENSE reads the parameters that STEP of the batch before wrote.
         cross_iter_deps=[*carried, (DENSE, STEP), (PREFETCH, EMBED)],
         same_period_deps=same_period,
         order=order,
+        # High priority: short copies and exchanges should not queue behind the dense part's
+        # kernels.
         streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
         stale=stale,
     )

@@ -1,13 +1,13 @@
-"""The recommender's training step on TorchRec's sharded modules, as eleven tasks.
+"""A recommender's training step on TorchRec's sharded modules, divided into eleven tasks.
 
-TorchRec's own pipelines are here by their names and arguments, run by swpipe::
+TorchRec's own train pipelines are available under their names and with their arguments::
 
     from swpipe.tasks.torchrec import TrainPipelineSparseDist
 
-in place of ``from torchrec.distributed.train_pipeline import TrainPipelineSparseDist``. Arguments
-that have no counterpart are refused unless at their default, with the reason; classes that have
-none say at their construction what to use instead. Other names of TorchRec's package, such as
-``GradientAccumulationWrapper``, are TorchRec's own here.
+replaces ``from torchrec.distributed.train_pipeline import TrainPipelineSparseDist``. An argument
+without a counterpart in swpipe is refused, with the reason, unless it has its default value. A
+class without a counterpart raises at construction and names an alternative. All other names of
+TorchRec's package, such as ``GradientAccumulationWrapper``, are TorchRec's own objects.
 """
 
 from importlib import import_module
@@ -92,6 +92,8 @@ __all__ = [
     "pad_with_last",
 ]
 
+# TorchRec is imported only when a name that needs it is first used: importing this package must
+# succeed, and quickly, where TorchRec is not installed.
 _EVEN = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last")
 _WHERE = {
     **dict.fromkeys(_EVEN, "swpipe._distributed.even_data"),
@@ -104,6 +106,7 @@ _WHERE = {
     "TrainStep": ".step.train_step",
     "SparseDistTasks": ".step.task_set",
     "TaskOptions": ".step.task_options",
+    # Loading `drop_in` registers the ready-made pipelines, so a factory from here has them.
     **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".pipelines.drop_in"),
     **dict.fromkeys(
         ("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffling.shuffle"
@@ -117,9 +120,10 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names, loaded when asked for; those that are not ours are TorchRec's."""
+    """Return a name of this package, loaded on first use, or TorchRec's object of that name."""
     if name in __all__:
         return getattr(import_module(_WHERE.get(name, ".pipelines.named"), __name__), name)
+    # The import system asks for a submodule by this function too, and must get an AttributeError.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         if (
             name

@@ -1,4 +1,4 @@
-"""Everything imported from TorchRec: the parts in ``private_parts``, by their names.
+"""Every import from TorchRec: the parts listed in ``private_parts``, under their names.
 
 Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 """
@@ -17,14 +17,14 @@ from swpipe.tasks.torchrec.private_parts import PARTS, find, problems
 
 FIRST = (1, 5)
 LAST = (1, 9)
-"""The first and the last series of TorchRec's releases that the tests run on."""
+"""The first and the last release series of TorchRec that the tests run on."""
 
 TESTED = "{}.{} to {}.{}".format(*FIRST, *LAST)
 NEWEST = "torchrec=={}.{}.*".format(*LAST)
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,13 +32,14 @@ def installed_version(package: str) -> str | None:
 
 
 def check_version(found: str | None) -> None:
-    """Raise ImportError for a missing TorchRec; warn of one that the tests do not run on."""
+    """Raise ImportError for a missing TorchRec; warn if the tests do not run on its version."""
     if found is None:
         raise ImportError(
             f"swpipe.tasks.torchrec needs torchrec, tested with {TESTED}, and none is installed: "
             "see the install guide, which also says how to get it without CUDA"
         )
     series = re.match(r"(\d+)\.(\d+)", found)
+    # Only a warning: what matters is whether the parts are there, which check_parts decides.
     if series is None or not FIRST <= tuple(map(int, series.groups())) <= LAST:
         warnings.warn(
             f"torchrec {found} is installed, and swpipe is tested with {TESTED}. It has the "
@@ -49,7 +50,7 @@ def check_version(found: str | None) -> None:
 
 
 def check_parts(found: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
-    """Raise ImportError, line by line, if it lacks parts or some import of it has failed."""
+    """Raise ImportError, one line per problem, if parts are missing or an import failed."""
     if lacks or cause is not None:
         parts = lacks or [str(cause)]
         raise ImportError(
@@ -59,52 +60,57 @@ def check_parts(found: str | None, lacks: list[str], cause: ImportError | None =
         ) from cause
 
 
+# Before the import, so that a missing TorchRec gives the message above and not that of import.
 VERSION = installed_version("torchrec")
 if VERSION is None:
     check_version(VERSION)
 
-_experimental: Any = None  # before TorchRec 1.7
+_experimental: Any = None
 try:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
+        # torch.fx logs warnings while TorchRec is imported, about which a user can do nothing.
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         importlib.import_module("torchrec")
         lacks = problems()
+        # TorchRec before 1.7 lacks this module, in which torchrec_class looks for pipelines too.
         with suppress(ImportError):
             _experimental = importlib.import_module(
                 "torchrec.distributed.train_pipeline.experimental_pipelines"
             )
 except ImportError as error:
     check_parts(VERSION, [], error)
+# Missing parts first: they explain more than an unknown version number.
 check_parts(VERSION, lacks)
 check_version(VERSION)
 
+# Modules import the parts from here by name, without the leading underscore of private ones.
 _FOUND: dict[str, Any] = {part.name.lstrip("_"): find(part) for part in PARTS}
 globals().update(_FOUND)
 
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Each of the parts."""
+        """Return a part by its name; for type checkers only."""
 
 
 torchrec_pipelines: Any = _FOUND["train_pipelines"]
 
 EXCHANGES: tuple[Any, ...] = tuple(value for name, value in _FOUND.items() if name.endswith("_Req"))
-"""Autograd functions that start an exchange of embeddings; backward waits for the gradients'."""
+"""Autograd functions that start an exchange of embeddings; backward waits for gradients in them."""
 
 PLAIN_TABLES = (_FOUND["ShardedEmbeddingBagCollection"], _FOUND["ShardedEmbeddingCollection"])
-"""Sharded modules that an exchange of ids and a look-up leave as they were."""
+"""Sharded modules whose state an exchange of ids and a look-up leave unchanged."""
 
 
 def torchrec_class(name: str) -> Any:
-    """A pipeline class of the TorchRec that is installed; None if it has none of that name."""
+    """Return a pipeline class of the installed TorchRec, or None if there is none of that name."""
     return getattr(torchrec_pipelines, name, None) or getattr(_experimental, name, None)
 
 
 def describe() -> str:
-    """The installed versions, in one line."""
+    """Return the installed versions in one line."""
     found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
     fbgemm = [f"{name} {version}" for name, version in found.items() if version]
     return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"

@@ -1,7 +1,7 @@
-"""Which parts of TorchRec swpipe uses beyond its documentation, and whether they are as expected.
+"""The parts of TorchRec that swpipe uses beyond its documentation, and a check of each.
 
-The import of ``swpipe.tasks.torchrec`` asks for these parts, not for a number: a TorchRec that has
-them is taken. ``.ci/torchrec_release.py`` compares them with those of a new release.
+Importing ``swpipe.tasks.torchrec`` checks for these parts rather than for a version number: any
+TorchRec that has them is accepted. ``.ci/torchrec_release.py`` compares them with a new release.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A class or function of TorchRec's.
+    """A class or function of TorchRec that swpipe uses.
 
-    Parameters are written as ``"a, b"``. What is called with them takes these first, in this order,
-    and any others with a default.
+    Parameters are written as ``"a, b"``. A callable must take these parameters first, in this
+    order. Any further parameter must have a default.
 
     Attributes:
-        module: Where it is imported from.
-        name: Its name there.
-        takes: The parameters that it is called with; None where it is not called.
-        calls: Its methods that are called, with their parameters.
-        replaces: Its methods that are called by TorchRec and replaced here: all their parameters.
+        module: The module that it is imported from.
+        name: Its name in this module.
+        takes: The parameters that it is called with; None if it is not called.
+        calls: Its methods that swpipe calls, with their parameters.
+        replaces: Its methods that TorchRec calls and swpipe replaces, with all their parameters.
         has: Its attributes that are read or set, of the class or of its objects.
     """
 
@@ -43,7 +43,7 @@ class Part:
         return f"{self.module}.{self.name}"
 
     def members(self) -> list[str]:
-        """The names below it."""
+        """Return the names of its methods and attributes."""
         return [*self.calls, *self.replaces, *self.has.split()]
 
 
@@ -52,9 +52,12 @@ def _parts(module: str, *names: str, **parts: Mapping[str, Any]) -> Iterator[Par
     yield from (Part(module=module, name=name, **uses) for name, uses in parts.items())
 
 
+# The table: one entry per class or function, grouped by module. Private names are unstable: a new
+# release that renames one is found here, at import, and not in the middle of a step.
 _DISTRIBUTED = "torchrec.distributed"
 _PIPELINE = f"{_DISTRIBUTED}.train_pipeline"
-_READ = "_input_dists create_context input_dist"  # of collections of tables
+# The attributes of collections of tables that are read.
+_READ = "_input_dists create_context input_dist"
 
 PARTS: tuple[Part, ...] = (
     *_parts(
@@ -153,6 +156,7 @@ PARTS: tuple[Part, ...] = (
     ),
 )  # fmt: skip
 
+# Apart from PARTS, since TorchRec before 1.8 lacks them: they are checked where PEC is used.
 PEC_PARTS: tuple[Part, ...] = (
     *_parts(
         f"{_DISTRIBUTED}.pec_embedding",
@@ -170,11 +174,11 @@ PEC_PARTS: tuple[Part, ...] = (
         },
     ),
 )  # fmt: skip
-"""What the exchange in two parts uses: since TorchRec 1.8."""
+"""The parts that the exchange in two parts (PEC) uses; TorchRec has them since 1.8."""
 
 
 def problems(parts: tuple[Part, ...] = PARTS) -> list[str]:
-    """What of the parts is not as expected in the TorchRec that is imported; one line each."""
+    """Return how the imported TorchRec differs from the parts, one line per difference."""
     return [line for part in parts for line in _of_part(part)]
 
 
@@ -185,10 +189,13 @@ def _of_part(part: Part) -> Iterator[str]:
         return
     if part.takes is not None:
         yield from _of_call(str(part), found, part.takes)
+    # Methods: their leading parameters must be these, since they are called by position or name.
+    # What we replace is called by TorchRec, so there all parameters must be the same.
     for name, takes in {**part.calls, **part.replaces}.items():
         if not _has(found, name):
             yield f"{part}.{name} is gone"
             continue
+        # Static lookup, since a bound method would hide whether the first parameter is self.
         member = inspect.getattr_static(found, name)
         bound = getattr(found, name) if isinstance(member, classmethod) else member
         bare = not isinstance(member, classmethod | staticmethod)
@@ -204,16 +211,19 @@ def _of_call(
 ) -> Iterator[str]:
     given = [one.strip() for one in takes.split(",") if one.strip()]
     parameters = list(inspect.signature(called).parameters.values())[skip:]
+    # A parameter of *args or **kwargs accepts anything, so it does not count.
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = [p.name for p in plain]
     needed = [p.name for p in plain[len(given) :] if p.default is p.empty]
+    # Wrong are other leading names, a further parameter without a default, and, where we replace a
+    # method, any other parameter.
     if names[: len(given)] != given or needed or (exactly and names != given):
         bare = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
         yield f"{name} takes ({bare}), and was ({takes})"
 
 
 def find(part: Part) -> Any:
-    """The class, function or module; None if it is gone."""
+    """Return the class, function or module, or None if it is gone."""
     try:
         module = importlib.import_module(part.module)
     except ModuleNotFoundError:
@@ -221,26 +231,30 @@ def find(part: Part) -> Any:
     if hasattr(module, part.name):
         return getattr(module, part.name)
     try:
-        return importlib.import_module(str(part))  # a module of a package
+        return importlib.import_module(str(part))  # the part is a submodule
     except ModuleNotFoundError:
         return None
 
 
+# Most parts that are gone have moved to another module, which the message then names.
 def _moved(name: str) -> str:
-    """Where else that is imported the name is."""
+    """Return where else in the imported TorchRec the name is defined, as the end of a message."""
     places = [
         place
         for place, module in sorted(sys.modules.items())
         if place.startswith("torchrec.") and getattr(module, name, None) is not None
+        # A module that only imports the name is not where it is defined.
         if getattr(getattr(module, name), "__module__", place) == place
     ]
     return f"; {' and '.join(places)} has that name" if places else ""
 
 
 def _has(kind: Any, name: str) -> bool:
-    """Whether a class, or an object of it, has an attribute: initialisers name those they set."""
+    """Return whether a class or its objects have an attribute."""
     if hasattr(kind, name):
         return True
+    # Attributes of objects are found in annotations and slots, or as self.name in the text of an
+    # initialiser: making an object would need a process group.
     for base in inspect.getmro(kind):
         if name in (*vars(base).get("__annotations__", ()), *vars(base).get("__slots__", ())):
             return True
@@ -250,7 +264,7 @@ def _has(kind: Any, name: str) -> bool:
 
 
 def source_of(member: Any) -> str:
-    """The text of a function; "" of anything else, and of what a dataclass has made."""
+    """Return a function's source; "" for anything else, and for methods made by a dataclass."""
     member = inspect.unwrap(member)
     if not (inspect.isfunction(member) or inspect.ismethod(member)):
         return ""

@@ -1,1 +1,1 @@
-"""What tables keep beside parameters: prefetches, rows elsewhere, memory of ids."""
+"""State of embedding tables besides parameters: prefetches, hidden rows, and memory of ids."""

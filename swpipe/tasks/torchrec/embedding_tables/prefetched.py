@@ -1,9 +1,9 @@
-"""Balances tables whose look-up takes what the oldest prefetch left, as those of dynamicemb do.
+"""Balances the prefetch queues of tables whose look-up takes the oldest prefetch (dynamicemb).
 
-Their ``prefetch`` pins rows and appends a state to a queue; their ``forward`` takes the oldest
-state, whatever ids it is called with; their backward unpins the rows. So one batch that is
-prefetched and not looked up gives every later batch the rows of another one, and rows that are not
-unpinned fill the cache. Here every batch has its own states::
+``prefetch`` of such a table pins rows and appends a state to a queue. Its ``forward`` takes the
+oldest state, whatever the ids. Its backward unpins the rows. If one batch is prefetched and not
+looked up, every later batch gets the rows of another batch, and rows that are never unpinned fill
+the cache. Therefore every batch has its own states here::
 
     EmbPrefetch     table's queue ──> ahead       one entry for each batch, in order
     EmbForward      ahead ──> table's queue ──> behind, when it is looked up
@@ -14,12 +14,13 @@ unpinned fill the cache. Here every batch has its own states::
     EmbBackward replayed    as when it runs
     batches dropped         everything is released
 
-A look-up that prefetches by itself hands the counts of its keys on, which the exchange of ids has
-as weights. TorchRec's ``prefetch`` does not, and then each key counts once: with eviction by
-frequency, or admission, other rows would be kept. Here every prefetch of a batch has its counts.
+A look-up that prefetches by itself passes on the counts of its keys, which the exchange of ids has
+as weights. TorchRec's ``prefetch`` does not, so each key counts once: eviction by frequency, or
+admission, would keep other rows. Here every prefetch of a batch gets its counts.
 
-A state is released by what its look-up and its backward would have done: its keys are counted off,
-and its rows are unpinned. No table is imported: what has these attributes is one.
+Releasing a state has the effect that its look-up and its backward would have had: its keys are no
+longer counted as outstanding, and its rows are unpinned. dynamicemb is not imported. A module
+counts as such a table if it has these attributes:
 
     _prefetch_states              deque of states, the oldest first
     prefetch                      with frequency_counters, where its keys have been counted
@@ -44,28 +45,30 @@ from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 
 class PrefetchedBatches:
-    """What was prefetched for each batch in flight."""
+    """The prefetched states of each batch in flight."""
 
     def __init__(self, tables: Iterable[_Table]) -> None:
         self._tables = tuple(tables)
+        # Batches that are prefetched and not looked up, oldest first, and batches that are looked
+        # up whose backward has not run.
         self._ahead: deque[list[_State]] = deque()
         self._behind: deque[list[_State]] = deque()
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> Self | None:
-        """For sharded modules, by name; None where no table has a queue.
+        """Return the queues of sharded modules, given by name; None if no table has a queue.
 
         Raises:
-            RewriteError: Tables of dynamicemb, but without the queue.
+            RewriteError: A table of dynamicemb does not have the queue.
         """
         tables = tuple(_find(modules))
         return cls(tables) if tables else None
 
     def io(self, parts: Iterable[Any]) -> list[DeclaredIO]:
-        """What the task with these methods of ``SparseDistTasks`` declares.
+        """Return the declarations of the task with these methods of ``SparseDistTasks``.
 
-        It is what becomes of a batch where the task is replayed, and where batches are dropped.
-        What is captured with no batch in flight, before a trial, has nothing to put back.
+        A declaration says what becomes of a batch whose task is replayed, and of dropped batches.
+        State that is captured with no batch in flight, before a trial, has nothing to put back.
         """
         replay = {
             "prefetch": (self._not_prefetched, self.drop),
@@ -80,22 +83,24 @@ class PrefetchedBatches:
 
     @contextmanager
     def prefetching(self) -> Iterator[None]:
-        """A block in which the tables prefetch one batch."""
+        """Provide a block in which the tables prefetch one batch."""
         for table in self._tables:
             table.check_empty()
+        # Remembered, since `drop` replaces the deque from another thread while this block runs: the
+        # states then belong to a dropped batch, and are released.
         ahead = self._ahead
         try:
             yield
         finally:
             states = [state for table in self._tables for state in table.take()]
-            if ahead is not self._ahead:  # dropped meanwhile, from another thread
+            if ahead is not self._ahead:
                 _release(states)
             else:
                 ahead.append(states)
 
     @contextmanager
     def counting(self, ids: Any) -> Iterator[None]:
-        """A block in which prefetches of these jagged tensors get the counts of their keys."""
+        """Provide a block in which prefetches of these ids get the counts of their keys."""
         counted = [one for one in ids if one.weights_or_none() is not None]
         with ExitStack() as stack:
             for table in self._tables if counted else ():
@@ -104,7 +109,7 @@ class PrefetchedBatches:
 
     @contextmanager
     def looking_up(self) -> Iterator[None]:
-        """A block in which the oldest of the prefetched batches is looked up."""
+        """Provide a block in which the oldest of the prefetched batches is looked up."""
         states = self._ahead.popleft()
         behind = self._behind
         behind.append(states)
@@ -114,15 +119,17 @@ class PrefetchedBatches:
                     stack.enter_context(table.looking_up(states))
                 yield
         finally:
+            # Dropped meanwhile by another thread, as in `prefetching`.
             if behind is not self._behind:
                 _release(states)
 
     def finish_backward(self) -> None:
-        """The backward of the oldest batch that was looked up has run, or will not."""
+        """Release the oldest looked-up batch, whose backward has run or will not run."""
         _release(self._behind.popleft())
 
     def drop(self) -> None:
-        """Drop all batches."""
+        """Drop all batches and release their states."""
+        # New deques rather than cleared ones, so that running blocks notice the drop.
         dropped = [*self._ahead, *self._behind]
         self._ahead = deque()
         self._behind = deque()
@@ -142,12 +149,13 @@ class PrefetchedBatches:
             self._behind.append([])
 
     def _not_finished(self, _ran: bool) -> None:
-        if self._behind:  # it has emptied it itself, serially
+        # In a serial run, the task has emptied the deque itself.
+        if self._behind:
             self.finish_backward()
 
 
 class _Table:
-    """One table, or a group of them, with its queue."""
+    """One table, or a group of tables, with its queue."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.module = module
@@ -163,13 +171,15 @@ class _Table:
 
     @contextmanager
     def counting(self, ids: list[Any]) -> Iterator[None]:
-        """A block in which its ``prefetch`` gets the weights that lie beside the given indices."""
+        """Provide a block in which ``prefetch`` gets the weights of the given indices as counts."""
         prefetch = self.module.prefetch
 
         def counted(indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> None:
             for one in ids:
                 values = one.values()
                 weights = one.weights()
+                # The indices are a slice of the values of one jagged tensor, so the same slice of
+                # its weights has their counts.
                 first = indices.storage_offset() - values.storage_offset()
                 if indices.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
                     kwargs["frequency_counters"] = weights[first : first + len(indices)]
@@ -182,7 +192,7 @@ class _Table:
             del self.module.prefetch
 
     def take(self) -> list[_State]:
-        """The states in the queue, which is empty afterwards."""
+        """Return the states in the queue, and empty it."""
         queue = self.module._prefetch_states
         states = [_State(self, state) for state in queue]
         queue.clear()
@@ -190,8 +200,9 @@ class _Table:
 
     @contextmanager
     def looking_up(self, states: list[_State]) -> Iterator[None]:
-        """A block in which it has the states of one batch alone; those that it makes are added."""
+        """Provide a block in which the queue has one batch's states; new states are added."""
         self.check_empty()
+        # States are compared by identity, since they hold tensors.
         known = {id(one.state): one for one in states if one.table is self}
         own = self.module._prefetch_states
         queue = _Queue(one.state for one in known.values())
@@ -206,6 +217,7 @@ class _Table:
             if queue.taken:
                 take(queue.taken[-1]).looked_up(output)
 
+        # In the hook, since the table takes the state inside its forward.
         hook = self.module.register_forward_hook(after_forward)
         self.module._prefetch_states = queue
         try:
@@ -213,12 +225,13 @@ class _Table:
         finally:
             self.module._prefetch_states = own
             hook.remove()
+            # States that the look-up made itself, and states that it left, belong to this batch.
             for state in (*queue.taken, *queue):
                 take(state)
 
 
 class _State:
-    """What one prefetch left, and what of it is still to be undone."""
+    """The state that one prefetch left, and its effects that are still to be undone."""
 
     def __init__(self, table: _Table, state: Any) -> None:
         self.table = table
@@ -227,13 +240,14 @@ class _State:
         self._pinned = state.update_slot_indices is not None
 
     def looked_up(self, output: Any) -> None:
-        """Its look-up has returned, and has counted its keys off; its backward unpins its rows."""
+        """Note that the look-up has counted its keys off, and that its backward unpins its rows."""
         self._counted = False
+        # Without gradients no backward runs, and the rows stay pinned until release().
         if output.grad_fn is not None:
             output.grad_fn.register_hook(self._backward_ran)
 
     def release(self) -> None:
-        """Undo what is left."""
+        """Undo the remaining effects."""
         state = self.state
         module = self.table.module
         if self._counted:
@@ -241,6 +255,7 @@ class _State:
         if self._pinned:
             slots = module.tables if module.cache is None else module.cache
             slots.decrement_counter(state.update_slot_indices, state.unique_table_ids)
+        # Released once only: a second decrement would unpin rows of other batches.
         self._counted = self._pinned = False
 
     def _backward_ran(self, *_: object) -> None:
@@ -248,14 +263,14 @@ class _State:
 
 
 class _Queue(deque[Any]):
-    """A queue that remembers what was taken."""
+    """A queue that remembers the states that were taken from it."""
 
     def __init__(self, states: Iterable[Any]) -> None:
         super().__init__(states)
         self.taken: list[Any] = []
 
     def popleft(self) -> Any:
-        """Take the oldest."""
+        """Take and return the oldest state."""
         self.taken.append(super().popleft())
         return self.taken[-1]
 

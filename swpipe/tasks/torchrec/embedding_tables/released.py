@@ -1,16 +1,16 @@
-"""The memory of ids goes when they have been exchanged, as under TorchRec's memory arguments.
+"""Release of the memory of ids once they are exchanged, as under TorchRec's memory arguments.
 
 ::
 
     EmbInputDistStart   batch.ids ── permuted copy ──> exchange     free_features_storage_early:
                         batch.ids has no memory now                 where the module has copied them
-    EmbPrefetch         what this rank has sent has none            clear_data_dist_inputs:
-                        batch.ids neither, where that was sent      after the wait for the exchange
+    EmbPrefetch         ids sent by this rank have none             clear_data_dist_inputs:
+                        nor batch.ids, if it was sent itself        after the wait for the exchange
 
 TorchRec empties the storage of these tensors. Whatever still refers to it then reads memory that is
 not there. Here references are dropped instead: a jagged tensor gets tensors without memory, which
-have the shape, type and device of the ones before, and raise where they are read. So memory stays
-where anything else holds it, such as the module's own context or another module's exchange.
+have the shape, type and device of the ones before, and raise when they are read. Memory that is
+held by anything else stays, for example by the module's context or another module's exchange.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """What TorchRec's pipelines have to save device memory, by the names of TorchRec 1.8.
+    """TorchRec's options to save device memory, by the names of TorchRec 1.8.
 
-    With any of them ``ctx.batch`` is None after the model's forward.
+    With any of these options, ``ctx.batch`` is None after the model's forward.
 
     Attributes:
         enable_inplace_copy_batch: The copy to the device gets memory of the caller's stream, which
             later batches can use again. The batch's ``to`` takes ``data_copy_stream``.
         free_features_storage_early: The ids of a batch have no memory after ``EmbInputDistStart``,
             where the sharded module has made a permuted copy.
-        clear_data_dist_inputs: What a rank has sent of them has none after ``EmbPrefetch``.
+        clear_data_dist_inputs: The ids that a rank has sent have no memory after ``EmbPrefetch``.
     """
 
     enable_inplace_copy_batch: bool = False
@@ -55,8 +55,9 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Those among the arguments of a pipeline of TorchRec's; those that it lacks are off."""
-        old = given.get("inplace_copy_batch_to_gpu", False)  # its name in TorchRec 1.5
+        """Return the options among a TorchRec pipeline's arguments; missing ones are off."""
+        # The name of enable_inplace_copy_batch in TorchRec 1.5.
+        old = given.get("inplace_copy_batch_to_gpu", False)
         return cls(
             enable_inplace_copy_batch=bool(given.get("enable_inplace_copy_batch", old)),
             free_features_storage_early=bool(given.get("free_features_storage_early")),
@@ -65,7 +66,7 @@ class MemoryOptions:
 
 
 def copied_in_place(batch: Any, target: torch.device, device: Device, home: Stream) -> Any:
-    """The batch in memory of the stream ``home``, copied on the current one."""
+    """Return the batch in memory of the stream ``home``, copied on the current stream."""
     parameters = inspect.signature(batch.to).parameters.values()
     if not any(p.name == "data_copy_stream" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise TypeError(
@@ -76,17 +77,21 @@ def copied_in_place(batch: Any, target: torch.device, device: Device, home: Stre
         )
     copying = device.current_stream()
     with device.on(home):
+        # Allocated on home: the caching allocator gives the memory back to the stream that
+        # allocated it, so that later batches reuse it without waiting for the copying stream.
         return batch.to(device=target, non_blocking=True, data_copy_stream=copying)
 
 
+# The operators that torch or TorchRec call on tensors without reading values.
 _HARMLESS = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 class Released(Tensor):
-    """Stands for a tensor whose memory went; has its shape, type and device."""
+    """A tensor without memory in place of a released one, with its shape, type and device."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> Self:
+        # A wrapper made in inference mode could not be used outside of it.
         with torch.inference_mode(False):
             made: Self = Tensor._make_wrapper_subclass(
                 cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device,
@@ -95,7 +100,7 @@ class Released(Tensor):
         return made
 
     def __init__(self, tensor: Tensor) -> None:
-        """Without a reference to the tensor."""
+        """Keep no reference to the tensor."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Released({tuple(self.shape)}, {self.dtype})"
@@ -104,7 +109,8 @@ class Released(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse every operator that reads."""
+        """Refuse every operator that reads values."""
+        # It marks memory as used by a stream, and there is no memory.
         if func is torch.ops.aten.record_stream.default:
             return None
         if func in _HARMLESS:
@@ -118,45 +124,51 @@ class Released(Tensor):
 
 
 MARK = "_free_features_storage_early"
-"""By this attribute a sharded module of TorchRec 1.8 lists in its context what it has copied."""
+"""The attribute by which a sharded module of TorchRec 1.8 is told to list its copied inputs."""
 
 _PARTS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 class Releases:
-    """Lets go of the ids of batches, as the options say."""
+    """Releases the ids of batches as the options say."""
 
     def __init__(self, options: MemoryOptions, device: Device) -> None:
         self._options = options
         self._device = device
 
     def marks(self, module: Any) -> bool:
-        """Whether a sharded module is to list what it has copied."""
+        """Return whether a sharded module should list the inputs that it has copied."""
         return self._options.free_features_storage_early and hasattr(module, MARK)
 
     def lent(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The arguments with which a module starts its exchange; what it keeps of them stays."""
+        """Return the arguments with which a module starts its exchange, in objects of their own."""
+        # The module's lists then hold these objects. The batch's own jagged tensors can be emptied
+        # without emptying what the module keeps.
         if not self._options.free_features_storage_early:
             return inputs
         args, kwargs = inputs
         return [*map(_lent, args)], {name: _lent(value) for name, value in kwargs.items()}
 
     def started(self, context: SparseDistContext) -> None:
-        """All exchanges of a batch have started: let go of what the modules have copied."""
+        """Release the ids that the modules have copied; all exchanges of the batch have started."""
         for module_context in context.module_contexts.values():
             copied = getattr(module_context, "early_releasable_inputs", [])
             gone = _storages(tensor for features in copied for tensor in _tensors(features))
             for lent, features in product(copied, _inputs(context)):
                 if features.values() is lent.values():
-                    vars(features).update(vars(lent))  # lists, which it computes when asked
+                    # A jagged tensor computes lists of lengths when asked. The lists that the
+                    # module has computed on its copy are taken over to the batch's object, whose
+                    # tensors are released next.
+                    vars(features).update(vars(lent))
             if copied:
                 self._release(context, gone)
                 copied.clear()
 
     def sent(self, context: SparseDistContext) -> None:
-        """Wait for the exchange of a batch's ids, and let go of what this rank has sent."""
+        """Wait for the exchange of a batch's ids and release the ids that this rank has sent."""
 
         def let_go(awaitable: Any, module_context: Any) -> None:
+            # The module still needs the tensors that its context holds.
             kept = _storages(tensors_in(module_context))
             self._release(context, _sent(awaitable) - kept)
 
@@ -165,9 +177,11 @@ class Releases:
                 request.before_wait(let_go)
 
     def _release(self, context: SparseDistContext, gone: set[int]) -> None:
-        """Let go of what of the modules' inputs lies in these storages."""
+        """Release the parts of the modules' inputs that lie in these storages."""
         for features in _inputs(context):
             if _storages(_tensors(features)) & gone:
+                # The current stream may still read the memory, which is held until that work is
+                # done.
                 self._device.hold([features], [self._device.current_stream()])
                 _empty(features, gone)
         computed = () if context.computed is None else context.computed.calls.values()
@@ -176,13 +190,13 @@ class Releases:
 
 
 def _inputs(context: SparseDistContext) -> list[Any]:
-    """The jagged tensors among the modules' inputs."""
+    """Return the jagged tensors among the modules' inputs."""
     values = (value for call in context.inputs.values() for value in call.values)
     return [value for value in values if isinstance(value, KeyedJaggedTensor)]
 
 
 def _lent(value: Any) -> Any:
-    """The same jagged tensor in another object."""
+    """Return the same jagged tensor in another object."""
     return copy.copy(value) if isinstance(value, KeyedJaggedTensor) else value
 
 
@@ -190,21 +204,23 @@ def _empty(features: Any, gone: set[int]) -> None:
     for name in _PARTS:
         if (tensor := getattr(features, name)) is not None and _storages([tensor]) & gone:
             setattr(features, name, Released(tensor))
+    # TorchRec's private cache of the split tensor: its parts are views of the memory.
     features._jt_dict = None
 
 
 def _sent(awaitable: Any) -> set[int]:
-    """Wait for the exchanges of one module, and let them forget what was sent: its storages."""
+    """Wait for one module's exchanges and drop what they sent; return the storages of that."""
     found: set[int] = set()
     for exchange in getattr(awaitable, "awaitables", ()):
         if isinstance(exchange, KJTAllToAllTensorsAwaitable) and exchange._workers > 1:
             for work in exchange._awaitables:
                 work.wait()
             sent = _storages(_tensors(exchange._input))
-            # which hold them too
+            # These private lists of TorchRec's awaitable (1.8) hold the tensors too.
             exchange._input_tensors = []
             exchange._awaitables = []
-            exchange._input = _lent(exchange._input)  # the module's context may have this object
+            # A copy is emptied, since the module's context may hold this object.
+            exchange._input = _lent(exchange._input)
             _empty(exchange._input, sent)
             found |= sent
     return found

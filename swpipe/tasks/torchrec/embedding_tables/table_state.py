@@ -1,9 +1,9 @@
-"""Rows and learning rates of tables that lie where nobody else finds them, saved and set back.
+"""Capture and restoring of rows and learning rates that lie in no parameter or buffer.
 
-Profiling and recording train, and restore afterwards what they find: parameters, buffers, and other
-tensors that modules have as attributes. The rows of some tables lie elsewhere: in hash tables, in
-host memory behind a cache, on disk. The user says how these are captured and restored; without
-that, whoever would have to restore them is refused.
+Profiling and recording train the model, and restore afterwards the state that they can find:
+parameters, buffers, and other tensors that modules have as attributes. The rows of some tables lie
+elsewhere: in hash tables, in host memory behind a cache, on disk. The user says how these rows are
+captured and restored. Without that, profiling and recording are refused.
 
 Fused tables hold the learning rate of the next look-up, which no optimizer's state has.
 """
@@ -19,27 +19,33 @@ from swpipe._values.stateful import modules_in
 from swpipe._values.walk import parts_of, tensors_in
 
 CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
-"""Returns all rows; and restores what that returned, as often as it is called."""
+"""A function that returns all rows, and one that restores its result any number of times."""
 
 
 class TableState:
-    """The rows of sharded modules, with a ``state_dict`` as an object with state has.
+    """The rows of sharded modules as an object with ``state_dict`` and ``load_state_dict``.
 
-    ``given`` are the user's functions, if any, which restore the ``restored_modules``.
+    ``given`` are the user's two functions, or None. With them, ``restored_modules`` are the modules
+    whose rows they restore.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> None:
+        # Even without the user's functions the object is made, so that capturing can be refused.
         self._hidden = [] if given else [name for name in modules if _hides_rows(modules[name])]
         self._modules = modules
         self._given = given
         self.restored_modules = tuple(modules.values()) if given else ()
 
     def __bool__(self) -> bool:
-        """Whether there are rows that only the user's functions restore."""
+        """Whether some rows can be restored by the user's functions only."""
         return bool(self._given or self._hidden)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows; RuntimeError where it is not known how to capture them."""
+        """Return the captured rows.
+
+        Raises:
+            RuntimeError: There is no function to capture the rows.
+        """
         if self._given is None:
             told = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(
@@ -49,6 +55,7 @@ class TableState:
             )
         return {"rows": self._given[0]()}
 
+    # A captured state may be restored several times, once after each trial.
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the rows."""
         if self._given is not None:
@@ -56,14 +63,16 @@ class TableState:
 
 
 def _hides_rows(module: nn.Module) -> bool:
-    """Whether some table's rows are in no tensor that a module below has as an attribute."""
+    """Return whether some table's rows are in no tensor that a module below has as an attribute."""
+    # By address: split_embedding_weights returns views, which are other objects than the
+    # attributes.
     held = (tensor for m in modules_in(module) for tensor in tensors_in(dict(vars(m))))
     known = {address for tensor in held for address in _addresses(tensor)}
     return any(not known.issuperset(_addresses(weight)) for weight in _weights(module))
 
 
 def _weights(module: nn.Module) -> Iterator[Any]:
-    """What TorchRec takes for the rows of each table, as far as this rank has some."""
+    """Yield the tensors that TorchRec regards as the rows of each table, if this rank has any."""
     for inner in modules_in(module):
         split: Any = getattr(inner, "split_embedding_weights", None)
         if callable(split):
@@ -71,7 +80,7 @@ def _weights(module: nn.Module) -> Iterator[Any]:
 
 
 def _addresses(weight: Any) -> Iterator[int | None]:
-    """Where a tensor's values lie, if it has some; None for an unknown place."""
+    """Yield the addresses of a tensor's values, if it has any; None for an unknown place."""
     if not isinstance(weight, Tensor):
         yield None
     elif hasattr(weight, "local_shards"):
@@ -80,19 +89,20 @@ def _addresses(weight: Any) -> Iterator[int | None]:
     else:
         for part in parts_of(weight):
             if part.numel():
+                # A meta tensor has no data: the rows are somewhere else.
                 yield None if part.is_meta else part.untyped_storage().data_ptr()
 
 
 def rates_of(modules: Iterable[nn.Module]) -> list[float]:
-    """The rate of each group of tables in the sharded modules, in order."""
+    """Return the learning rate of each group of tables in the sharded modules, in order."""
     return [table.get_learning_rate() for table in _rated(modules)]
 
 
 def set_rates(modules: Iterable[nn.Module], rates: Sequence[float]) -> None:
-    """Set back what ``rates_of`` returned.
+    """Set the learning rates that ``rates_of`` returned.
 
     Raises:
-        ValueError: They are of another number of groups.
+        ValueError: The rates belong to a different number of groups.
     """
     tables = list(_rated(modules))
     if len(rates) != len(tables):
@@ -105,6 +115,6 @@ def set_rates(modules: Iterable[nn.Module], rates: Sequence[float]) -> None:
 
 
 def _rated(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """What fbgemm keeps a rate in."""
+    """Yield the parts of fbgemm that hold a learning rate."""
     parts = (part for module in modules for part in modules_in(module))
     return (part for part in parts if hasattr(part, "set_learning_rate"))

@@ -1,6 +1,6 @@
 """HSTU's training step as fifteen tasks with lookaheads, for any model with one loss per token.
 
-Needs TorchRec. Neither recsys-examples nor Megatron is imported.
+It needs TorchRec. Neither recsys-examples nor Megatron is imported.
 """
 
 from swpipe.plans.torchrec.hstu_schedule import (

@@ -27,15 +27,19 @@ def hstu_groups(prefetch: bool, *, split: bool = True) -> dict[str, Sequence[str
     """Return the tasks and the methods that they call, for ``TaskOptions(grouped=)``.
 
     Args:
-        prefetch: With ``prefetch_embeddings``, fifteen tasks; fourteen without.
-        split: ``compute_output_dist`` looks up; otherwise ``dense_forward`` is the whole forward.
+        prefetch: True for fifteen tasks, with ``prefetch_embeddings``; False for fourteen.
+        split: Whether ``compute_output_dist`` looks up; otherwise ``dense_forward`` is the whole
+            forward.
     """
+    # Without a task of its own, the prefetch is the first part of the look-up.
     look_up = [*([] if prefetch else ["prefetch"]), "embedding_forward"]
+    # Tasks that are not listed call the method of their own name.
     calls = {
         "h2d": ["copy"],
         PREFETCH: ["prefetch"],
         "global_tokens_allreduce": ["count_tokens"],
-        "nccl_safety_barrier": [],  # only what it waits for
+        # The barrier runs nothing, and only adds the order of the tasks that it waits for.
+        "nccl_safety_barrier": [],
         "compute_output_dist": look_up if split else [],
         "dense_forward": ["dense_forward"] if split else [*look_up, "dense_forward"],
         "backward": ["postprocess_loss", "dense_backward", "embedding_backward"],
@@ -46,34 +50,35 @@ def hstu_groups(prefetch: bool, *, split: bool = True) -> dict[str, Sequence[str
 
 
 class HSTUPipeline(JaggedPipeline[In, Out]):
-    """Trains a model that returns (losses, output), with one loss per token, in fifteen tasks.
+    """A pipeline in fifteen tasks for models that return (losses, output), one loss per token.
 
     Use it as a context manager, or call ``shutdown``. Nothing runs between two calls of
-    ``progress``: the model may be detached, evaluated or saved there. Sharded models run within
+    ``progress``, so the model may be detached, evaluated or saved there. Sharded models run within
     torch's DDP or Megatron's wrapper; a model without sharded modules needs no process group.
 
     Args:
         model, optimizer, device, batch_shuffler: As for ``JaggedPipeline``.
-        prefetch: With the task ``prefetch_embeddings``, for tables with a cache.
-        prefetch_depth: Batches whose ids are exchanged ahead; one more is copied.
-        threaded: Some tasks have threads of their own; False: the caller's thread runs all.
+        prefetch: Whether there is the task ``prefetch_embeddings``, for tables with a cache.
+        prefetch_depth: Number of batches whose ids are exchanged ahead; one more is copied.
+        threaded: Whether some tasks have threads of their own; if False, the caller's thread runs
+            all.
         thread_map: None for ``HSTU_DEFAULT_THREAD_MAP``; the name of a preset
-            (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function of the task
-            that returns the thread's name. In a dict, "compute" and "default" are the caller's
-            thread, on which all tasks run that it does not name.
-        schedule_config: Other lookaheads, waits and threads of the tasks, as a mapping, as JSON or
-            as the path of a JSON file (``swpipe.plans.torchrec.hstu_config``); None for what the
-            environment variable ``HSTU_PIPELINE_CONFIG`` has.
-        pipeline_postproc: No effect, as there.
-        execute_all_batches, custom_model_fwd, returns, finalize: As for ``JaggedPipeline``, and so
-            are watchdog, assert_nan_loss, find, inputs, strict, random and run_ahead.
+            (``HSTU_THREAD_MAPS``), "per_task", a dict of task to thread, or a function from the
+            task to the thread's name. In a dict, "compute" and "default" are the caller's thread,
+            which also runs all tasks that the dict does not name.
+        schedule_config: Changed lookaheads, waits and threads of the tasks, as a mapping, as JSON
+            or as the path of a JSON file (``swpipe.plans.torchrec.hstu_config``); None for the
+            value of the environment variable ``HSTU_PIPELINE_CONFIG``.
+        pipeline_postproc: Accepted for compatibility; it has no effect.
+        execute_all_batches, custom_model_fwd, returns, finalize: As for ``JaggedPipeline``, like
+        watchdog, assert_nan_loss, find, inputs, strict, random and run_ahead.
 
     Attributes:
         schedule: The tasks' lookaheads, streams and waits.
 
     Raises:
-        ScheduleValidationError: ``thread_map`` names a task that there is not.
-        TypeError: ``thread_map`` or the shuffler is of another kind.
+        ScheduleValidationError: ``thread_map`` names an unknown task.
+        TypeError: ``thread_map`` or the shuffler has the wrong type.
         ValueError: ``prefetch_depth`` is below 1, ``schedule_config`` is wrong, or both it and
             ``thread_map`` give threads; others as for ``JaggedPipeline``.
     """
@@ -98,10 +103,14 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
 
     def _take(self, given: Mapping[str, Any]) -> None:
         super()._take(given)
+        # The plan is made with the arguments, before the model is rewritten, so that an error in
+        # them leaves the model as it was.
         config = hstu_config(given["schedule_config"], TASKS)
         self.schedule = hstu_schedule(
             prefetch=given["prefetch"],
             prefetch_depth=given["prefetch_depth"],
+            # A shuffler that exchanges nothing launches no collective, so its tasks need no global
+            # order.
             shuffled=type(self._shuffler) not in (IdentityShuffler, type(None)),
             changes=config.fields,
         )
@@ -118,16 +127,17 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
         return self._made
 
     def _options(self, kind: Kind) -> TaskOptions:
+        # "own": no sharded module, so the model's whole forward is one task.
         grouped = hstu_groups(self._given["prefetch"], split=kind != "own")
         return replace(super()._options(kind), grouped=grouped)
 
     def shutdown(self) -> None:
-        """Stop the threads, drop the batches in flight and restore the model; twice is fine."""
+        """Stop the threads, drop the batches in flight and restore the model; idempotent."""
         self.close()
 
 
 class HSTUPipelineFactory(PipelineFactory):
-    """HSTU's pipelines by name: ``hstu_sparse_dist`` and ``hstu_prefetch_sparse_dist``."""
+    """A factory of HSTU's pipelines: ``hstu_sparse_dist`` and ``hstu_prefetch_sparse_dist``."""
 
 
 HSTUPipelineFactory.register("hstu_sparse_dist", HSTUPipeline)

@@ -1,1 +1,1 @@
-"""Pipelines with ``progress``: TorchRec's by name, in stages, and under any plan."""
+"""Pipelines with ``progress``: TorchRec's under their names, staged ones, and any plan."""

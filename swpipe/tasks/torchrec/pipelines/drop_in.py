@@ -1,17 +1,19 @@
-"""A drop-in for TorchRec's train pipelines: ``progress(dataloader_iter)``.
+"""Pipelines with the interface of TorchRec's train pipelines: ``progress(dataloader_iter)``.
 
-As with TorchRec, it returns the model's output (the second of ``(losses, output)``) of the oldest
-batch, raises StopIteration at the end, and treats None as the end of the data. Unlike TorchRec:
+As in TorchRec, ``progress`` returns the model's output (the second of ``(losses, output)``) for the
+oldest batch, raises StopIteration at the end, and treats None as the end of the data. The
+differences from TorchRec:
 
-- A batch keeps its mode. ``model.eval()`` or ``torch.no_grad()`` is refused while batches are in
-  flight: call ``drain()`` first, or go on to the end of the data.
-- With another iterator while batches are in flight, each call finishes one of these; the new
-  iterator begins after them, the old one keeps its other batches.
-- After StopIteration the same iterator may be given again: persistent workers of a DataLoader start
-  it anew for the next epoch.
-- An error of the iterator is raised when the batches before it are done, and the next call goes on.
-- The ranks agree on the end of the data. Where one rank's ends before that of others, the batches
-  that all ranks have are finished, and all raise ``UnevenDataError`` instead of StopIteration.
+- A batch keeps the mode in which it was pulled. ``model.eval()`` or ``torch.no_grad()`` is refused
+  while batches are in flight: call ``drain()`` first, or continue to the end of the data.
+- If ``progress`` gets another iterator while batches are in flight, each call finishes one of these
+  batches. The new iterator begins after them. The old iterator keeps its remaining batches.
+- After StopIteration the same iterator may be passed again: a DataLoader with persistent workers
+  restarts its iterator for the next epoch.
+- An error of the iterator is raised after the batches before it are finished. The next call of
+  ``progress`` continues.
+- The ranks agree on the end of the data. If the data of one rank ends first, the batches that all
+  ranks have are finished, and all ranks raise ``UnevenDataError`` instead of StopIteration.
 """
 
 from __future__ import annotations
@@ -49,13 +51,14 @@ _REPLACED = (
 
 
 class Pass(Iterator[Any]):
-    """What a pipeline pulls from, for one pass over one of the user's iterators; None ends it.
+    """One pass over one of the user's iterators, from which a pipeline pulls; None ends the pass.
 
-    ``keep_back`` batches are read ahead, and dropped at the end of the data: what
-    ``execute_all_batches=False`` means. At most ``limit`` batches are handed out; the others stay
-    in the iterator. Once ``stopped`` it reads no further, and hands out what was read. An error of
-    the iterator is raised in its place among the batches. ``pull`` is called with the iterator for
-    each batch, in place of ``next``.
+    ``keep_back`` batches are read ahead and dropped at the end of the data, which implements
+    ``execute_all_batches=False``. At most ``limit`` batches are handed out; the rest stay in the
+    iterator. A pass that is ``stopped`` reads no further and hands out the batches that it has
+    read. An
+    error of the iterator is raised at its position among the batches. ``pull``, if given, is called
+    with the iterator for each batch, in place of ``next``.
     """
 
     def __init__(
@@ -73,24 +76,31 @@ class Pass(Iterator[Any]):
         self._pull = pull
         self._next: Iterator[Any] | None = None
         self._kept: deque[Any] = deque()
-        self._errors: deque[tuple[int, Exception]] = deque()  # after so many of those kept
+        # Each error of the iterator, with the number of kept batches that precede it.
+        self._errors: deque[tuple[int, Exception]] = deque()
 
     def __next__(self) -> Any:
         if self._left == 0:
             raise StopIteration
         while not (self.stopped or self.ended) and len(self._kept) <= self._keep_back:
+            # The next thing to hand out is an error; batches behind it are read when it has been
+            # raised.
             if self._errors and self._errors[0][0] == 0:
                 break
             try:
                 batch = next(self.source, None) if self._pull is None else self._pull(self.source)
-            except StopIteration:  # of a function in place of next
+            except StopIteration:  # raised by `pull`; next() returns None
                 batch = None
             except Exception as error:
+                # Without a kept batch the error is next in order. Otherwise it is queued, so that
+                # the batches that were read before it are trained on first.
                 if not self._kept:
                     raise
                 self._errors.append((len(self._kept), error))
                 continue
             if batch is None:
+                # The data has ended: the batches kept back are dropped, and queued errors move to
+                # the front.
                 self._kept.clear()
                 self._errors = deque((0, error) for _, error in self._errors)
                 self.ended = True
@@ -107,11 +117,11 @@ class Pass(Iterator[Any]):
 
     @property
     def agreed(self) -> bool:
-        """Whether the ranks agree on the user's iterator already."""
+        """Whether the ranks already agree on the end of the user's iterator."""
         return isinstance(self.source, EvenIterator)
 
     def batches_left(self) -> int | None:
-        """Return how many batches it will hand out; None if that is not known."""
+        """Return how many batches this pass will hand out, or None if that is unknown."""
         left = batches_left(self.source) if self._pull is None else None
         if left is None or self.stopped or self.ended:
             return None
@@ -119,12 +129,13 @@ class Pass(Iterator[Any]):
         return left if self._left is None else min(left, self._left)
 
     def ends_before(self, source: Iterator[Any], in_flight: int) -> bool:
-        """Whether this pass is over, so that one over this iterator of the user's may begin.
+        """Return whether this pass is over, so that a pass over ``source`` may begin.
 
-        With another iterator, this pass reads no further.
+        If ``source`` is not the iterator of this pass, this pass reads no further.
 
         Warns:
-            RuntimeWarning: Yet another one was to come, and no batch of it was pulled.
+            RuntimeWarning: A different iterator was given before ``source``, and none of its
+                batches was used.
         """
         if source is not self.source:
             self.stopped = True
@@ -135,13 +146,13 @@ class Pass(Iterator[Any]):
 
     @property
     def waiting(self) -> int:
-        """Batches that were read and not handed out, or pulled for later steps of all ranks."""
+        """The number of batches that were read or pulled early, and not handed out."""
         early = self.source.waiting if isinstance(self.source, EvenIterator) else 0
         return len(self._kept) + early
 
 
 class PassPipeline:
-    """A pipeline whose ``progress`` gets the user's iterator; it pulls one pass after another.
+    """A pipeline whose ``progress`` takes the user's iterator; it pulls from one pass at a time.
 
     Use it as a context manager, or call ``close``. Its tasks set ``ctx.output``.
 
@@ -152,23 +163,27 @@ class PassPipeline:
     pipe: SWPipeline[Any]
     _keep_back = 0
     _pass: Pass | None = None
-    _pull: Callable[[Iterator[Any]], Any] | None = None  # a batch, in place of next
-    _fills = False  # whether each call of progress calls fill_pipeline, an override
+    # Called with the iterator in place of next(), if a subclass overrides the pull of a batch.
+    _pull: Callable[[Iterator[Any]], Any] | None = None
+    # Whether each call of progress calls fill_pipeline, since a subclass overrides it.
+    _fills = False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Run one more batch, and return the oldest one's output.
+        """Run the pipeline for one more batch and return the output of the oldest batch in flight.
 
         Raises:
-            StopIteration: All batches are done.
-            UnevenDataError: The same, and other ranks have more batches, or this rank has.
-            RuntimeError: Batches in flight are of another mode: call ``drain`` first. Or they are
-                of another pipeline of the model, and stand in the way.
-            Exception: What the iterator raised, when the batches before are done; go on by the
-                next call.
+            StopIteration: All batches are finished.
+            UnevenDataError: All batches are finished, and the ranks did not have the same number of
+                batches.
+            RuntimeError: The batches in flight have another mode: call ``drain`` first. Or batches
+                in flight in another pipeline of the model prevent this one from running.
+            Exception: An error of the iterator, raised when the batches before it are finished; the
+                next call continues.
             BaseException: As ``SWPipeline.progress``.
 
         Warns:
-            RuntimeWarning: Another iterator was replaced by yet another before it began.
+            RuntimeWarning: An iterator was replaced by another one before any of its batches was
+                used.
         """
         if self._has_grad():
             return self._step_of(dataloader_iter)
@@ -177,6 +192,7 @@ class PassPipeline:
 
     def _step_of(self, source: Iterator[Any]) -> Any:
         current = self._pass
+        # The common case, the same iterator as in the last call, costs one comparison.
         if current is None or current.source is not source or current.stopped:
             self._change_pass(source)
         try:
@@ -184,16 +200,18 @@ class PassPipeline:
             if self._fills:
                 self.fill_pipeline(source)
             return self.pipe.progress(self._pass).output
+        # The end of the data and failures leave by the same path: hooks of subclasses run before
+        # the exception reaches the user, and find the pipeline as the failure left it.
         except BaseException as error:
             if isinstance(error, StopIteration | UnevenDataError):
-                self._pass = None  # the next call begins a new one, whatever its iterator
+                self._pass = None  # the next call begins a new pass, also with the same iterator
                 self._at_end()
             if not self.pipe.in_flight:
                 self._at_stop()
             raise
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Pull the first batches and start on them, as else the first ``progress`` does.
+        """Pull the first batches and start them, as the first ``progress`` would otherwise do.
 
         Does nothing while batches are in flight, or when the data has ended.
         """
@@ -204,36 +222,38 @@ class PassPipeline:
             self.pipe.fill_pipeline(current)
 
     def _change_pass(self, source: Iterator[Any]) -> None:
-        """Begin a pass over ``source``, once the present one has finished."""
+        """Begin a pass over ``source`` once the current pass has finished."""
         current = self._pass
+        # Batches of the old iterator are still in flight or kept: they are finished first.
         if current is not None and not current.ends_before(source, self.pipe.in_flight):
             return
         self._pass = self._new_pass(source)
 
     def _at_end(self) -> None:
-        """What the end of the data asks for."""
+        """Run at the end of the data, before StopIteration is raised; a hook for subclasses."""
 
     def _at_stop(self) -> None:
-        """What the end of the data and a failure ask for, with nothing in flight."""
+        """Run after the end of the data or a failure, with nothing in flight; for subclasses."""
 
     def _has_grad(self) -> bool:
-        """Whether batches may have gradients."""
+        """Return whether batches run with gradients enabled."""
         return True
 
     def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
         return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
 
     def _make_ready(self) -> None:
-        """What comes before batches in flight are run."""
+        """Prepare to run the batches in flight; a hook for subclasses."""
 
     def drain(self) -> list[Any]:
-        """Finish the batches in flight, and return their outputs, oldest first.
+        """Finish the batches in flight and return their outputs, oldest first.
 
-        The iterator keeps its other batches. On several ranks, call it on all after the same step.
-        There, one batch more than the plan has in flight may have been pulled; it is finished too.
+        The iterator keeps its remaining batches. On several ranks, call it on all ranks after the
+        same
+        step. One batch more than the plan's depth may then have been pulled; it is finished too.
 
         Raises:
-            RuntimeError: The batches in flight are of another mode.
+            RuntimeError: The batches in flight have another mode.
             BaseException: As ``SWPipeline.progress``.
         """
         if self.pipe.in_flight:
@@ -242,31 +262,34 @@ class PassPipeline:
             return [ctx.output for ctx in self.pipe.drain()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside models and optimizers, so that a later run can go on from here.
+        """Return what a later run needs, besides models and optimizers, to resume from here.
 
         Call it between two calls of ``progress``, together with the states of model and optimizers.
 
         Returns:
-            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early;
-            ``rates``, where tables take those of an earlier step, are for the next look-up.
+            As ``SWPipeline.state_dict``. ``in_flight`` also counts a batch that was pulled early.
+            ``rates`` is present if tables use the learning rates of an earlier step, and holds the
+            rates of the next look-up.
 
         Raises:
-            RuntimeError: A run that is resumed from here would give other numbers; it says why.
-                Batches in flight have read stale rows, for example: call ``drain`` first.
+            RuntimeError: A run that is resumed from here would give different numbers; the message
+                says why. For example, batches in flight have read stale rows: call ``drain`` first.
         """
+        # check=False: subclasses have checked before whether this state may be saved.
         state = self.pipe.state_dict(check=False)
         early = 0 if self._pass is None else self._pass.waiting
         return {**state, "in_flight": state["in_flight"] + early}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the model, the optimizers and the data are yours to set back.
+        """Resume from a saved state; restoring model, optimizers and data is up to the caller.
 
         Raises:
             RuntimeError: Batches are in flight.
             ValueError: ``state`` is not what ``state_dict`` returns.
 
         Warns:
-            RuntimeWarning: DDP on several ranks reduces an accumulation's first batch by itself.
+            RuntimeWarning: DDP on several ranks reduces the first batch of an accumulation by
+                itself, so the sums may be rounded differently.
         """
         self.pipe.load_state_dict(state)
         self._pass = None
@@ -275,9 +298,9 @@ class PassPipeline:
         """Undo ``detach``."""
 
     def close(self) -> None:
-        """Drop the batches in flight and restore the model. The pipeline cannot be used again."""
+        """Drop the batches in flight and restore the model; the pipeline cannot be used again."""
         self.pipe.close()
-        self._pass = None  # with the batches that were pulled early
+        self._pass = None  # drops the batches that were pulled early
 
     def __enter__(self) -> Self:
         return self
@@ -287,21 +310,22 @@ class PassPipeline:
 
 
 class SparseDistPipeline(PassPipeline):
-    """Trains a model under one plan, with TorchRec's ``progress``.
+    """A pipeline that trains a model under one plan, with the ``progress`` of TorchRec.
 
-    Between two calls of ``progress`` the model may be detached, evaluated and saved, if the plan
-    uses no worker threads (ready-made ones do not). With several ranks, creating one is a
+    Between two calls of ``progress`` the model may be detached, evaluated and saved if the plan
+    uses no
+    worker threads (the ready-made plans use none). With several ranks, the constructor is a
     collective.
 
     Args:
         tasks: The tasks of the step.
-        plan: The plan. ``InputPostproc`` is added where the tasks have it and the plan has not.
+        plan: The plan. ``InputPostproc`` is added if the tasks include it and the plan does not.
         stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
-        seed: Seed of the draws of a random model; None for ``torch.initial_seed()``.
-        check_data: Whether the ranks agree on the end of their data: once per pass where all know
-            how many batches they have, or else at each pull. They then pull each batch one step
-            before it enters the pipeline, except under a serial plan. Without the check, a rank
-            that ends alone leaves the others waiting in a collective.
+        seed: Seed of a random model's draws; None for ``torch.initial_seed()``.
+        check_data: Whether the ranks agree on the end of their data: once per pass if all ranks
+            know how many batches they have, otherwise at each pull. Each batch is then pulled one
+            step before it enters the pipeline, except under a serial plan. Without the check, a
+            rank whose data ends first leaves the other ranks waiting in a collective.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
     """
 
@@ -329,6 +353,8 @@ class SparseDistPipeline(PassPipeline):
             check_data=check_data,
         )
         self._pass = None
+        # If the plan reads tables before the period that returns the batch, loading other tables in
+        # between would mix old and new rows in one batch.
         reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
         early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
@@ -341,23 +367,28 @@ class SparseDistPipeline(PassPipeline):
 
     def _make_ready(self) -> None:
         rewrite = self.tasks.rewrite
+        # The user may have detached the model since the last call, or run another pipeline of it,
+        # and each of these must be noticed before a task uses the replaced forwards.
         if not rewrite.attached:
             rewrite.attach()
         if rewrite.others:
             rewrite.check_others(self.tasks.trains())
         if rewrite.postprocs and (in_flight := self.pipe.in_flight):
-            for postproc in rewrite.postprocs:  # they have run already for these batches
+            # Postprocs have already run for the batches in flight.
+            for postproc in rewrite.postprocs:
                 postproc.check_unchanged(in_flight)
 
     def _at_end(self) -> None:
+        # An unfinished accumulation would otherwise be lost when the loop ends.
         if self.tasks.trains():
             self.flush()
 
     def flush(self) -> None:
-        """Update the parameters with what ``TrainStep(accumulate=)`` has left over.
+        """Update the parameters with the gradients that an unfinished accumulation has left.
 
-        ``progress`` does so at the end of the data, before it raises StopIteration. ``drain`` does
-        not, since training may continue. On several ranks, call it on all.
+        At the end of the data, ``progress`` calls it before it raises StopIteration. ``drain`` does
+        not,
+        since training may continue. On several ranks, call it on all ranks.
 
         Raises:
             RuntimeError: Batches are in flight.
@@ -373,9 +404,11 @@ class SparseDistPipeline(PassPipeline):
         super().load_state_dict(state)
         self.tasks.load_state_dict(state)
 
+    # GradientAccumulationWrapper assigns this attribute, which cannot change the tasks that have
+    # been made. So the setter raises an error.
     @property
     def _optimizer(self) -> Any:
-        """What TorchRec's ``GradientAccumulationWrapper`` replaces, which has no effect here."""
+        """The first optimizer of the step, under the name that TorchRec's wrappers read."""
         return self.tasks.step.optimizers[0]
 
     @_optimizer.setter
@@ -389,8 +422,9 @@ class SparseDistPipeline(PassPipeline):
     def detach(self) -> nn.Module:
         """Restore and return the model, for evaluation, a checkpoint or other code.
 
-        Batches in flight are kept for ``attach`` or the next ``progress``. Where the plan has
-        looked up their rows already, ``load_state_dict`` is refused: call ``drain`` first.
+        Batches in flight are kept for ``attach`` or the next ``progress``. If the plan has already
+        looked
+        up their rows, ``load_state_dict`` is refused: call ``drain`` first.
         """
         self.tasks.rewrite.detach()
         return self.tasks.model
@@ -407,6 +441,8 @@ class SparseDistPipeline(PassPipeline):
 
 def _refuse_loading(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> list[Any]:
     """Make ``load_state_dict`` of the tables raise while batches in flight have read them."""
+    # The hooks outlive the pipeline if close() is never called: a strong reference would keep it,
+    # and its batches, alive as long as the model.
     weak = weakref.ref(pipe)
 
     def refuse(module: nn.Module, *_: Any) -> None:
@@ -434,13 +470,13 @@ def build(
     step: TrainStep | None = None,
     **options: Any,
 ) -> SparseDistPipeline:
-    """A ``SparseDistPipeline`` under the plan that ``plan`` makes for the tasks.
+    """Return a ``SparseDistPipeline`` under the plan that ``plan`` makes for the tasks.
 
-    ``optimizer``, one or several, stands for ``TrainStep([optimizer])``; give either that or
-    ``step``. The other arguments are those of ``TaskOptions`` and ``SparseDistPipeline``.
+    Pass either ``optimizer``, one or several, which is short for ``TrainStep([optimizer])``, or
+    ``step``. The remaining arguments are those of ``TaskOptions`` and ``SparseDistPipeline``.
 
     Raises:
-        ValueError: Both an optimizer and a step, or neither.
+        ValueError: Both an optimizer and a step are given, or neither.
     """
     if (optimizer is None) == (step is None):
         raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
@@ -456,21 +492,23 @@ _OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
 
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
-    """Makes a ready-made plan that saves memory if the tasks do."""
+    """Return a function that makes a ready-made plan, in its lean form if the tasks save memory."""
     return lambda tasks: make(lean=bool(tasks.options.memory))
 
 
 def split(tasks: SparseDistTasks) -> PipelinePlan:
-    """The plan ``split`` for these tasks."""
+    """Return the plan ``split`` for these tasks."""
+    # The next look-up may precede this batch's step only if the step changes neither the tables'
+    # rows nor the learning rate that their fused optimizer reads.
     early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
     return plans.split(after_step=not early, lean=bool(tasks.options.memory))
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
-    """The plan ``semi_sync`` for these tasks.
+    """Return the plan ``semi_sync`` for these tasks.
 
     Raises:
-        ValueError: Tables that cannot be read stale.
+        ValueError: Some tables cannot be read stale.
     """
     if tasks.tables_in_step:
         raise ValueError(

@@ -9,7 +9,8 @@
       OptimStep             _optimizer_step, at the end dequeue_batch
 
 An override gets TorchRec's arguments, and ``super()`` does what the task does without an override.
-It is also called in those classes of TorchRec's that have the same work in ``progress`` itself.
+An override is also called in classes whose counterpart in TorchRec does this work in ``progress``
+itself, without calling the method.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from swpipe.core.messages import listed
 from swpipe.plans.torchrec import sparse_dist as plans
 
+# fill_pipeline and _next_batch are called by the pipeline itself, so no part calls them.
 HOOKS: Mapping[str, str] = {
     "fill_pipeline": "",
     "_next_batch": "",
@@ -30,7 +32,7 @@ HOOKS: Mapping[str, str] = {
     "_optimizer_step": "optimizer_step",
     "dequeue_batch": "watch",
 }
-"""Each to the part of the tasks that calls it (``TaskOptions.functions``); "" for none."""
+"""Overridable method to the part of the tasks that calls it (``TaskOptions.functions``), or ""."""
 
 NO_HOOKS: Mapping[str, str] = {
     "_copy_batch_to_gpu": plans.COPY,
@@ -50,19 +52,21 @@ NO_HOOKS: Mapping[str, str] = {
     "sync_embeddings": plans.EMBED_BACK,
     "_mlp_optimizer_step": plans.STEP,
 }
-"""Methods of TorchRec's that are not called here, each with the task that does its work."""
+"""Methods of TorchRec that are never called here, each with the task that does its work."""
 
 
 def overridden(kind: type, base: type) -> frozenset[str]:
-    """Return the hooks that a class has in place of those of ``base``."""
+    """Return the hooks that a class overrides relative to ``base``."""
     return frozenset(name for name in HOOKS if getattr(kind, name) is not getattr(base, name))
 
 
 def refuse_overrides(kind: type, original: type) -> None:
     """Raise TypeError if a subclass overrides a method of TorchRec's that is never called here.
 
-    Methods of its mixins count as its own.
+    Methods of the subclass's mixins count as its own.
     """
+    # The classes of the resolution order before swpipe's first one are the user's: the subclass
+    # itself and its mixins.
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("swpipe."))
     own = {name for base in kind.__mro__[: kind.__mro__.index(ours)] for name in vars(base)}
     ignored = [
@@ -70,6 +74,8 @@ def refuse_overrides(kind: type, original: type) -> None:
         for name in sorted(own)
         if not name.startswith("__")
         and callable(getattr(kind, name))
+        # Methods that our class has too are not reported. sync_embeddings is the
+        # exception: our class inherits it from TorchRec's base class, and nothing calls it.
         and (name == "sync_embeddings" or (hasattr(original, name) and not hasattr(ours, name)))
     ]
     if ignored:

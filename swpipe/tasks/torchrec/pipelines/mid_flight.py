@@ -1,10 +1,10 @@
-"""What batches in flight stand in the way of: a saved state, another pipeline of the model.
+"""Checks that no batch in flight invalidates a checkpoint or another pipeline of the model.
 
     saved       model and optimizers   as after the batches that were returned
-    resumed     batches in flight      are pulled again, and begin anew
+    resumed     batches in flight      are pulled and started again
 
-So what a batch in flight has done must be in its context alone, or come out the same when it is
-done again. What is not known to be so is named.
+The effects of a batch in flight must therefore be in its context alone, or be the same when the
+batch is run again. Every effect for which this is unknown is named in the error.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler, KarmarkarK
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
-"""The declared states that a checkpoint has, or that the next step begins with."""
+"""The declared states that a checkpoint contains, or with which the next step begins."""
 
 WITHOUT_STATE = (type(None), IdentityShuffler, KarmarkarKarpShuffler)
-"""Shufflers that deal each batch by what it has alone."""
+"""The types of shufflers that redistribute each batch independently of the batches before it."""
 
 
 def runs_early(plan: PipelinePlan, task: str) -> bool:
-    """Whether a task runs before the period that returns its batch."""
+    """Return whether a task runs before the period that returns its batch."""
     last = max(schedule.stage for schedule in plan.schedule.values())
     return plan.schedule[task].stage < last
 
 
 def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
-    """Refuse to save a state from which other numbers would follow.
+    """Raise an error if a run resumed from the current state would give different numbers.
 
     Raises:
-        RuntimeError: It says why, and what to do.
+        RuntimeError: The state cannot be saved now; the message gives the reason and what to do.
     """
     if pipe.closed:
         raise RuntimeError("a closed pipeline has dropped its batches: save before close()")
@@ -50,7 +50,8 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
             f"other numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
         )
     if not pipe.in_flight:
-        pipe.state_dict()  # refuses if a failure has dropped some
+        pipe.state_dict()  # raises if a failure has dropped batches
+    # Gradients that were accumulated lie in parameter.grad, which no state_dict saves.
     if rest := tasks.accumulated(pipe.state_dict(check=False)["next_iteration"]):
         raise RuntimeError(
             f"gradients of {rest} of {tasks.step.accumulate} batches wait for their step, and no "
@@ -59,12 +60,19 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
 
 
 def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable[[bool], str]:
-    """Says why no other pipeline of the model may run, or train, while batches are in flight."""
+    """Return a function that says why another pipeline of the model may not run, or "".
+
+    The function takes whether the other pipeline would train. It returns "" with no batch in
+    flight.
+    """
     plan = pipe.plan
+    # The model's rewrite keeps the function, and may outlive the pipeline.
     weak = weakref.ref(pipe)
     looks_up = tasks.task_of(tasks.embedding_forward)
     parts = (tasks.start_input_dist, tasks.wait_input_dist, tasks.prefetch)
     used = {plan.schedule[name].thread_group for name in (*map(tasks.task_of, parts), looks_up)}
+    # If worker threads may run parts of the model between two calls (`within_calls` is false), no
+    # other pipeline may use the model at all. Otherwise only updates of rows are a problem.
     threads = [] if plan.within_calls else sorted(used - {"default"})
     early = runs_early(plan, looks_up)
 
@@ -80,21 +88,24 @@ def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable
 
 
 def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:
-    """What the plan lets batches in flight read too early, or change."""
+    """Yield what the plan lets batches in flight read too early, or change."""
     if stale := pipe.plan.stale:
         yield f"the plan reads {listed(sorted(stale))} from before the update of the batch before"
     for task in pipe.tasks:
         entry = pipe.plan.schedule[task.name]
         changed = sorted(io.state for io in task.io if io.state in SAVED and "w" in io.mode)
+        # On another thread, or in an earlier period, a batch in flight may have changed the state
+        # that is about to be saved.
         if changed and (entry.thread_group != "default" or runs_early(pipe.plan, task.name)):
             yield f"{task.name!r} changes {listed(changed)} ahead"
 
 
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
-    """The parts that have run for batches in flight, and may have changed something by that."""
+    """Yield the parts that have run for batches in flight and may have changed some state."""
     shuffler = tasks.options.shuffler
     if runs_early(plan, tasks.task_of(tasks.copy)) and type(shuffler) not in WITHOUT_STATE:
         yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
+    # Without an early exchange of ids, no part of the model has run for a batch in flight.
     if not runs_early(plan, tasks.task_of(tasks.start_input_dist)):
         return
     if names := [postproc.name for postproc in tasks.rewrite.postprocs]:
@@ -102,6 +113,7 @@ def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
     looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
     for forward in tasks.rewrite.forwards:
         module = forward._module
+        # Other modules may, for example, insert unknown ids into a hash table.
         if type(module) not in PLAIN_TABLES:
             yield f"{forward.name} is a {type(module).__name__}, and ids may change it"
         elif looks_up_early and counts(module):
@@ -111,6 +123,7 @@ def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
 
 
 def counts(module: Any) -> bool:
-    """Whether some tables of fbgemm below have counted look-ups, as for Adam."""
+    """Return whether some fbgemm tables in a module have counted look-ups, as Adam's tables do."""
+    # fbgemm keeps the count in the tensor `iter`; it stays 0 for optimizers that do not need it.
     counts = (getattr(part, "iter", None) for part in modules_in(module))
     return any(isinstance(count, Tensor) and bool(count.any()) for count in counts)

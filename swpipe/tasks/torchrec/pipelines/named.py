@@ -1,4 +1,4 @@
-"""TorchRec's pipelines by their names, each a row of data on one class."""
+"""TorchRec's pipelines under their own names, each a row of data (``Form``) on one class."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """What one of TorchRec's classes is here.
+    """How swpipe implements one of TorchRec's pipeline classes.
 
     Attributes:
-        plan: Makes the plan for the tasks; a class with arguments for it makes its own.
+        plan: Makes the plan for the tasks. A class whose arguments influence the plan overrides
+            this.
         kind: How the sharded modules are called.
-        alone: The same on one rank, where it is another.
+        alone: The kind on a single rank, if it differs from ``kind``.
         left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
         zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
-        without_grad: When batches are run without gradients: "always", under "eval" mode, "never".
-        copies_later: Whether there is ``enqueue_batch_after_forward``.
+        without_grad: When batches run without gradients: "always", in "eval" mode, or "never".
+        copies_later: Whether the class has the argument ``enqueue_batch_after_forward``.
         copies_apart: Whether batches are copied on a thread of their own.
     """
 
@@ -63,48 +64,60 @@ class Form:
 
 
 class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
-    """A pipeline of TorchRec's, with its methods and arguments.
+    """Base class of the pipelines with the methods and arguments of TorchRec's pipelines.
 
-    A class here has the name of the class of TorchRec's that it stands for, and takes the arguments
-    of that class. A subclass may override ``progress`` and the steps in ``hooks``; an override of
-    another method of TorchRec's is refused. Two more arguments are keywords: ``run_ahead``, as for
-    ``PipelinePlan``, and ``pipeline_forward``: all sharded modules are looked up before the model
-    runs, and their exchanges overlap each other and the dense part. On one rank, where there is
-    no exchange, it has no effect.
+    A subclass here has the name of the TorchRec class that it replaces, and takes the arguments of
+    that
+    class. A user's subclass may override ``progress`` and the steps listed in ``hooks``; overriding
+    another method of TorchRec's class is refused. There are two more keyword arguments.
+    ``run_ahead``
+    is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules before the model
+    runs,
+    so that their exchanges overlap each other and the dense part; it has no effect on one rank,
+    where
+    nothing is exchanged.
 
-    Replicas of a ``DMPCollection`` are averaged also by those of TorchRec's pipelines that have no
-    argument for it, which never do so there. Modules that hold parameters are not run ahead by
-    ``pipeline_postproc``.
+    Replicas of a ``DMPCollection`` are averaged by every pipeline here. TorchRec's classes without
+    an
+    argument for it never average them. ``pipeline_postproc`` does not run modules ahead that hold
+    parameters.
 
-    What scripts read of TorchRec's pipelines is there: ``_model``, ``_optimizer``, ``_model_fwd``,
-    ``_pipelined_modules``, ``_pipelined_postprocs``, and each argument after an underscore, such as
-    ``_device``.
+    The attributes that scripts read from TorchRec's pipelines exist: ``_model``, ``_optimizer``,
+    ``_model_fwd``, ``_pipelined_modules``, ``_pipelined_postprocs``, and each argument with a
+    leading
+    underscore, such as ``_device``.
     """
 
     __signature__: ClassVar[inspect.Signature | None]
-    arguments: ClassVar[inspect.Signature | None] = None  # None for those of TorchRec's class
+    # The signature of the constructor; None if it is that of TorchRec's class.
+    arguments: ClassVar[inspect.Signature | None] = None
 
-    _original: ClassVar[type]  # the class of TorchRec's
+    _original: ClassVar[type]  # TorchRec's class of the same name
     form: ClassVar[Form]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Our own classes stand for TorchRec's class of the same name. If the installed TorchRec
+        # lacks that class, the signature of the most common pipeline is the fallback.
         if cls.__module__.startswith("swpipe."):
             theirs = torchrec_class(cls.__name__)
             cls._original = theirs or torchrec_pipelines.TrainPipelineSparseDist
             if theirs is not None:
                 theirs.register(cls)  # for isinstance()
         else:
+            # A subclass outside of swpipe: refuse overrides that nothing would call, at its
+            # definition rather than in the first step.
             refuse_overrides(cls, cls._original)
         own = cls.__init__ is not NamedPipeline.__init__
         cls.__signature__ = None if own else cls.arguments or signature_of(cls._original)
 
-    # For overrides of _next_batch, which keep and read these as in TorchRec's classes.
+    # Attributes of TorchRec's classes that overrides of _next_batch read and set.
     _dataloader_iter: Iterator[In] | None = None
     _dataloader_exhausted = False
     _data_iter_stopped = False
 
-    _copies: list[Any] | None = None  # what enqueue_batch has copied, while H2DAndShuffle calls it
+    # The batches that enqueue_batch has copied; None unless H2DAndShuffle is calling it.
+    _copies: list[Any] | None = None
 
     def __init__(
         self,
@@ -113,9 +126,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         pipeline_forward: bool = False,
         **kwargs: Any,
     ) -> None:
+        # It sets the private _state, which TorchRec keeps for the recovery of a training run.
         torchrec_pipelines.TrainPipeline.__init__(self)
         self._run_ahead = run_ahead
         self._splits_forward = pipeline_forward
+        # Overrides are found on the class, once: tasks are made from them in _build.
         self._overrides = overridden(type(self), NamedPipeline)
         self._fills = "fill_pipeline" in self._overrides
         if "_next_batch" in self._overrides:
@@ -140,10 +155,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         def progress(self, dataloader_iter: Iterator[In]) -> Out: ...
 
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
-        """Return the next batch; None at the end of the data.
+        """Return the next batch, or None at the end of the data.
 
-        An override may leave batches out, add some, or let the ranks agree on the end. It finds the
-        batches in flight in ``batches``, the oldest first, as they were pulled.
+        An override may skip or add batches, or let the ranks agree on the end of the data. It finds
+        the
+        batches in flight in ``batches``, oldest first, as they were pulled.
         """
         if dataloader_iter is not self._dataloader_iter:
             self._dataloader_iter = dataloader_iter
@@ -153,13 +169,14 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return batch
 
     def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
-        """Copy one batch to the device; return whether there was one.
+        """Copy one batch to the device and return whether there was one.
 
         The pipeline calls it for each batch, on the stream for copies, with an iterator that has
-        this batch alone.
+        only this
+        batch.
 
         Raises:
-            RuntimeError: It is called by anything else: the pipeline pulls the batches itself.
+            RuntimeError: The caller is not the pipeline, which pulls the batches itself.
         """
         if self._copies is None:
             raise RuntimeError(
@@ -172,10 +189,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return batch is not None
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, None]:
-        """Return the next batch on the device, without a context; None at the end of the data.
+        """Return the next batch on the device, without a context, or None at the end of the data.
 
-        ``enqueue_batch`` calls an override for each batch, with an iterator that has this batch
-        alone.
+        ``enqueue_batch`` calls an override for each batch, with an iterator that has only this
+        batch.
         """
         batch: Any = next(dataloader_iter, None)
         return None if batch is None else self.tasks.to_device(batch), None
@@ -186,13 +203,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             self.tasks.rewrite.start(batch, context)
 
     def wait_sparse_data_dist(self, context: SparseDistContext) -> None:
-        """Wait for the sizes; start the exchange of ids."""
+        """Wait for the sizes and start the exchange of ids."""
         context.wait_for_sizes()
 
     def _backward(self, losses: Any) -> None:
-        """Run the backward of the losses that the model returned.
+        """Run the backward pass of the losses that the model returned.
 
-        With a split forward it ends at the embeddings; ``EmbBackward`` goes on.
+        With a split forward it ends at the embeddings, and ``EmbBackward`` continues from there.
         """
         step = self.tasks.step
         step.backward(step.total(losses))
@@ -208,12 +225,12 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             batches.popleft()
 
     def reset(self) -> None:
-        """Drop the batches in flight. On several ranks, call it on all after the same step."""
+        """Drop the batches in flight; on several ranks, call it on all after the same step."""
         self.close()
         self._start()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Undo ``detach``, as ``progress`` does; or take another model, with no batch in flight."""
+        """Undo ``detach``, as ``progress`` does, or replace the model if no batch is in flight."""
         if model is not None and model is not self._model:
             self.pipe.check_idle("taking another model")
             self._model = model
@@ -221,18 +238,21 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         super().attach()
 
     def register_backward_hook(self, site: Any, work: Any) -> None:
-        """Refused: work inside backward would escape the plan."""
+        """Raise NotImplementedError, since the plan could not see work inside backward."""
         raise NotImplementedError(
             f"register_backward_hook({site!r}): work inside backward is unknown to the plan, which "
             "could then overlap what must not be: use TrainStep.finalize or a task of your own"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``SparseDistPipeline.state_dict``.
+        """Return the state as ``SparseDistPipeline.state_dict`` does.
 
-        ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` has the batches
-        that ``execute_all_batches=False`` keeps back.
+        ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` includes the
+        batches that
+        ``execute_all_batches=False`` keeps back.
         """
+        # TorchRec's GradientAccumulationWrapper counts batches in the private _current_step, which
+        # no state_dict has: between two of its steps nothing may be saved.
         optimizer: Any = self._optimizer_given
         every = _batches_per_step(optimizer)
         if every > 1 and (rest := optimizer._current_step % every):
@@ -254,7 +274,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     @_optimizer.setter
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        # TorchRec's GradientAccumulationWrapper puts its own around it.
+        # TorchRec's GradientAccumulationWrapper assigns its own optimizer here, around the given
+        # one. The step holds its optimizers, so the tasks are made again.
         self.pipe.check_idle("taking another optimizer")
         self._optimizer_given = optimizer
         self._restart(self._build)
@@ -273,6 +294,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return [postproc._module for postproc in self.tasks.rewrite.postprocs]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # An assignment to the instance would come too late: the tasks have bound the methods
+        # already.
         if name in HOOKS:
             raise TypeError(
                 f"{type(self).__name__}.{name} was to be replaced in one pipeline, whose tasks "
@@ -281,7 +304,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Scripts read arguments so, and TorchRec's classes have most of them by these names.
+        # Scripts read the arguments as _device, _execute_all_batches and so on, since most
+        # attributes of TorchRec's classes have these names.
         given = vars(self).get("_given", {})
         if name.startswith("_") and name[1:] in given:
             return given[name[1:]]
@@ -296,6 +320,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     def _build(self) -> None:
         kind: Kind = "own"
+        # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
+        # model without sharded modules runs as it is.
         if sharded_modules(unwrapped(self._model)):
             alone = dist.is_initialized() and dist.get_world_size() == 1
             kind = (self.form.alone if alone else None) or self.form.kind
@@ -314,16 +340,21 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._start()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the overrides of a subclass, by the parts of the tasks that call them."""
+        """Return the overrides of a subclass, keyed by the part of the tasks that calls each."""
         functions: dict[str, Callable[..., Any]] = {
             part: getattr(self, hook)
             for hook, part in HOOKS.items()
             if part and hook in self._overrides
         }
+        # enqueue_batch and copy_batch_to_gpu take an iterator and append to _copies, so a wrapper
+        # turns them into a function from a batch to its copy.
         if "copy" in functions:
             functions["copy"] = self._copied
         if "dense_backward" in functions:
-            functions["postprocess_loss"] = _unchanged  # an override gets what the model returned
+            # An override of _backward gets the losses as the model returned them.
+            functions["postprocess_loss"] = _unchanged
+        # Overrides of either read or write `batches`, whose oldest entry must go when its batch
+        # ends.
         if self._overrides & {"dequeue_batch", "_next_batch"}:
             functions["watch"] = self._dequeue
         return functions
@@ -349,6 +380,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     def _start(self) -> None:
         plan = self._plan(self.tasks)
+        # TorchRec's classes with this argument copy the next batch after the dense forward was
+        # launched; the order of the plan says the same.
         if self.form.copies_later and self._given.get("enqueue_batch_after_forward"):
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
@@ -362,17 +395,19 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return self.form.plan(tasks)
 
     def _pulled(self, source: Iterator[In]) -> In | None:
-        """Pull a batch by an override of ``_next_batch``."""
+        """Pull a batch with an override of ``_next_batch``."""
         batch = type(self)._next_batch(self, source)
         if batch is not None:
             self.batches.append(batch)
         return batch
 
     def _copied(self, batch: In) -> In:
-        """Copy a batch by overrides of ``enqueue_batch`` or ``copy_batch_to_gpu``."""
+        """Copy a batch with overrides of ``enqueue_batch`` or ``copy_batch_to_gpu``."""
         copies: list[In] = []
         self._copies = copies
-        # TorchRec's copy_batch_to_gpu pulls by it; the batch was pulled before, once.
+        # TorchRec's copy_batch_to_gpu pulls with self._next_batch. The batch was pulled before, so
+        # an attribute of the instance hides the override meanwhile: it must not run twice for one
+        # batch.
         self.__dict__["_next_batch"] = _next_or_none
         try:
             self.enqueue_batch(iter([batch]))
@@ -387,13 +422,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return copies.pop()
 
     def _dequeue(self) -> None:
-        """End a batch, as ``dequeue_batch`` and ``TrainStep.watchdog`` do."""
+        """End a batch by calling ``dequeue_batch`` and ``TrainStep.watchdog``."""
         self.dequeue_batch()
         if (watchdog := self.tasks.step.watchdog) is not None:
             watchdog()
 
     def _new_pass(self, source: Iterator[In], limit: int | None = None) -> Pass:
-        self._dataloader_iter = None  # the same iterator may begin anew
+        self._dataloader_iter = None  # the same iterator may have been restarted
         NamedPipeline._at_stop(self)
         return super()._new_pass(source, limit)
 
@@ -401,7 +436,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         vars(self).get("batches", []).clear()
 
     def _restart(self, begin: Callable[[], None]) -> None:
-        """Begin anew, with the number of the next batch; none is in flight."""
+        """Rebuild the tasks with ``begin``, keeping the next batch's number; none is in flight."""
+        # check=False: the number is needed also where a failure has dropped batches.
         state = self.pipe.state_dict(check=False)
         self.close()
         begin()
@@ -417,7 +453,7 @@ def _next_or_none(iterator: Iterator[In]) -> In | None:
 
 
 def _batches_per_step(optimizer: Any) -> int:
-    """1, unless TorchRec's ``GradientAccumulationWrapper`` has put its optimizer here."""
+    """Return a ``GradientAccumulationWrapper``'s batches per step, or 1 for other optimizers."""
     every: int = getattr(getattr(optimizer, "_config", None), "num_steps", 1)
     return every
 
@@ -426,38 +462,41 @@ def _batches_per_step(optimizer: Any) -> int:
 
 
 class TrainPipelineBase(NamedPipeline[In, Out]):
-    """As TorchRec's: the next batch is copied during this one's step. Any model, sharded or not.
+    """Counterpart of TorchRec's class: the next batch is copied during this one's step. Any model.
 
-    Unlike there, ``custom_model_fwd`` is used, and data after the end of an iterator needs no
-    ``reset``.
+    Unlike TorchRec's class, it uses ``custom_model_fwd``, and needs no ``reset`` to continue with
+    new
+    data after the end of an iterator. The model need not be sharded.
     """
 
     form = Form(plan=lean(plans.copy_ahead), kind="own")
 
 
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
-    """As TorchRec's, under the plan ``sparse_dist``."""
+    """Counterpart of TorchRec's class, under the plan ``sparse_dist``."""
 
     form = Form(copies_later=True)
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: only the copy of the next batch overlaps."""
+    """Counterpart of TorchRec's class; only the copy of the next batch overlaps."""
 
     form = Form(plan=lean(plans.copy_ahead))
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's, under the plan ``prefetch``."""
+    """Counterpart of TorchRec's class, under the plan ``prefetch``."""
 
     form = Form(plan=lean(plans.prefetch), kind="prefetch")
 
 
 class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's, under the plan ``split``.
+    """Counterpart of TorchRec's class, under the plan ``split``.
 
-    Unless ``embedding_lookup_after_data_dist=True``, a look-up takes the learning rates of the call
-    before, as there. ``strict`` has no effect. The look-up is submitted on the caller's stream.
+    As in TorchRec, a look-up uses the learning rates of the previous call, unless
+    ``embedding_lookup_after_data_dist=True``. ``strict`` has no effect. The look-up is submitted on
+    the
+    caller's stream, whatever ``emb_lookup_stream`` is.
     """
 
     form = Form(plan=split, kind="split", alone="ahead", copies_later=True)
@@ -469,33 +508,35 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
             )
 
     def _zero_grad(self) -> str:
-        return plans.EMBED if self._late() else plans.DENSE_BACK  # after the look-up
+        # zero_grad hands the learning rates to fused tables, so its task decides which of them a
+        # look-up takes.
+        return plans.EMBED if self._late() else plans.DENSE_BACK
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return plans.split(lean=bool(tasks.options.memory)) if self._late() else split(tasks)
 
     def _late(self) -> bool:
-        """Whether a batch is looked up in the call that returns it, whatever tables allow."""
+        """Return whether each batch is looked up only in the call that returns it."""
         return bool(self._given.get("embedding_lookup_after_data_dist"))
 
 
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: batches are copied on a thread of their own."""
+    """Counterpart of TorchRec's class; batches are copied on a thread of their own."""
 
     form = Form(copies_apart=True)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients."""
+    """Counterpart of TorchRec's class: forward passes only, without gradients, in any mode."""
 
     form = replace(TrainPipelineSparseDist.form, without_grad="always")
 
 
 class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
-    """As TorchRec's: forwards only, whatever mode the model is in, and without gradients.
+    """Counterpart of TorchRec's class: forward passes only, without gradients, in any mode.
 
-    With ``enable_embedding_lookup_prefetch=True`` the next batch is looked up a call ahead, where
-    no optimizer of the pipeline has the tables.
+    With ``enable_embedding_lookup_prefetch=True`` the next batch is looked up one call ahead, if no
+    optimizer of the pipeline updates the tables.
     """
 
     form = replace(TrainPipelineFusedSparseDist.form, without_grad="always")
@@ -505,10 +546,11 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
 
 
 class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: under ``model.eval()`` a batch is evaluated, without gradients.
+    """Counterpart of TorchRec's class; a batch under ``model.eval()`` runs without gradients.
 
-    Unlike there, batches in flight keep their mode: to change it, train or evaluate to the end of
-    the iterator, or call ``drain``.
+    Unlike in TorchRec's class, batches in flight keep their mode. To change the mode, continue to
+    the
+    end of the iterator, or call ``drain``.
     """
 
     form = replace(TrainPipelineSparseDist.form, without_grad="eval")

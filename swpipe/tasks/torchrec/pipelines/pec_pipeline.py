@@ -1,9 +1,9 @@
-"""TorchRec's ``TrainPipelinePEC``: PEC where it pays, the split plan elsewhere.
+"""TorchRec's ``TrainPipelinePEC``: PEC where it is faster, the split plan elsewhere.
 
     batch     0 ... TRIAL - 1      TRIAL ... 2 * TRIAL - 1      2 * TRIAL ...
     plan      split                pec                          the faster one
 
-Both plans have the numbers of a serial run, so both are tried in training.
+Both plans give the same numbers as a serial run, so both can be tried during training.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Phase: TypeAlias = Literal["split", "pec"]
 
 FILL = 8
 DRAIN = 6
-"""Steps at the beginning and at the end of a trial in which the pipeline fills and drains."""
+"""The steps at the beginning (FILL) and end (DRAIN) of a trial that are not measured."""
 
 LEAST_GAIN = 0.03
-"""PEC is taken if it saves this share of the split plan's step: less may be chance."""
+"""The share of the split plan's step that PEC must save to be chosen; less may be chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class PecReport:
-    """What was measured of the two plans, and which was chosen.
+    """The measured step times of the two plans, and the plan that was chosen.
 
     Attributes:
-        chosen: The plan; None while both are tried.
-        ms: Plan to the time of its step on the slowest rank, as far as it was measured.
-        sizes: What PEC exchanges late and early.
+        chosen: The plan; None while both are being tried.
+        ms: Plan to the time of its step on the slowest rank, as far as it has been measured.
+        sizes: The bytes that PEC exchanges late and early.
     """
 
     chosen: Phase | None
@@ -58,19 +58,20 @@ class PecReport:
 
 
 class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's, with any model; PEC is used for collections of ``PECEmbeddingCollection``.
+    """Counterpart of TorchRec's class, for any model; PEC applies to ``PECEmbeddingCollection``.
 
     ``exchange_report`` says which plan is used, and why. While batches are in flight under PEC,
-    updates of some rows are still to come: the model can be detached, or run by another pipeline,
-    after ``drain``.
+    some
+    row updates are pending. Call ``drain`` before the model is detached or run by another pipeline.
     """
 
     form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
 
     trial_batches = 24
-    """How many batches are trained in each trial; 0 for PEC without a trial."""
+    """The number of batches in each trial; 0 for PEC without a trial."""
 
     def _take(self, given: Mapping[str, Any]) -> None:
+        # The split plan is tried first: its step is the measure, and it works for any model.
         self._phase: Phase = "split" if self.trial_batches else "pec"
         self._ends_at: int | None = self.trial_batches or None
         self._stamps: list[float] = []
@@ -80,33 +81,35 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
 
     @property
     def exchange_report(self) -> PecReport:
-        """What is exchanged late and early, the two plans' steps, and which plan is used."""
+        """The bytes exchanged late and early, the two plans' step times, and the plan in use."""
+        # The sizes of a closed PEC run are kept in _sizes; the larger sample is reported.
         sizes = [self._sizes] if self._pec is None else [self._sizes, self._pec.sizes]
         return PecReport(
             None if self._ends_at else self._phase, dict(self._ms), max(sizes, key=_steps)
         )
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """As for the other pipelines."""
+        """Run one step as ``PassPipeline.progress`` does; change the plan when a trial ends."""
         if self._ends_at is not None and self._done >= self._ends_at:
             self._end_trial(self._ends_at)
         output: Out = super().progress(dataloader_iter)
+        # Only steps of training are compared; evaluation has no gradients to exchange.
         if self._ends_at is not None and self.tasks.trains():
             self._stamps.append(time.perf_counter())
         return output
 
     def detach(self) -> nn.Module:
-        """As for the other pipelines.
+        """Restore and return the model.
 
         Raises:
-            RuntimeError: Updates of rows are still to come: call ``drain`` first.
+            RuntimeError: Row updates are pending: call ``drain`` first.
         """
         if self._pec is not None and self.pipe.in_flight:
             raise RuntimeError(f"batches are in flight, and {_TO_COME}: call drain() first")
         return super().detach()
 
     def close(self) -> None:
-        """As for the other pipelines."""
+        """Drop the batches in flight and restore the model and its modules."""
         super().close()
         if self._pec is not None:
             self._sizes = max(self._sizes, self._pec.sizes, key=_steps)
@@ -114,15 +117,18 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
             self._pec = None
 
     def _end_trial(self, done: int) -> None:
-        """Go on to the next trial, or choose."""
+        """Go on to the next trial, or choose a plan."""
         steps = [1e3 * (b - a) for a, b in zip(self._stamps, self._stamps[1:], strict=False)]
+        # A filling or draining pipeline has shorter or longer steps than the steady state.
         steps = steps[FILL:-DRAIN]
         self._stamps = []
-        if steps:  # else batches were evaluated
+        if steps:  # empty if the batches were evaluated
             self._ms[self._phase] = _slowest(median(steps), self._given["device"])
         if self._phase == "split" and self._collections(self.tasks):
             self._phase = "pec"
             self._ends_at = done + self.trial_batches
+        # PEC was tried, or the model has no collection for it. Without both measurements (all
+        # batches were evaluated), the split plan is used.
         else:
             both = len(self._ms) == 2
             gain = 1 - self._ms["pec"] / self._ms["split"] if both else 0.0
@@ -133,6 +139,8 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     def _start(self) -> None:
         super()._start()
         if self._pec is not None:
+            # The refusal of SparseDistPipeline knows look-ups only. Under PEC, updates are pending
+            # too.
             self.tasks.rewrite.refusal = lambda trains: _TO_COME if self.pipe.in_flight else ""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -143,8 +151,9 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
         return replace(pec(), tasks=self._pec.tasks())
 
     def _collections(self, tasks: SparseDistTasks) -> dict[str, Any]:
-        """Return the collections that can be exchanged in two parts; none on one rank."""
-        installed = find_spec("torchrec.distributed.pec_embedding") is not None  # from 1.8 on
+        """Return the collections that can be exchanged in two parts; empty on a single rank."""
+        # TorchRec has the module since 1.8.
+        installed = find_spec("torchrec.distributed.pec_embedding") is not None
         if tasks.options.forward != "split" or tasks.options.memory or not installed:
             return {}
         from torchrec.distributed.pec_embedding import ShardedPECEmbeddingCollection
@@ -155,12 +164,13 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
             if isinstance(module, ShardedPECEmbeddingCollection)
         }
 
+    # A pass ends with its trial, so that no batch is in flight when the plan changes.
     def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
         return super()._new_pass(source, self._ends_at and self._ends_at - self._done)
 
     @property
     def _done(self) -> int:
-        """How many batches were returned, or dropped by a failure."""
+        """The number of batches that were returned, or dropped by a failure."""
         done: int = self.pipe.state_dict(check=False)["next_iteration"]
         return done
 
@@ -173,7 +183,7 @@ def _steps(sizes: Sizes) -> int:
 
 
 def _slowest(ms: float, device: Any) -> float:
-    """Return the greatest of all ranks' times, on which they agree."""
+    """Return the largest time of all ranks, so that they choose the same plan; a collective."""
     times = torch.tensor([ms], device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.item()

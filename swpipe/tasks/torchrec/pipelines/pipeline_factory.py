@@ -1,4 +1,4 @@
-"""Pipelines by name."""
+"""A registry that makes pipelines by name."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ Builder: TypeAlias = Callable[..., Any]
 
 
 class PipelineFactory:
-    """A registry of pipelines by name, without instances; each subclass has names of its own.
+    """A registry of pipelines by name, used without instances; each subclass has its own names.
 
-    An unknown name is a KeyError, one that is taken a ValueError.
+    An unknown name raises KeyError. Registering a name that is taken raises ValueError.
     """
 
     _builders: ClassVar[dict[str, Builder]] = {}
 
     def __init_subclass__(cls) -> None:
+        # Without this, a subclass would register its names in the dict of its base class.
         cls._builders = {}
 
     @classmethod
     def register(cls, name: str, builder: Builder | None = None) -> Any:
-        """Add a name for a class or a function; without one, a decorator that does."""
+        """Register a class or function under a name; without a builder, return a decorator."""
+        # Used as a decorator: the builder is the decorated class or function.
         if builder is None:
             return partial(cls.register, name)
         if name in cls._builders:
@@ -42,13 +44,19 @@ class PipelineFactory:
 
     @classmethod
     def create(cls, name: str, *first: Any, **arguments: Any) -> Any:
-        """The pipeline of that name, from ``model, optimizer, device`` and others by keyword."""
+        """Create the pipeline of that name.
+
+        ``first`` are the model, the optimizer and the device; the remaining arguments are given by
+        keyword.
+        """
+        # Passed by keyword, so that a builder may declare its parameters in any order.
         named = zip(("model", "optimizer", "device"), first, strict=False)
         return cls._find(name)(**dict(named), **arguments)
 
     @classmethod
     def create_from_config(cls, config: Mapping[str, Any], *first: Any, **arguments: Any) -> Any:
-        """The pipeline of the name ``config["type"]``; the other entries are keyword arguments."""
+        """Create the pipeline named ``config["type"]``; the other entries are keyword arguments."""
+        # A copy, since the caller may use its configuration again.
         rest = dict(config)
         if "type" not in rest:
             raise KeyError(
@@ -59,17 +67,17 @@ class PipelineFactory:
 
     @classmethod
     def list(cls) -> builtins.list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted(cls._builders)
 
     @classmethod
     def list_available(cls) -> dict[str, Builder]:
-        """All names with their classes, copied."""
+        """Return all names with their builders, as a copy."""
         return dict(cls._builders)
 
     @classmethod
     def is_registered(cls, name: str) -> bool:
-        """Whether a pipeline has that name."""
+        """Return whether a pipeline has that name."""
         return name in cls._builders
 
     @classmethod
@@ -77,6 +85,7 @@ class PipelineFactory:
         """Remove all names."""
         cls._builders.clear()
 
+    # create, unregister and create_from_config share one error, which lists the known names.
     @classmethod
     def _find(cls, name: str) -> Builder:
         if name not in cls._builders:

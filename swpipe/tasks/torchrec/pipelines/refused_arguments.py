@@ -1,7 +1,7 @@
-"""What TorchRec's pipelines take and have no counterpart here: refused, with what to do instead.
+"""Arguments and classes of TorchRec without a counterpart here: refused, with an alternative.
 
-Arguments are bound as TorchRec's class binds them, and refused unless at their default. Classes
-without a counterpart say so at their construction.
+Arguments are bound as TorchRec's class binds them, and refused unless they have their default
+value. Classes without a counterpart raise when they are constructed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REASONS = {
     "TrainPipelineSemiSync, which is stale by design, or TrainPipelineFusedSparseDist, which is "
     "exact",
 }
-"""Why other values of an argument than its default are refused."""
+"""Argument to the reason why a value other than its default is refused."""
 
 UNKNOWN = (
     "this argument of the TorchRec that is installed is unknown to swpipe: leave it out, or keep "
@@ -44,7 +44,7 @@ TAKEN = frozenset(
         "site_fqn", "sharding_type", "delay_stash", "stash_site_fqn",  # the plan says when
     }
 )  # fmt: skip
-"""The arguments of pipelines that have a counterpart."""
+"""The arguments of TorchRec's pipelines that are accepted with any value."""
 
 
 def bound(
@@ -55,11 +55,14 @@ def bound(
     *,
     ours: bool,
 ) -> dict[str, Any]:
-    """The arguments of a pipeline by name; ``ours`` says whether all in the signature are known.
+    """Return the arguments of a pipeline by name.
+
+    ``ours`` says whether the signature is swpipe's own, so that every argument in it is known.
 
     Raises:
-        NotImplementedError: As ``refuse``, also for arguments that only this TorchRec has.
-        TypeError: The class takes others.
+        NotImplementedError: An argument is refused (see ``refuse``), or only the installed TorchRec
+            has it.
+        TypeError: The class does not take these arguments.
     """
     name = type(owner).__name__
     try:
@@ -69,15 +72,18 @@ def bound(
         raise TypeError(f"{name}() {error}; it takes {takes}, run_ahead") from None
     call.apply_defaults()
     given: dict[str, Any] = call.arguments
+    # A newer TorchRec may have arguments that swpipe has never seen. They pass at their default,
+    # whose behaviour they do not change.
     known = (given.keys() if ours else TAKEN) - REASONS.keys()
     others = [key for key in given if key not in known]
     defaults = {key: signature.parameters[key].default for key in others}
+    # By identity: comparing with == may run code of the argument, or fail for tensors.
     refuse(owner, {key: given[key] for key in others if given[key] is not defaults[key]})
     return given
 
 
 def arguments(by_position: Mapping[str, Any], by_keyword: Mapping[str, Any]) -> Signature:
-    """A signature that begins with the model, the optimizer and the device; with defaults."""
+    """Return a signature of model, optimizer and device, then of these arguments with defaults."""
     first = [Parameter(name, _POSITIONAL) for name in ("model", "optimizer", "device")]
     first += [Parameter(name, _POSITIONAL, default=value) for name, value in by_position.items()]
     rest = [
@@ -87,18 +93,20 @@ def arguments(by_position: Mapping[str, Any], by_keyword: Mapping[str, Any]) -> 
 
 
 def signature_of(kind: type) -> Signature:
-    """The signature of a class; ``*args, **kwargs`` are the parameters of the class it extends."""
+    """Return a class's signature, with ``*args, **kwargs`` replaced by its base's parameters."""
     signature = inspect.signature(kind)
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     own = [p for p in signature.parameters.values() if p.kind not in several]
     if len(own) == len(signature.parameters):
         return signature
+    # Pipelines of TorchRec forward *args and **kwargs to the class that they extend, which is next
+    # in the resolution order.
     inherited = signature_of(kind.__mro__[1]).parameters.values()
     return Signature([*inherited, *own])
 
 
 def refuse(owner: object, given: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError, a line each, for arguments that are not at their defaults."""
+    """Raise NotImplementedError with one line per argument that is not at its default."""
     kind = type(owner).__name__
     lines = [
         f"{kind}({key}={value!r}): {REASONS.get(key, UNKNOWN)}" for key, value in given.items()
@@ -108,7 +116,7 @@ def refuse(owner: object, given: Mapping[str, Any]) -> None:
 
 
 def no_internal(owner: object, name: str) -> AttributeError:
-    """The error for an attribute that only TorchRec's class has."""
+    """Return the error for an attribute that only TorchRec's class has."""
     return AttributeError(
         f"{type(owner).__name__} has no {name!r}: swpipe's pipelines have the constructors and "
         "methods of TorchRec's, and not their queues, contexts and streams. The pipeline "
@@ -131,22 +139,24 @@ INSTEAD = {
     "TrainPipelineSparseDistCompAutograd": "it compiles backward: call progress() of "
     "TrainPipelineSparseDist under torch._dynamo.compiled_autograd, or keep TorchRec's class",
 }
-"""Class to what it does, and what to use."""
+"""Class without a counterpart to a sentence that says what it does and what to use instead."""
 
 
 class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
-    """Base of the classes in ``INSTEAD``, which cannot be constructed."""
+    """Base class of the classes in ``INSTEAD``, which cannot be constructed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__
         raise NotImplementedError(f"{name} has no counterpart in swpipe: {INSTEAD[name]}")
 
     def progress(self, dataloader_iter: Any) -> NoReturn:
-        """There is no instance to call this of."""
+        """Raise NotImplementedError; required by TorchRec's abstract base class."""
         raise NotImplementedError
 
 
 def _made(name: str, instead: str) -> type[Elsewhere]:
+    # Made at run time, one class for each name, so that scripts can import the name and
+    # isinstance() and the message refer to it.
     said = f"Raises NotImplementedError when it is constructed: {instead}."
     kind = type(name, (Elsewhere,), {"__doc__": said, "__module__": __name__})
     if (original := torchrec_class(name)) is not None:

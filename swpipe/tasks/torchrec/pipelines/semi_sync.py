@@ -22,28 +22,30 @@ from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's; from ``start_batch`` on, under the plan ``semi_sync``.
+    """Counterpart of TorchRec's class; from ``start_batch`` on, it uses the plan ``semi_sync``.
 
     ``strict`` has no effect: tables that the optimizer steps are always refused.
     """
 
-    # TorchRec's trains on all batches here, whatever execute_all_batches says.
+    # left=0: TorchRec's class trains on all batches, whatever execute_all_batches is.
     form = Form(kind="split", alone="ahead", zero_grad=plans.STEP, left=0)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """As for the other pipelines."""
+        """Run one step as ``PassPipeline.progress`` does; change the plan at ``start_batch``."""
+        # The pass before start_batch is limited, so that no batch is in flight when the plan
+        # changes.
         if not self._stale and self._done >= self._start_batch:
             self._go_stale()
         return super().progress(dataloader_iter)
 
     def reset(self) -> None:
-        """Drop the batches in flight, and count from 0 again."""
+        """Drop the batches in flight and count batches from 0 again."""
         self._stale = False
         self.close()
         self._start_anew()
 
     def state_dict(self) -> dict[str, Any]:
-        """As for the others; refused with gradients stashed, or stale batches in flight."""
+        """Return the state, unless gradients are stashed or stale batches are in flight."""
         if self._stale and self._stashes:
             raise RuntimeError(
                 "the gradients of the last batch are stashed for the next batch's step, and no "
@@ -52,18 +54,20 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As for the other pipelines; stale from ``start_batch`` on, as the run that saved."""
+        """Resume from a saved state; reads are stale from ``start_batch`` on, as before."""
         super().load_state_dict(state)
+        # The next progress() changes to the stale plan again if the loaded number asks for it.
         if self._stale:
             self._stale = False
             self._restart(self._start_anew)
 
     def is_semi_sync(self) -> bool:
-        """Whether the next output is that of a batch from ``start_batch`` on."""
+        """Return whether the next output is that of a batch from ``start_batch`` on."""
         return self._pass is not None and self._done >= self._start_batch
 
     def _at_stop(self) -> None:
         super()._at_stop()
+        # Gradients that a failed batch has left must not be added to the next batch's.
         self.tasks.drop_gradients()
 
     def _take(self, given: Mapping[str, Any]) -> None:
@@ -85,20 +89,22 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self._stale = False
 
     def _go_stale(self) -> None:
-        """Change the plan: the last exact batch is done, and none is in flight."""
+        """Change the plan; the last exact batch is finished, and none is in flight."""
         self._stale = True
         self._restart(self._start_anew)
 
     def _start_anew(self) -> None:
-        (self._build if self._stashes else self._start)()  # the first with another optimizer
+        # With stashed gradients the stale plan has another optimizer, so the tasks are made again.
+        (self._build if self._stashes else self._start)()
 
     @property
     def _done(self) -> int:
-        """How many batches were returned, or dropped by a failure."""
+        """The number of batches that were returned, or dropped by a failure."""
         return self.pipe.state_dict(check=False)["next_iteration"]
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        stale = semi_sync(tasks)  # refuses tables that cannot be read stale, also before the start
+        # Made before start_batch too: it refuses tables that cannot be read stale.
+        stale = semi_sync(tasks)
         return stale if self._stale else plans.prefetch(lean=bool(tasks.options.memory))
 
     def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
@@ -120,6 +126,8 @@ class _Stashing:
         self._first = True
 
     def step(self) -> None:
+        # Each parameter gets the gradient of the batch before, so that any optimizer can be used
+        # unchanged. The first step only stores its gradients.
         for name, parameter in self._model.named_parameters():
             before = self._gradients.get(name)
             if parameter.grad is not None:

@@ -1,12 +1,12 @@
-"""TorchRec's ``StagedTrainPipeline`` and ``SparseDataDistUtil``: the user runs the model.
+"""TorchRec's ``StagedTrainPipeline`` and ``SparseDataDistUtil``; the user runs the model.
 
 ::
 
     progress   stage 0   stage 1   ...   stage n - 1   returned to the user, who runs the model
     batch      i + n     i + n - 1       i + 1         i
 
-Each stage is a task under a plan of one stage each. ``SparseDataDistUtil`` finds a batch's exchange
-when the model is called, by hooks of the model.
+Each of the pipeline's stages is a task, in a plan that gives each task a stage of its own.
+``SparseDataDistUtil`` uses hooks of the model to find a batch's exchange when the model is called.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _HAND_OUT = "hand out"
 
 
 class SparseDataDistUtil(Generic[In]):
-    """As TorchRec's, without ``embedding_lookup_stream``. A stream may be None on a CPU.
+    """Counterpart of TorchRec's class, without ``embedding_lookup_stream``.
 
-    The model must be called once for each batch, in order, with the batch as it was exchanged.
+    A stream may be None on a CPU. The model must be called once for each batch, in order, with the
+    batch as it was exchanged.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SparseDataDistUtil(Generic[In]):
         pipeline_postproc: bool = False,
         embedding_lookup_stream: Any = None,
     ) -> None:
+        # Only values other than the defaults are refused: scripts pass the defaults explicitly.
         unsaid = {"apply_jit": apply_jit, "embedding_lookup_stream": embedding_lookup_stream}
         refuse(self, {name: value for name, value in unsaid.items() if value})
         self.model = model
@@ -63,16 +65,21 @@ class SparseDataDistUtil(Generic[In]):
             pipeline_postproc=pipeline_postproc,
         )
         self._rewrite = Rewrite(model, self._device, options)
+        # The user runs the model on the stream that is current here. A cache that prefetch fills on
+        # another stream must know it.
         self._home = self._device.current_stream()
         self._started = 0
+        # Each batch has a context in both queues: `prefetch` takes it from one, and the model's
+        # pre-forward hook from the other. They are emptied at different times.
         self._exchanged: deque[SparseDistContext] = deque()  # not yet used by the model
         self._to_prefetch: deque[SparseDistContext] = deque()
         self._hooked = False
 
     def start_sparse_data_dist(self, batch: In) -> In:
-        """The runnable of a stage: start the exchange of the sizes of ids."""
+        """Start the exchange of the sizes of ids; the runnable of a stage."""
         self.attach()
         computed = self._rewrite.compute(batch, self._started)
+        # version=1: TorchRec's code then expects one context per batch, rather than one for all.
         context = SparseDistContext(index=self._started, version=1, computed=computed)
         self._rewrite.start(batch, context)
         self._started += 1
@@ -81,7 +88,7 @@ class SparseDataDistUtil(Generic[In]):
         return batch
 
     def prefetch(self, batch: In) -> In:
-        """The runnable of a later stage: wait for the ids, and fill caches."""
+        """Wait for the ids and fill caches; the runnable of a later stage."""
         context = self._to_prefetch.popleft()
         context.wait_for_sizes()
         here = self._device.current_stream()
@@ -89,14 +96,14 @@ class SparseDataDistUtil(Generic[In]):
         return batch
 
     def load_prefetch(self) -> None:
-        """Does nothing: an exchange belongs to its batch, which waits for it."""
+        """Do nothing, since each exchange belongs to its batch, which waits for it."""
 
     wait_sdd_fill_callback = data_exhausted_callback = load_prefetch
 
     def start_sparse_data_dist_stage(
         self, name: str = "start_sparse_data_dist", runnable: Callable[..., Any] | None = None
     ) -> PipelineStage:
-        """The stage with ``start_sparse_data_dist``."""
+        """Return the stage that runs ``start_sparse_data_dist``."""
         return PipelineStage(
             name=name,
             runnable=runnable or self.start_sparse_data_dist,
@@ -106,7 +113,7 @@ class SparseDataDistUtil(Generic[In]):
         )
 
     def start_embedding_lookup(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, as ``embedding_lookup_stream``; so is ``start_embedding_lookup_stage``."""
+        """Raise NotImplementedError: ``embedding_lookup_stream`` is refused."""
         raise NotImplementedError(REASONS["embedding_lookup_stream"])
 
     start_embedding_lookup_stage = start_embedding_lookup
@@ -117,9 +124,11 @@ class SparseDataDistUtil(Generic[In]):
         return self.model
 
     def attach(self) -> None:
-        """Undo ``detach``; the pipeline's ``progress`` also does."""
+        """Undo ``detach``, as the pipeline's ``progress`` also does."""
         self._rewrite.attach()
+        # Called for every batch, so that another pipeline's batches in flight are noticed.
         self._rewrite.check_others(self.model.training and torch.is_grad_enabled())
+        # detach() removes the hooks together with the replaced forwards.
         if not self._hooked:
             self._hooked = True
             for hook in (
@@ -142,7 +151,7 @@ class SparseDataDistUtil(Generic[In]):
         return [forward._module for forward in self._rewrite.forwards]
 
     def _use_next(self, *_: Any) -> None:
-        """Before the model runs: use the exchange of the oldest batch."""
+        """Use the exchange of the oldest batch; runs before the model's forward."""
         if not self._exchanged:
             raise RuntimeError(
                 f"{type(self.model).__name__} is called, and no exchanged batch is left: call it "
@@ -153,18 +162,20 @@ class SparseDataDistUtil(Generic[In]):
         self._rewrite.use(context, context.index)
 
     def _start_next(self, *_: Any) -> None:
-        """After the model has run: start the exchange of ids of the batches that follow."""
+        """Start the exchange of ids of the batches that follow; runs after the model's forward."""
         self._rewrite.done()
         for context in self._exchanged:
             context.wait_for_sizes()
 
 
 class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
-    """As TorchRec's: runs the stages ahead, and returns each batch after the last one.
+    """Counterpart of TorchRec's class: runs the stages ahead and returns each batch after the last.
 
-    Stages are taken to communicate, so all ranks run them in the same order, and to share nothing
-    but their batches, since each works on another one. The batches are for the caller's current
-    stream. A stage's ``stream`` may be None on a CPU. ``run_ahead`` is as for ``PipelinePlan``.
+    The stages are assumed to communicate, so all ranks run them in the same order. They are assumed
+    to
+    share nothing but their batches, since each works on a different batch. The batches are for the
+    caller's current stream. A stage's ``stream`` may be None on a CPU. ``run_ahead`` is as for
+    ``PipelinePlan``.
     """
 
     def __init__(
@@ -182,17 +193,21 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         self.on_flush_end = on_flush_end
         self._flushing = False
         self._exchanges: list[SparseDataDistUtil[Any]] = []
+        # The number keeps the names unique: two stages may have the same name in TorchRec.
         tasks = [self._task(f"{k} {stage.name}", stage) for k, stage in enumerate(pipeline_stages)]
         streams = [stage.stream for stage in pipeline_stages]
         plan = _staged([task.name for task in tasks], streams)
+        # The last task only hands the batch out, in the period in which the user runs the model.
         tasks.append(PipelineTask(_HAND_OUT, _hand_out, pure=True))
         self.pipe = SWPipeline(plan, tasks, device=_device(streams), run_ahead=run_ahead)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
-        """Run the stages for the batches in flight; None at the end of the data.
+        """Run the stages for the batches in flight; return None at the end of the data.
 
-        With another iterator while batches are in flight, these are finished first.
+        If it gets another iterator while batches are in flight, these are finished first.
         """
+        # The last batch of the flush was returned by the call before, so the user has trained on
+        # it.
         if self._flushing and not self.pipe.in_flight:
             self.flush_end()
         try:
@@ -202,26 +217,26 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         return batch
 
     def set_flush(self, flush: bool) -> None:
-        """Pull no further batch until those in flight are done; then call ``on_flush_end``."""
+        """Pull no further batch until those in flight are finished, then call ``on_flush_end``."""
         self._flushing = flush
         if flush and self._pass is not None:
             self._pass.stopped = True
 
     def flush_end(self) -> None:
-        """End the flush."""
+        """End the flush and call ``on_flush_end``."""
         self._flushing = False
         if self.on_flush_end is not None:
             self.on_flush_end()
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``SparseDistPipeline.state_dict``, once the last batch was trained on.
+        """Return the state as ``SparseDistPipeline.state_dict`` does, with no batch in flight.
 
         Raises:
-            RuntimeError: Batches are in flight, for which stages have run that may draw, count or
+            RuntimeError: Batches are in flight. Their stages may draw random numbers, count, or
                 read the model. ``on_flush_end`` is a place to save.
         """
         self.pipe.check_idle("saving: set_flush(True), train on these, and save in on_flush_end")
-        self.pipe.state_dict()  # refuses if a failure has dropped some
+        self.pipe.state_dict()  # raises if a failure has dropped batches
         return super().state_dict()
 
     def attach(self) -> None:
@@ -232,7 +247,9 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         self.attach()
 
     def _task(self, name: str, stage: PipelineStage) -> PipelineTask:
-        """Runs a stage; batches that are dropped leave no exchange behind."""
+        """Return the task that runs a stage; dropping its batches also drops their exchanges."""
+        # TorchRec calls these around its queues. Ours has none, so only callbacks that are known to
+        # be unnecessary may be ignored.
         for callback in ("fill_callback", "data_exhausted_callback"):
             given = getattr(stage, callback)
             if given is not None and _util_of(given) is None:
@@ -262,13 +279,14 @@ def _run_stage(runnable: Callable[[Any], Any], ctx: IterContext) -> None:
 
 
 def _hand_out(ctx: IterContext) -> None:
-    """In the period in which the user has the batch."""
+    """Set the output, in the period in which the user has the batch."""
     ctx.output = ctx.batch
 
 
 def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:
-    """One stage for each task; the batch is handed out first, then the oldest batches run."""
+    """Return a plan with one stage per task, in which older batches run before newer ones."""
     schedule = {
+        # Stages may hold collectives, so every rank submits them in the same order.
         name: TaskSchedule(stage=k, stream=stream, globally_ordered=True)
         for k, (name, stream) in enumerate(zip(names, streams, strict=True))
     }
@@ -277,6 +295,7 @@ def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:
     return PipelinePlan(
         schedule,
         deps=[(after, before) for before, after in pairwise(order)],
+        # Reversed, so that each period runs the oldest batch first.
         order=order[::-1],
     )
 

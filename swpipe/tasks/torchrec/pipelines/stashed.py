@@ -1,10 +1,10 @@
-"""TorchRec's pipelines that keep tables, or the optimizer's state, on the host between two uses.
+"""TorchRec's pipelines that keep tables or optimizer state on the host between two uses.
 
     period      EmbForward   DenseForward, LossPostprocess   DenseBackward   EmbBackward   OptimStep
     tables         used      ------ on the host ----------    copied back       used
     optimizer                ------ on the host ---------------------------  copied back     used
 
-Both are whole between two calls of ``progress``: the loop may save them there.
+Both are complete on the device between two calls of ``progress``, so the loop may save them there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 
 class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: the optimizer's state is on the host until the embeddings' backward.
+    """Counterpart of TorchRec's class: optimizer state is on the host until the embedding backward.
 
-    The dense forward begins when it has been copied there. ``site_fqn`` and ``sharding_type`` have
-    no effect. The state of optimizers that are fused into tables stays on the device.
+    The dense forward begins when the copy to the host is finished. ``site_fqn`` and
+    ``sharding_type``
+    have no effect. The state of optimizers that are fused into tables stays on the device.
     """
 
+    # The split forward, since the copy back overlaps the embedding backward as a task of its own.
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -51,12 +53,13 @@ class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
 
 
 class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
-    """As TorchRec's: tables that have ``stash_weights=True`` are on the host during the dense part.
+    """Counterpart of TorchRec's class: moves tables with ``stash_weights=True`` to the host.
 
-    The dense forward begins when they have been copied there. ``site_fqn``, ``delay_stash`` and
-    ``stash_site_fqn`` have no effect.
+    They are on the host during the dense part, and the dense forward begins when the copy to the
+    host is finished. ``site_fqn``, ``delay_stash`` and ``stash_site_fqn`` have no effect.
     """
 
+    # The split forward, so that nothing touches the tables between EmbForward and EmbBackward.
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
@@ -81,22 +84,24 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
 
 
 def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the state of the optimizers that step the dense part."""
+    """Yield the state tensors of the optimizers that step the dense part."""
     for optimizer in optimizers:
         if isinstance(optimizer, FusedOptimizer):
             continue
         if hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
             yield from _states(inner for _, inner in optimizer.optimizers)
-        elif hasattr(optimizer, "_optimizer"):  # its wrappers
+        elif hasattr(optimizer, "_optimizer"):  # TorchRec's wrappers: warm-up, clipping
             yield from _states([optimizer._optimizer])
         else:
             yield from tensors_in([*optimizer.state.values()])
 
 
 def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the rows of fbgemm's tables that are to be stashed, as TorchRec chooses them."""
+    """Yield the rows of fbgemm's tables that are to be stashed, chosen as TorchRec chooses them."""
     for module in modules:
         for part in modules_in(module):
+            # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8);
+            # classes that lack them have nothing to stash.
             kernel = getattr(part, "_emb_module", None)
             config = getattr(part, "_config", None)
             tables = getattr(config, "embedding_tables", ())

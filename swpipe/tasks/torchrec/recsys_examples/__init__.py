@@ -2,8 +2,8 @@
 
     from swpipe.tasks.torchrec.recsys_examples import TrainPipelineFactory
 
-in place of ``from commons.pipeline import TrainPipelineFactory``. Neither recsys-examples nor
-Megatron is imported.
+replaces ``from commons.pipeline import TrainPipelineFactory``. Neither recsys-examples nor Megatron
+is imported.
 """
 
 from swpipe.tasks.torchrec.recsys_examples.jagged import (

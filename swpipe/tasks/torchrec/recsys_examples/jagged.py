@@ -31,14 +31,15 @@ KEYWORDS = {
     "strict": True,
     "random": False,
 }
-"""What all pipelines take by keyword, with the defaults."""
+"""The keyword arguments of all pipelines, with their defaults."""
 
 
 class _WholeShuffle(IdentityShuffler):
-    """A batch shuffler of recsys-examples, as one of ours; it does all in ``finish``."""
+    """A batch shuffler of recsys-examples as one of ours; all its work is in ``finish``."""
 
     def __init__(self, shuffler: Any, group: dist.ProcessGroup | None) -> None:
         self._shuffler = shuffler
+        # Shufflers of recsys-examples take a group, and not None.
         self._group = dist.group.WORLD if group is None else group
 
     def finish(self, batch: Any, ticket: None = None) -> Any:
@@ -48,6 +49,7 @@ class _WholeShuffle(IdentityShuffler):
 def _shuffler(given: Any, group: dist.ProcessGroup | None) -> Shuffler | None:
     if given is None:
         return None
+    # Recognised by its methods, since recsys-examples is not imported.
     if callable(getattr(given, "start", None)) and callable(getattr(given, "finish", None)):
         ours: Shuffler = given
         return ours
@@ -60,30 +62,33 @@ def _shuffler(given: Any, group: dist.ProcessGroup | None) -> Shuffler | None:
 
 
 class JaggedPipeline(NamedPipeline[In, Out]):
-    """What the pipelines have in common.
+    """Base class of the pipelines of recsys-examples.
 
     Args:
         model: A model that returns (losses, output), with one loss per token.
-        optimizer: Of the dense parameters.
-        device: Where the batches go.
+        optimizer: The optimizer of the dense parameters.
+        device: The device of the batches.
         execute_all_batches: Whether the last batches are trained on.
         apply_jit: Refused unless False.
-        pipeline_postproc: No effect, as there.
+        pipeline_postproc: Accepted for compatibility; it has no effect.
         custom_model_fwd: Called with the batch instead of the model.
-        batch_shuffler: One of recsys-examples, or of ``swpipe.tasks.torchrec``; None for none.
-        returns: What ``progress`` returns: "tokens" for (sum of this rank's losses, tokens of all
-            ranks, output), with None for the tokens in evaluation, or "reporting_loss" for ([sum of
-            all losses, their number], output), as older versions do; None for that of the class.
+        batch_shuffler: A shuffler of recsys-examples or of ``swpipe.tasks.torchrec``; None for
+            none.
+        returns: The values that ``progress`` returns. "tokens": (sum of this rank's losses, tokens
+            of all ranks, output), with None for the tokens in evaluation. "reporting_loss": ([sum
+            of all losses, their number], output), as in older versions. None: the default of the
+            class.
         finalize: As ``TrainStep.finalize``; with tensor parallelism, ``finalize_model_grads``.
         watchdog: As ``TrainStep.watchdog``.
-        assert_nan_loss: A loss that is NaN is an error, as with ``ASSERT_LOSS_HAS_NAN=1``.
-        find, inputs, strict, random: As for ``TaskOptions``, but that inputs are found "direct".
+        assert_nan_loss: Whether a loss that is NaN is an error, as with ``ASSERT_LOSS_HAS_NAN=1``.
+        find, inputs, strict, random: As for ``TaskOptions``, except that ``find`` defaults to
+        "direct".
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
 
     Raises:
-        NotImplementedError: ``apply_jit``.
-        TypeError: A shuffler of neither kind, or another argument.
-        ValueError: Tensor parallelism without ``finalize``, and others as ``SparseDistTasks``.
+        NotImplementedError: ``apply_jit`` is given.
+        TypeError: The shuffler is of neither kind, or another argument is unknown.
+        ValueError: Tensor parallelism without ``finalize``, and the errors of ``SparseDistTasks``.
     """
 
     _reports: ClassVar[Returns] = "tokens"
@@ -100,11 +105,15 @@ class JaggedPipeline(NamedPipeline[In, Out]):
     )
 
     def _take(self, given: Mapping[str, Any]) -> None:
+        # Megatron is not imported by swpipe. If the user's script has not imported it either, there
+        # are no parallel groups.
         state = sys.modules.get("megatron.core.parallel_state")
         if state is not None and not state.model_parallel_is_initialized():
             state = None
         self._group = None if state is None else state.get_data_parallel_group()
         self._shuffler = _shuffler(given["batch_shuffler"], self._group)
+        # With tensor parallelism, finish_grad_sync() of Megatron's wrapper does not reduce all
+        # gradients: finalize_model_grads reduces the others.
         splits = state is not None and state.get_tensor_model_parallel_world_size() > 1
         if splits and given["finalize"] is None and any(map(is_megatrons, self._model.modules())):
             raise ValueError(
@@ -113,6 +122,8 @@ class JaggedPipeline(NamedPipeline[In, Out]):
                 "finalize=lambda model: finalize_model_grads([model.module], None)"
             )
 
+    # Losses per token, and what `progress` reports of them, distinguish these pipelines from
+    # TorchRec's.
     def _step(self) -> TrainStep:
         given = self._given
         returns = given["returns"] or self._reports
@@ -123,12 +134,17 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         )  # fmt: skip
 
     def _options(self, kind: Kind) -> TaskOptions:
+        # Unlike in NamedPipeline, the user chooses how inputs are found and whether a module that
+        # cannot be pipelined is an error; KEYWORDS has the defaults.
         given = {name: self._given[name] for name in ("find", "strict", "random")}
         inputs = self._given["inputs"] or {}
         return TaskOptions(forward=kind, shuffler=self._shuffler, inputs=inputs, **given)
 
     def _copy_batch_to_gpu_and_shuffle(self, dataloader_iter: Iterator[In]) -> Any:
-        """The next batch, for trainers that evaluate by themselves; None at the end; collective."""
+        """Return the next batch for trainers that evaluate by themselves; a collective.
+
+        Returns None at the end of the data.
+        """
         batch: Any = next(dataloader_iter, None)
         if batch is None:
             return None
@@ -138,22 +154,25 @@ class JaggedPipeline(NamedPipeline[In, Out]):
 
 
 class TrainPipelineFactory(PipelineFactory):
-    """The factory of recsys-examples, with its names: those of the classes here."""
+    """The factory of recsys-examples, with the names of the classes here."""
 
 
 def register_train_pipeline(name: str) -> Any:
-    """Decorator: ``TrainPipelineFactory.register`` with the decorated class."""
+    """Return a decorator that registers a class under a name with ``TrainPipelineFactory``."""
     return TrainPipelineFactory.register(name)
 
 
 def _form(name: str, kind: Kind, left: int) -> Form:
-    """The plan of one name of ``PipelineFactory``, and as many batches left as there."""
+    """Return the form with the plan that ``PipelineFactory`` has under this name.
+
+    ``left`` is the number of batches that recsys-examples' class leaves at the end of the data.
+    """
     return Form(plan=PLANS[name], kind=kind, left=left)
 
 
 @register_train_pipeline("jagged_none")
 class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
-    """``jagged_none``: no overlap; the model is not rewritten and may be called at any time."""
+    """``jagged_none``: no overlap; the model is not rewritten, and may be called at any time."""
 
     form = _form("jagged_sw_serial", "own", 1)
 
@@ -167,37 +186,38 @@ class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
 class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
     """``jagged_sw_serial``: the eleven tasks one after another.
 
-    As there, it reports ([sum of all losses, their number], output) unless ``returns`` says else.
+    As in recsys-examples, it returns ([sum of all losses, their number], output) by default.
     """
 
     form = _form("jagged_sw_serial", "split", 0)
     _reports = "reporting_loss"
 
+    # The members below are read or called by scripts of recsys-examples, by these private names.
     @property
     def _sw_pipeline(self) -> SWPipeline[Any]:
         return self.pipe
 
     @property
     def _pipeline_ctx(self) -> Any:
-        """The context of the batch that ran last, of TorchRec's type; None before the first."""
+        """The context of the batch that ran last, of TorchRec's type; None before any batch."""
         forwards = self.tasks.rewrite.forwards
         return forwards[0]._context if forwards else None
 
     def _build_pipeline(self) -> SWPipeline[Any]:
-        """Make the pipeline of the eleven tasks anew, with no batch in flight, and return it."""
+        """Rebuild the pipeline of the eleven tasks, with no batch in flight, and return it."""
         self.pipe.check_idle("making the pipeline anew")
         self._restart(self._start)
         return self.pipe
 
     def _ensure_initialized(self, batch: In) -> None:
-        """Replace the forwards of the sharded modules, with a batch on the device; once."""
+        """Replace the forwards of the sharded modules once, with a batch on the device."""
         if self.tasks.rewrite.report is None:
             self.tasks.rewrite.prepare(batch)
 
 
 @register_train_pipeline("jagged_sparse_dist")
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):
-    """``jagged_sparse_dist``: copy and exchange of ids overlap."""
+    """``jagged_sparse_dist``: the copy and the exchange of ids overlap."""
 
     form = _form("jagged_sparse_dist", "pipelined", 1)
 
@@ -211,13 +231,13 @@ class JaggedMegatronPrefetchTrainPipelineSparseDist(JaggedPipeline[In, Out]):
 
 @register_train_pipeline("jagged_split_sparse_dist")
 class JaggedMegatronSplitTrainPipelineSparseDist(JaggedPipeline[In, Out]):
-    """``jagged_split_sparse_dist``, which is not in recsys-examples: the plan ``split``."""
+    """``jagged_split_sparse_dist``, which recsys-examples does not have: the plan ``split``."""
 
     form = _form("jagged_split_sparse_dist", "split", 2)
 
 
 @register_train_pipeline("jagged_semi_sync_sparse_dist")
 class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
-    """``jagged_semi_sync_sparse_dist``, which is not there either: reads are one batch stale."""
+    """``jagged_semi_sync_sparse_dist``, which recsys-examples does not have: one batch stale."""
 
     form = _form("jagged_semi_sync_sparse_dist", "split", 2)

@@ -1,1 +1,1 @@
-"""What becomes of a model: how inputs are found, and the forwards of sharded modules."""
+"""Replacement of a model's sharded modules: how inputs are found, and the new forwards."""

@@ -1,10 +1,10 @@
-"""Checks that a module is called with the very input that earlier tasks have used for it.
+"""Checks that a module is called with the same input that earlier tasks have used for it.
 
     EmbInputDistStart   batch.ids ── exchange ──>      taken from the batch by a path
-    forward             tables(batch.ids)              the argument itself is not used any more
+    forward             tables(batch.ids)              the argument itself is no longer used
 
-A rewritten forward looks up what was exchanged, whatever its argument. The path was found in one
-trace, with one batch; a model that takes another branch later would get embeddings of other ids.
+A replaced forward looks up what was exchanged, whatever its argument. The path was found in one
+trace, with one batch. A model that takes another branch later would get embeddings of other ids.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 _NOTHING = -1
-"""The address of no memory."""
+"""The address that stands for no memory."""
 
 
 class CallInputs:
-    """The arguments of one call, ``values``, and the tensors in them as they are now."""
+    """The arguments of one call, ``values``, and the current versions of the tensors in them."""
 
-    same_in_replay = True  # in replays they are not checked
+    # A shortcut may replay this object as it is: replayed inputs are not checked.
+    same_in_replay = True
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.values = [*args, *kwargs.values()]
         self.note()
 
     def note(self) -> None:
-        """Take the tensors for unchanged as they are now."""
+        """Record the current versions of the tensors; later changes are relative to these."""
         tensors = _near(self.values)
         if tensors is None:
             tensors = list(tensors_in(self.values))
+        # torch counts in-place writes of a tensor in the private _version. Inference tensors have
+        # none.
         self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
     def forget(self, storages: set[int]) -> None:
-        """Let go of tensors in these storages: others may take their place."""
+        """Stop tracking the tensors in these storages, which other tensors may replace."""
         self._versions = [
             (tensor, version)
             for tensor, version in self._versions
@@ -48,9 +51,9 @@ class CallInputs:
         ]
 
     def mismatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Why another call has other inputs than this one, or "".
+        """Return why another call has inputs other than this call's, or "".
 
-        The same inputs in new containers are no others.
+        The same tensors in new containers count as the same inputs.
         """
         given = [*args, *kwargs.values()]
         if len(given) != len(self.values):
@@ -61,7 +64,7 @@ class CallInputs:
         return "which the forward has changed since" if self.changes() else ""
 
     def refusal(self, what: str, why: str) -> RewriteError:
-        """The error for a call with others; ``what`` says what these were used for."""
+        """Return the error for a call with other inputs; ``what`` says how these were used."""
         return RewriteError(
             f"{what}, {why}. The model's first batch showed which input that is: pass it unchanged "
             "in every batch and mode (a choice between inputs belongs in the batch), or keep the "
@@ -69,7 +72,7 @@ class CallInputs:
         )
 
     def changes(self) -> set[int]:
-        """The memory of tensors that were since changed in place, or took the place of others."""
+        """Return the addresses of tensors that have since been changed in place or replaced."""
         known = {id(tensor) for tensor, _ in self._versions}
         found = set()
         for tensor, version in self._versions:
@@ -77,27 +80,29 @@ class CallInputs:
                 found.add(memory_of(tensor))
         near = _near(self.values)
         if near is not None and known.issubset(map(id, near)):
-            return found  # as mostly, and sooner told than by a walk
+            # The common case, which spares the walk over all values below.
+            return found
         present = {id(tensor): tensor for tensor in tensors_in(self.values)}
         if any(
             id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
             for tensor, _ in self._versions
         ):
             found |= {memory_of(tensor) for key, tensor in present.items() if key not in known}
-            found.add(_NOTHING)  # also if nothing took its place
+            # Not empty even if nothing took its place, so that the change is noticed.
+            found.add(_NOTHING)
         return found
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of the memory that a tensor and its views lie in."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)  # empty ones have no memory
+    """Return the address of the memory in which a tensor and its views lie."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty tensor has no memory
 
 
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)
 
 
 def _near(values: Sequence[Any]) -> list[Tensor] | None:
-    """The tensors of jagged tensors, by their attributes; None where there are other values."""
+    """Return the tensors of jagged tensors, by their attributes; None if there are other values."""
     found: list[Tensor] = []
     for value in values:
         if type(value) not in _JAGGED:
@@ -111,7 +116,7 @@ def _near(values: Sequence[Any]) -> list[Tensor] | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same input, perhaps in new containers."""
+    """Return whether two values are the same input, perhaps in new containers."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -119,6 +124,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return _alias(one, other)
     if isinstance(one, _JAGGED):
+        # A jagged tensor may be made anew from the same values. Lengths are compared by value,
+        # since either tensor may have computed them from its offsets.
         return (
             (isinstance(one, JaggedTensor) or one.keys() == other.keys())
             and _alias(one.values(), other.values())
@@ -133,14 +140,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether they have equal elements, computed from offsets perhaps."""
+    """Return whether two tensors are equal, by memory or by elements."""
     return _alias(one, other) or (
         _has_memory(one) and _has_memory(other) and torch.equal(one, other)
     )
 
 
 def _alias(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same elements in memory, or are one whose memory went."""
+    """Return whether two tensors have the same elements in memory, or are the same object."""
     return one is other or (
         _has_memory(one)
         and one.data_ptr() == other.data_ptr()
@@ -151,5 +158,5 @@ def _alias(one: Tensor, other: Tensor) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether its memory did not go (see ``released``); an empty one needs none."""
+    """Return whether a tensor has its memory (see ``released``); an empty tensor needs none."""
     return tensor.data_ptr() != 0 or tensor.numel() == 0

@@ -8,14 +8,14 @@ tasks exchange the ids. The rest runs in one of these ways ("own" replaces nothi
     prefetch      wait for ids, fill caches  model: look up           -
     split         wait for ids, fill caches  look up                  model: wait for embeddings
     ahead         the same                   the same                 the same
-    own           -                          the model, as it is      -
+    own           -                          the model, unmodified    -
 
 A split pipeline gives a module the prefetch forward if DDP reduces parameters of it: its look-up
 and its update are then part of DenseForward and DenseBackward.
 
 The split forward also cuts the autograd graph at the embeddings (see ``seam``), so that the dense
-part and the tables have a backward task each. "ahead" does not: without an exchange of gradients,
-as on one rank, a backward of the tables' own hides nothing, and costs the host.
+part and the tables have a backward task each. "ahead" does not cut: without an exchange of
+gradients, as on one rank, a separate backward of the tables hides nothing, and costs host time.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 
 @dataclass
 class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
-    """What one batch carries between the stages: TorchRec's context, and fields of our own.
+    """The values that one batch carries between stages: TorchRec's context with further fields.
 
-    TorchRec's own pipelines reuse one context (version 0) or keep a queue of them (version 1). Here
-    each iteration has its own, of version 1. Keys are module names.
+    TorchRec's own pipelines reuse one context (version 0) or keep a queue of contexts (version 1).
+    Here each iteration has its own, of version 1. Keys are module names.
 
     Attributes:
-        computed: What modules have computed of the batch ahead of the forward; None without any.
+        computed: The results of modules that ran ahead of the forward; None without any.
         inputs: The inputs of each module, which are exchanged.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
@@ -63,33 +63,38 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
     seams: dict[str, Seam] = field(default_factory=dict)
 
     def wait_for_sizes(self) -> None:
-        """Wait for the sizes; start the exchange of ids."""
+        """Wait for the sizes and start the exchange of ids."""
         for module_names, splits in self.fused_splits_awaitables:
             requests, _ = splits.wait_with_context()
             self.input_dist_tensors_requests.update(zip(module_names, requests, strict=True))
+        # An awaitable can be waited for once; a second call finds nothing left to wait for.
         self.fused_splits_awaitables.clear()
 
 
 class SparseForward(BaseForward):  # type: ignore[misc]
-    """What the replacements have in common; ``replayed`` says that the exchange was another's."""
+    """Base class of the replacements; ``replayed`` says that another batch's exchange is used."""
 
+    # Whether EmbPrefetch waits for the module's ids, and whether EmbForward calls look_up().
     prefetches = False
     looks_up_ahead = False
     iteration = 0
     replayed = False
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
+        # The context is set for each batch, by Rewrite.use. TorchRec's initialiser sets _device to
+        # "cuda" without a stream, so it is set again.
         BaseForward.__init__(self, name, args, module, context=None)
         self._device = device
 
     def _take(self, values: dict[str, Any]) -> Any:
+        # Removed as it is taken, so that a second call within one forward is noticed.
         if self._name not in values:
             raise RuntimeError(
                 f"module {self._name!r} is called "
                 + (
                     "a second time in one forward, and its ids are exchanged once per batch: call "
                     "it once and share the result"
-                    if self._name in self._context.inputs  # until the model has run
+                    if self._name in self._context.inputs  # cleared after the model's forward
                     else "outside of its pipeline, which exchanges its ids ahead: detach() the "
                     "model first, attach() it after"
                 )
@@ -97,8 +102,9 @@ class SparseForward(BaseForward):  # type: ignore[misc]
         return values.pop(self._name)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call with anything but the exchanged input."""
+        """Refuse a call with an input other than the exchanged one."""
         inputs = self._context.inputs.get(self._name)
+        # A replayed context has the inputs of another batch, so they cannot be compared.
         if inputs is not None and not self.replayed and (why := inputs.mismatch(args, kwargs)):
             raise inputs.refusal(
                 f"module {self._name!r}: its input {Found(self._args)} was exchanged between the "
@@ -108,10 +114,10 @@ class SparseForward(BaseForward):  # type: ignore[misc]
 
 
 class WaitingForward(SparseForward, PipelinedForward):  # type: ignore[misc]
-    """Wait for the ids and look up inside the model's forward."""
+    """A forward that waits for the ids and looks up inside the model's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look the embeddings up; the input comes from the context, the arguments are checked."""
+        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
         context: SparseDistContext = self._context
         request = self._take(context.input_dist_tensors_requests)
         self._check(args, kwargs)
@@ -121,12 +127,12 @@ class WaitingForward(SparseForward, PipelinedForward):  # type: ignore[misc]
 
 
 class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[misc]
-    """Look up inside the model's forward, after EmbPrefetch has waited for the ids."""
+    """A forward that looks up inside the model's forward; EmbPrefetch has waited for the ids."""
 
     prefetches = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look the embeddings up."""
+        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
         embeddings = self._look_up(self._context)
         self._check(args, kwargs)
         return embeddings
@@ -135,27 +141,30 @@ class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[
         data = self._take(context.module_input_post_prefetch)
         module_context = context.module_contexts_post_prefetch.pop(self._name)
         if self._device.has_streams:
-            # These values leave the context here, so the engine does not hold them at retirement.
+            # These values leave the context here, so the engine cannot hold their memory when the
+            # iteration retires: it is held for the stream now.
             self._device.hold([data, module_context], [self._device.current_stream()])
         return self._module.compute_and_output_dist(module_context, data)
 
 
 class SplitForward(PrefetchForward):
-    """Look up in a task of its own, before the dense part."""
+    """A forward whose look-up is a task of its own, before the dense part."""
 
     looks_up_ahead = True
+    # Whether the autograd graph is cut at the embeddings, so that the tables have a backward task.
     cuts = True
 
     def look_up(self) -> None:
         """Look the embeddings up and start their exchange."""
         context: SparseDistContext = self._context
+        # Replayable, since a shortcut of EmbForward restores these awaitables in every iteration.
         context.embeddings[self._name] = _each(
             self._look_up(context),
             lambda awaitable: Replayable(awaitable, self._device, iteration=self.iteration),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The embeddings for the dense part, waited for when they are used."""
+        """Return the embeddings for the dense part, which are waited for on first use."""
         context: SparseDistContext = self._context
         embeddings = self._take(context.embeddings)
         self._check(args, kwargs)
@@ -166,7 +175,7 @@ class SplitForward(PrefetchForward):
 
 
 class AheadForward(SplitForward):
-    """The same, with one backward for the dense part and the tables."""
+    """A split forward without a cut: one backward for the dense part and the tables."""
 
     cuts = False
 
@@ -189,10 +198,11 @@ class _LookedUp(LazyGetItemMixin, LazyAwaitable):  # type: ignore[misc]
         self._seam = seam
 
     def _wait_impl(self) -> Any:
+        # Iterations other than the awaitable's own get a detached result: see Replayable.
         embeddings = self._inner.wait_in(self._iteration)
         return embeddings if self._seam is None else map_tensors(embeddings, self._seam.cut)
 
 
 def _each(output: Any, fn: Callable[[Any], Any]) -> Any:
-    """Apply to one awaitable, or to each: modules that manage collisions return several."""
+    """Apply a function to each awaitable; managed collisions return several of them."""
     return tuple(map(fn, output)) if isinstance(output, tuple) else fn(output)

@@ -1,7 +1,7 @@
 """Finds each sharded module's input: the path of an attribute of the batch.
 
-- **trace**: torch.fx traces the forward. The trace shows what each sharded module is called with,
-  and whether the model computes it.
+- **trace**: torch.fx traces the forward. The trace shows the arguments of each sharded module, and
+  whether the model computes them.
 - **direct**: matches the batch's attributes by type with the first parameter of ``input_dist``. It
   works with any forward, but the user guarantees that the forward passes that attribute unchanged,
   once.
@@ -17,7 +17,7 @@ ahead of the forward::
       self.tables(x.ids)                    getattr, call       tables: sample(...).ids
 
 A module may run ahead if it holds no parameters (training changes these between two batches), is
-called once, and its own arguments are found. TorchRec asks for the first and the last.
+called once, and its own arguments are found. TorchRec requires the first and the last.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class RewriteError(ValueError):
 
 
 BATCH = ""
-"""The inputs of a batch are picked from a dict that has the batch by this name, on the device.
+"""The key of the batch in the dict from which inputs are picked, with the batch on the device.
 
-Modules' names lead to what these have computed from it ahead of the forward.
+The dict also has the results of the modules that ran ahead of the forward, by module name.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How to get one module's input from a batch, or why that is unknown."""
+    """The way from a batch to one module's input, or the reason why the input is unknown."""
 
     args: Any = None
     why: str = ""
@@ -82,9 +82,9 @@ class Found:
 
 
 def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
-    """The attribute of the batch whose type matches the first parameter of ``input_dist``.
+    """Return the batch's attribute whose type matches the first parameter of ``input_dist``.
 
-    Where several do, ``labels`` is left out.
+    If several attributes match, ``labels`` is ignored.
     """
     attributes = dict(getattr(batch, "__dict__", {}))
     return {name: _match(module, attributes, batch) for name, module in sharded.items()}
@@ -92,13 +92,15 @@ def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Fou
 
 def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
     wanted = _input_types(module)
+    # Without an annotated type, any attribute might be the input.
     if not wanted:
         return Found(
             why=f"the first parameter of {type(module).__name__}.input_dist says no type to match "
             "the batch's attributes with: annotate it, or name its input"
         )
     fitting = [name for name, value in attributes.items() if isinstance(value, wanted)]
-    if len(fitting) > 1:  # labels may be jagged too, and are not looked up
+    # Labels may be jagged too, and are not looked up.
+    if len(fitting) > 1:
         fitting = [name for name in fitting if name != "labels"]
     if len(fitting) == 1:
         return named_input(fitting[0])
@@ -111,31 +113,34 @@ def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
 
 
 def _input_types(module: Any) -> tuple[type, ...]:
-    """The annotated types of the parameter that follows the module's context."""
+    """Return the annotated types of the parameter that follows the module's context."""
     names = list(inspect.signature(module.input_dist).parameters)
     hint = typing.get_type_hints(type(module).input_dist).get(names[1]) if names[1:] else None
+    # A union has its members as arguments; a plain class stands for itself.
     return tuple(kind for kind in typing.get_args(hint) or (hint,) if isinstance(kind, type))
 
 
 def named_input(path: str) -> Found:
-    """The input at a path within the batch, such as "features" or "user.ids"."""
+    """Return the input at a path within the batch, such as "features" or "user.ids"."""
     steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
     return Found(CallArgs([ArgInfo([GetItemArgInfoStep(BATCH), *steps])], {}))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DistributedModelParallel, DDP, FSDP, Megatron's DDP and Float16Module."""
+    """Return the model inside DistributedModelParallel, DDP, FSDP, and Megatron's wrappers."""
     inner: nn.Module = get_unwrapped_module(model)
+    # TorchRec's unwrapping does not know Megatron's wrappers. They may be nested with the others in
+    # any order. Float16Module is recognised by name, since Megatron is not imported.
     while is_megatrons(inner) or type(inner).__name__ == "Float16Module":
         inner = get_unwrapped_module(inner.module)
     return inner
 
 
 def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a DDP wrapper around ``module`` reduces some of its parameters.
+    """Return whether a DDP wrapper around ``module`` reduces some of its parameters.
 
-    Such are those of feature processors: they take part in the look-up, and DDP expects their
-    gradients in the backward of the dense part.
+    For example, the parameters of feature processors take part in the look-up, and DDP expects
+    their gradients in the backward of the dense part.
     """
     own = {id(p) for p in module.parameters() if p.requires_grad}
     inner = set(module.modules())
@@ -148,9 +153,10 @@ def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name to sharded module, without those inside another one."""
+    """Return the sharded modules by name, without those inside another sharded module."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
+        # named_modules yields a module before the modules within it.
         within = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
         if isinstance(module, ShardedModule) and not within:
             found[name] = module
@@ -172,16 +178,17 @@ def _path(arg: Any) -> str:
 
 
 class Traced(NamedTuple):
-    """The input of each sharded module; the arguments of those that run ahead of the forward."""
+    """The input of each sharded module, and the arguments of modules that run ahead."""
 
     inputs: dict[str, Found]
-    computed: dict[str, Any]  # in the order of the forward: modules may draw random numbers
+    # In the order of the forward, since modules may draw random numbers.
+    computed: dict[str, Any]
 
 
 def traced_inputs(
     model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module], *, postproc: bool = False
 ) -> Traced:
-    """What each sharded module is called with; ``model`` has no wrappers.
+    """Return the arguments of each sharded module, found by tracing; ``model`` has no wrappers.
 
     The batch's ``to_proxy`` or ``to_proxy_tuple`` is used, as in TorchRec. With ``postproc``,
     modules may run ahead of the forward.
@@ -203,6 +210,7 @@ def traced_inputs(
     for node in graph.nodes:
         if node.op == "call_module":
             calls.setdefault(str(node.target), []).append(node)
+    # A placeholder with ph_key is a part of the batch: to_proxy has flattened it.
     flattened = any(hasattr(node, "ph_key") for node in graph.nodes)
     finder = _Finder(model, calls, postproc=postproc, flattened=flattened)
     inputs = {name: finder.input_of(name) for name in sharded}
@@ -211,7 +219,7 @@ def traced_inputs(
 
 
 def _untraced(model: nn.Module, error: Exception) -> str:
-    """Why the forward cannot be traced, at which line, and what to do."""
+    """Return why the forward cannot be traced, at which line, and what to do."""
     compiled = [
         repr(name) if name else "the model"
         for name, module in model.named_modules()
@@ -223,6 +231,7 @@ def _untraced(model: nn.Module, error: Exception) -> str:
             "and holds sharded modules: call .compile() of the module instead, which compiles it "
             "in place, or compile modules that hold none"
         )
+    # The last frame outside of swpipe, torch and TorchRec is the user's line that failed.
     frames = traceback.extract_tb(error.__traceback__)
     homes = (__file__, torch.__file__, inspect.getfile(KeyedJaggedTensor))
     libraries = tuple(
@@ -239,7 +248,7 @@ def _untraced(model: nn.Module, error: Exception) -> str:
 
 
 class _Tracer(Tracer):  # type: ignore[misc]
-    """Modules within a leaf are leaves too, if the forward calls them directly."""
+    """A tracer for which modules within a leaf are leaves too if they are called directly."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         within = any(module_qualified_name.startswith(f"{leaf}.") for leaf in self._leaf_modules)
@@ -249,7 +258,7 @@ class _Tracer(Tracer):  # type: ignore[misc]
 class _Finder(NodeArgsHelper):  # type: ignore[misc]
     """Follows arguments back to the batch, through modules that may run ahead.
 
-    ``flattened`` says that the forward takes the parts of the batch one by one (``to_proxy``).
+    ``flattened`` says that the forward takes the parts of the batch separately (``to_proxy``).
     """
 
     def __init__(
@@ -260,6 +269,7 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         postproc: bool,
         flattened: bool,
     ) -> None:
+        # With a context that is used for nothing else, since TorchRec's helper requires one.
         super().__init__(model, TrainPipelineContext(), postproc)
         self.computed: dict[str, Any] = {}
         self._flattened = flattened
@@ -268,7 +278,10 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         self._lost = 0
 
     def input_of(self, name: str) -> Found:
-        """The input of a sharded module; what only an unknown one needs is not computed ahead."""
+        """Return the input of a sharded module.
+
+        If the input is unknown, modules that only this module needs are not computed ahead.
+        """
         nodes = self._calls.get(name, [])
         if not nodes:
             return Found(why="the forward never calls it: take it out of the model")
@@ -279,6 +292,8 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
             )
         (node,) = nodes
         self._why = ""
+        # Following the arguments adds modules to `computed`, which are dropped if the input is not
+        # found in the end.
         before = dict(self.computed)
         args = self._args_of(node)
         if args is not None:
@@ -299,20 +314,27 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
     # ------------------------------------------------------- called by TorchRec's NodeArgsHelper
 
     def _get_node_args_helper_inner(self, arg: Any, for_postproc_module: bool = False) -> Any:
+        # TorchRec's helper follows attributes and items to their root. Two cases that it would get
+        # wrong are refused before: see the comments at each return.
         root = arg
         while isinstance(root, Node) and root.target in (getattr, operator.getitem):
             if any(_nodes(root.args[1:])):
-                return None  # an item whose key is computed
+                # The key of an item is computed, so its value is unknown before the forward.
+                return None
             root = root.args[0]
         if getattr(root, "target", None) is KeyedJaggedTensor and not self._flattened:
-            return None  # TorchRec would take its values for it
+            # TorchRec would take the values of the jagged tensor for the tensor itself.
+            return None
         return super()._get_node_args_helper_inner(arg, for_postproc_module)
 
+    # Inputs are picked from a dict that also has the results of modules, so that a placeholder is
+    # first the item BATCH of this dict.
     def _handle_placeholder(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo:
         return super()._handle_placeholder(child_node, arg_info).add_step(GetItemArgInfoStep(BATCH))
 
     def _handle_module(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo | None:
         name = str(child_node.target)
+        # A module that several inputs need is computed once.
         if name not in self.computed:
             if why := self._refusal(name):
                 self._why = self._why or f" by {name!r}, {why}"
@@ -328,7 +350,10 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         self, arg: Any, arg_info: ArgInfo, for_postproc_module: bool = False
     ) -> ArgInfo | None:
         if isinstance(arg, tuple | slice) and any(_nodes(arg)):
-            return None  # TorchRec would hand the nodes themselves on
+            # TorchRec would pass the nodes themselves to the module.
+            return None
+        # An element that cannot be found is handed on as None by TorchRec (1.8). _lost counts
+        # these, so the whole container counts as not found.
         lost = self._lost
         found = super()._handle_constant(arg, arg_info, for_postproc_module)
         return found if self._lost == lost else None
@@ -337,13 +362,13 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         if not isinstance(arg, Node | list | dict | tuple | slice):
             return arg
         found = self._get_node_args_helper_inner(arg, for_postproc_module)
-        self._lost += found is None  # TorchRec would hand None on
+        self._lost += found is None
         return found
 
     # ---------------------------------------------------------------------------------------------
 
     def _refusal(self, name: str) -> str:
-        """Why a module may not run ahead of the forward, or ""."""
+        """Return why a module may not run ahead of the forward, or ""."""
         module = self._model.get_submodule(name)
         parameters = [of for of, _ in module.named_parameters()]
         times = len(self._calls[name])
@@ -355,6 +380,7 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
             return f"which holds parameters ({', '.join(parameters)}) that each step changes"
         if times > 1:
             return f"which is called {times} times in one forward: share one result"
+        # Shared modules would see the calls in another order than in the forward.
         for other in self.computed:
             if _nested(module, self._model.get_submodule(other)):
                 return f"which shares modules with {other!r}, that is called too"
@@ -362,12 +388,12 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
 
 
 def _nodes(value: Any) -> Iterator[Node]:
-    """The nodes within an argument."""
+    """Return the nodes within an argument, at any depth."""
     found: list[Node] = []
     map_arg(value, found.append)
     return iter(found)
 
 
 def _nested(one: nn.Module, other: nn.Module) -> bool:
-    """Whether one of two modules contains the other."""
+    """Return whether one of two modules contains the other."""
     return any(one is part for part in other.modules()) or any(other is m for m in one.modules())

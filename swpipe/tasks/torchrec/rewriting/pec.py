@@ -1,21 +1,22 @@
-"""Rows that a batch shares with the one before are exchanged late, all others early (PEC).
+"""Exchanges rows that a batch shares with the one before late, and all other rows early (PEC).
 
     batch i + 1      EmbOverlap ~~ masks ~~> EmbEarly           EmbForward     rows, to the ranks
     batch i                                    DenseBackward ~~> EmbBackward   gradients, of rows
     batch i + 1                                                 EmbForward ~~> EmbLate     that
                                                                              batch i + 1 has not
 
-The rank that has a row knows whether two successive batches have it, and tells the others
-(``EmbOverlap``). Rows that batch i does not have are looked up before batch i updates its own, and
-rows that batch i + 1 does not have may be updated after batch i + 1 was looked up. All others keep
-their order. So each look-up reads, and each update adds, what it would in a serial run.
+The rank that holds a row knows whether two successive batches use it, and tells the other ranks
+(``EmbOverlap``). Rows that batch i does not use are looked up before batch i updates its own rows.
+Rows that batch i + 1 does not use may be updated after the look-up of batch i + 1. All other rows
+keep their order. So each look-up reads, and each update adds, the same values as in a serial run.
 
-What batch i + 1 shares with batch i is known to the backward of batch i only where the plan is
-ahead (``PipelinePlan.newer``). Else, as under a serial plan or for the last batch, no gradient is
-left for later.
+The backward of batch i knows which rows batch i + 1 uses only if the plan runs ahead
+(``PipelinePlan.newer``). Otherwise, as under a serial plan or for the last batch, no gradient is
+deferred.
 
-The collections are TorchRec's ``ShardedPECEmbeddingCollection``; its parts that find and split the
-rows are used, and its exchange of gradients is not: it lacks the order of several features.
+The collections are TorchRec's ``ShardedPECEmbeddingCollection``. Their parts that find and split
+the rows are used. Their exchange of gradients is not used, since it lacks the order of several
+features.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 
 class Sizes(NamedTuple):
-    """Bytes of embeddings and gradients that a rank gets from others, in one step on average.
+    """Bytes of embeddings and gradients that a rank receives per step, averaged over steps.
 
     Attributes:
-        early: Of rows that the batch beside does not have.
-        late: Of rows that two successive batches share: between two steps.
-        steps: How many steps that is the mean of.
+        early: Bytes of rows that the neighbouring batch does not use.
+        late: Bytes of rows that two successive batches share: exchanged between two steps.
+        steps: The number of steps of the average.
     """
 
     early: float = 0.0
@@ -61,13 +62,14 @@ class Sizes(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """One sharding group's values in two parts; the overlapped one comes first in each pair.
+    """One sharding group's values in two parts; in each pair, the shared part is first.
 
     Attributes:
         features: The ids of this rank's rows.
-        sent: How many of its own ids' embeddings each rank sends.
-        got: For how many ids each rank has asked.
-        order: Indices of this rank's own ids: one tensor to merge what comes, or one per part.
+        sent: The number of this rank's ids whose embeddings each rank sends.
+        got: The number of ids that each rank has asked for.
+        order: Indices of this rank's own ids: one tensor to merge received embeddings, or one per
+            part.
     """
 
     features: tuple[Any, Any]
@@ -84,13 +86,13 @@ class Batch:
         index: The iteration.
         context: The module's context, which has the exchange of ids.
         features: The ids of this rank's rows, from all ranks, per sharding group.
-        masks: Under way, or None where they have been waited for.
-        before: The batch before, where it is known.
-        forward: The parts by what the batch before has.
-        backward: The parts by what the batch after has; None where that is not known.
-        early: Embeddings under way, per group.
+        masks: The pending exchanges of masks, or None after the wait.
+        before: The batch before, if it is known.
+        forward: The parts by whether the batch before uses the rows.
+        backward: The parts by whether the next batch uses the rows; None if that is unknown.
+        early: The pending exchanges of embeddings, per group.
         merged: The embeddings of the batch, leaves of the dense part's graph.
-        rates: The learning rates of its look-up.
+        rates: The learning rates of the batch's look-up.
     """
 
     index: int
@@ -106,7 +108,7 @@ class Batch:
 
 
 class Sent(NamedTuple):
-    """Gradients of one part of one group; ``work`` is None where they have not been sent."""
+    """The gradients of one part of one group; ``work`` is None until they are sent."""
 
     batch: Batch
     group: int
@@ -118,15 +120,18 @@ class Sent(NamedTuple):
 
 
 class PecModule:
-    """One collection, with what batches in flight have of it."""
+    """One collection, with its state for the batches in flight."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.name = name
         self.module = module
         self.inner = module._embedding_collection
         self.group = module._env.process_group
+        # The batch of the latest start_masks: the one before the next batch.
         self.last: Batch | None = None
         self.deferred: list[Sent] = []
+        # An attribute of the instance hides the method, so that the replaced forward of the
+        # pipeline, which calls compute_and_output_dist, looks up the shared rows only.
         module.compute_and_output_dist = self._look_up_late
         self.early_bytes = self.late_bytes = self.steps = 0
 
@@ -135,13 +140,14 @@ class PecModule:
         vars(self.module).pop("compute_and_output_dist", None)
 
     def forget(self) -> None:
-        """Let go of the batches that were dropped."""
+        """Forget the batches that were dropped."""
         self.last = None
         self.deferred.clear()
 
     def start_masks(self, index: int, context: Any, features: Any) -> Batch:
-        """Find the rows that the batch before has, and start to tell the other ranks."""
+        """Find the rows that the batch before uses, and start to tell the other ranks."""
         before = self.last
+        # After dropped batches the last one known is not the predecessor, and shares nothing.
         if before is not None and before.index != index - 1:
             before = None
         masks = self.module.overlap_dist(
@@ -151,16 +157,19 @@ class PecModule:
             prev_dist_input=None if before is None else before.features,
         )
         self.last = batch = Batch(index, context, features, masks, before)
+        # For _look_up_late, which gets the module's context and not the batch.
         context.pec_batch = batch
         return batch
 
     def look_up_early(self, batch: Batch) -> None:
-        """Wait for the masks; look up and send the rows that the batch before does not have."""
+        """Wait for the masks, then look up and send the rows that the batch before does not use."""
         results = [mask.wait() for mask in batch.masks]
         batch.forward = [
             Partition((part.ol_features, part.nol_features), *_splits(part.splits), (part.permute,))
             for part, _ in results
         ]
+        # The masks also split the batch before, whose backward needs it: its gradients for rows of
+        # this batch are sent first.
         if batch.before is not None:
             batch.before.backward = [
                 Partition(
@@ -170,14 +179,17 @@ class PecModule:
                 )
                 for _, part in results
             ]
+            # Each batch refers to its predecessor only until then; otherwise all batches would stay
+            # alive.
             batch.before = None
         batch.masks = None
         batch.early = [*self._look_up(batch, 1)]
 
     def _look_up_late(self, context: Any, features: Any) -> Any:
-        """Look up and send the rows that the batch before has; called as the module's own."""
+        """Look up and send the rows that the batch before uses; replaces the module's method."""
         batch: Batch | None = getattr(context, "pec_batch", None)
-        if batch is None:  # another pipeline of the model, or the model by itself
+        # Without a batch, another pipeline of the model has called it, or the model by itself.
+        if batch is None:
             return type(self.module).compute_and_output_dist(self.module, context, features)
         late = [*self._look_up(batch, 0)]
         batch.rates = rates_of([self.module])
@@ -192,9 +204,13 @@ class PecModule:
             batch.forward,
             strict=True,
         )
+        # Without a graph: `update` looks the rows up again to run their backward.
         with torch.no_grad():
             for number, (lookup, output_dist, context, partition) in enumerate(groups):
                 features = partition.features[part]
+                # A copy of the sharding context for one part: the exchange of embeddings reads the
+                # sizes from it. The rows are put into the order of ids in _Merged, so nothing is
+                # unbucketized here.
                 own = copy.copy(context)
                 own.lengths_after_input_dist = features.lengths().view(-1, features.stride())
                 own.input_splits = partition.sent[part]
@@ -206,13 +222,16 @@ class PecModule:
                 yield output_dist(rows, own)
 
     def start_backward(self, batch: Batch) -> list[Sent]:
-        """Send the gradients of rows that the batch after has, and keep the others."""
+        """Send the gradients of rows that the next batch uses, and keep the other gradients."""
+        # Without the next batch's masks all rows count as shared, so no gradient is deferred.
         parts = batch.backward or [*self._whole(batch)]
         sent = []
         for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
             gradient = merged.grad
-            if gradient is None:  # the model has not used them; other ranks may wait for it
+            # The model has not used these embeddings, but other ranks may wait for the gradients.
+            if gradient is None:
                 gradient = torch.zeros_like(merged)
+            # Gradients take the way of the ids: to the rank that holds the row.
             pair = [
                 Sent(batch, number, features, gradient.index_select(0, order), out, got)
                 for features, order, out, got in zip(
@@ -244,7 +263,7 @@ class PecModule:
         return one._replace(gradient=got, work=work)
 
     def update(self, sent: Iterable[Sent]) -> None:
-        """Wait for gradients, and update their rows with the rate of their batch's look-up."""
+        """Wait for gradients and update their rows with the rate of their batch's look-up."""
         for one in sent:
             one.work.wait()
             if not one.features.values().numel():
@@ -259,10 +278,15 @@ class PecModule:
                 recat, lengths, places, None, len(gradient)
             )
             ordered = torch.empty_like(gradient).index_copy_(0, order, gradient)
+            # TorchRec can divide gradients by the number of ranks, which its own exchange would do.
             if _divides():
                 ordered.div_(dist.get_world_size(self.group))
+            # The tables hold the rate of the newest look-up, and this update may belong to an older
+            # batch. The rate is set back, since the next look-up reads it.
             before = rates_of([self.module])
             set_rates([self.module], one.batch.rates)
+            # The fused optimizer runs in the backward of a look-up, so the rows are looked up
+            # again.
             with torch.enable_grad():
                 rows = self.inner._lookups[one.group](one.features)
                 rows.view(-1, self._dim(one.group)).backward(ordered)
@@ -292,7 +316,7 @@ class PecModule:
         return dim
 
     def _count(self, rows: Sequence[int], group: int, part: int) -> None:
-        """Count what comes from other ranks."""
+        """Count the bytes that come from other ranks, at 4 bytes per value."""
         mine = dist.get_rank(self.group)
         size = 4 * self._dim(group) * (sum(rows) - rows[mine])
         if part:
@@ -311,6 +335,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
         self._late = late
 
     def _wait_impl(self) -> dict[str, Any]:
+        # Imported here, since TorchRec before 1.8 is supported without PEC.
         from torchrec.modules.utils import construct_jagged_tensors
 
         batch = self._batch
@@ -320,6 +345,8 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
             with torch.no_grad():
                 both = torch.cat([late.wait(), early.wait()])
                 merged = both.index_select(0, batch.forward[number].order[0])
+            # Leaves: the graph is cut here, and the gradients go into `merged.grad` for
+            # start_backward.
             batch.merged.append(merged.requires_grad_(torch.is_grad_enabled()))
             found |= construct_jagged_tensors(
                 embeddings=merged,
@@ -333,15 +360,15 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
 
 
 class PecTasks:
-    """The fourteen tasks of a step with PEC, made of the eleven of ``tasks``.
+    """The fourteen tasks of a step with PEC, made from the eleven of ``tasks``.
 
     Args:
-        tasks: Their forward is "split".
-        modules: The collections of TorchRec's that are exchanged in two parts, by name.
+        tasks: The tasks of the step, whose ``forward`` is "split".
+        modules: The collections of TorchRec that are exchanged in two parts, by name.
 
     Raises:
-        ImportError: The installed TorchRec has other parts than these tasks use.
-        ValueError: A table's optimizer counts its look-ups, which are more with PEC.
+        ImportError: The installed TorchRec lacks parts that these tasks use.
+        ValueError: A table's optimizer counts its look-ups, of which PEC makes more.
     """
 
     def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any]) -> None:
@@ -358,7 +385,7 @@ class PecTasks:
 
     @property
     def sizes(self) -> Sizes:
-        """What is exchanged, on average since the beginning."""
+        """The average of the bytes exchanged per step, since the beginning."""
         steps = max((module.steps for module in self.modules), default=0)
         early = sum(module.early_bytes for module in self.modules)
         late = sum(module.late_bytes for module in self.modules)
@@ -372,6 +399,8 @@ class PecTasks:
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks, in serial order."""
         reset = partial(_forget, self.modules)
+        # The overlap and the deferred gradients are state between iterations. Declaring them makes
+        # the plan's order of these tasks checked like any other.
         overlap = DeclaredIO(state="overlap", others="", reset=reset)
         deferred = DeclaredIO(state="late gradients", others="")
         reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
@@ -398,7 +427,7 @@ class PecTasks:
         return tuple(found)
 
     def _overlap(self, ctx: IterContext) -> None:
-        """Start to tell the other ranks which rows the batch before has."""
+        """Start to tell the other ranks which rows the batch before uses."""
         context = ctx.pipeline
         ctx.pec = {
             module.name: module.start_masks(
@@ -410,25 +439,27 @@ class PecTasks:
         }
 
     def _early(self, ctx: IterContext) -> None:
-        """Look up and send the rows that the batch before does not have."""
+        """Look up and send the rows that the batch before does not use."""
         for module in self.modules:
             module.look_up_early(ctx.pec[module.name])
 
     def _after_look_up(self, ctx: IterContext) -> None:
-        """Send the gradients that the batch before has kept, behind this batch's shared rows."""
+        """Send the gradients that the batch before has kept, after this batch's shared rows."""
         for module in self.modules:
             module.start_deferred()
 
     def _late(self, ctx: IterContext) -> None:
-        """Update the rows of the batch before that this one does not have."""
+        """Update the rows of the batch before that this batch does not use."""
         for module in self.modules:
             module.update_deferred()
 
     def _send(self, ctx: IterContext) -> None:
-        """Send the gradients of rows that the batch after has."""
+        """Send the gradients of rows that the next batch uses."""
         ctx.pec_sent = []
         for module in self.modules if ctx.training else ():
             batch: Batch = ctx.pec[module.name]
+            # The module's seam is taken here, so EmbBackward does not run the backward of its
+            # tables. The backward from its cuts ends at the leaves of _Merged.
             cuts = [*ctx.pipeline.seams.pop(module.name).take()]
             if cuts:
                 outputs, gradients = zip(*cuts, strict=True)
@@ -436,7 +467,7 @@ class PecTasks:
             ctx.pec_sent.append((module, module.start_backward(batch)))
 
     def _update(self, ctx: IterContext) -> None:
-        """Update the rows that the batch after has."""
+        """Update the rows that the next batch uses."""
         for module, sent in ctx.pec_sent:
             module.update(sent)
         del ctx.pec, ctx.pec_sent

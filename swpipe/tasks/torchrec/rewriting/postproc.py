@@ -4,12 +4,13 @@
     EmbInputDistStart   exchanges x.ids             │
     DenseForward        sample(batch) returns x  <──┘    checks its argument, computes nothing
 
-Its arguments may be changed in place, or get other tensors: the forward sees that from its begin
-on, and is refused where it reads them before it calls the module (``EarlyReads``).
+A module may change its arguments in place, or replace tensors in them. The model's forward then
+sees the change from its beginning. If the forward reads such a tensor before it calls the module,
+``EarlyReads`` raises an error.
 
-While the model is attached, the forward of such a module returns what was computed for the batch.
-Its hooks run in the model's forward, as ever; a hook that changes the result is noticed where the
-result is used.
+While the model is attached, the forward of such a module returns the result that was computed for
+the batch. The module's hooks run in the model's forward, as always. A hook that changes the result
+is noticed where the result is used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from swpipe.tasks.torchrec.rewriting.inputs import BATCH, Found, RewriteError
 
 @dataclass
 class PostprocResults:
-    """What modules have computed for one batch: ``values``, by name, under an ``autocast`` mode.
+    """The results of modules for one batch: ``values``, by name, under an ``autocast`` mode.
 
-    ``iteration`` is another one's where a shortcut replays them. ``calls`` has each module's
-    arguments, as all modules have left them, and ``changed`` the memory of what it has changed in
-    these, until the forward calls it.
+    ``iteration`` is that of another batch if a shortcut replays them. ``calls`` has each module's
+    arguments, as all modules have left them. ``changed`` has the memory that each module has
+    changed in its arguments, until the forward calls the module.
     """
 
     iteration: int
@@ -45,10 +46,10 @@ class PostprocResults:
 
 
 class PostprocForward:
-    """The forward of a module that is computed ahead.
+    """The replaced forward of a module that is computed ahead.
 
-    ``results`` are those of the batch that the model runs on, or None outside of its forward;
-    ``checks`` is false for results that a shortcut replays.
+    ``results`` belong to the batch on which the model runs; they are None outside of the model's
+    forward. ``checks`` is false for results that a shortcut replays.
     """
 
     results: PostprocResults | None = None
@@ -60,11 +61,13 @@ class PostprocForward:
         self._module = module
         self._compute = module.forward
         self._device = device
-        self._left: list[Any] = []  # the module's state after its last run
+        # The module's state after its last run. If it differs later, other code has changed it.
+        self._left: list[Any] = []
 
     def compute(self, batch: Any, results: PostprocResults) -> None:
         """Compute and keep the result for one batch."""
         args, kwargs = self.args.build_args_kwargs({BATCH: batch, **results.values})
+        # Noted before the call, so that changes show what the call itself has changed.
         call = CallInputs(args, kwargs)
         results.values[self.name] = self._compute(*args, **kwargs)
         results.calls[self.name] = call
@@ -73,7 +76,8 @@ class PostprocForward:
         self._left = self._state()
 
     def check_unchanged(self, in_flight: int) -> None:
-        """Raise RuntimeError if anything else has changed a buffer or attribute of the module."""
+        """Raise RuntimeError if other code has changed a buffer or attribute of the module."""
+        # The module has run ahead with a state that the serial run would not have had.
         if self._state() != self._left:
             raise RuntimeError(
                 f"a buffer or attribute of module {self.name!r} was changed from outside, and it "
@@ -83,25 +87,29 @@ class PostprocForward:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result for this batch; the arguments are checked."""
+        """Return the result for this batch, after checking the arguments."""
         results = self.results
         if results is None:
             raise RuntimeError(
                 f"module {self.name!r} is called outside of its pipeline, which computes its "
                 "results ahead of the forward: detach() the model first, attach() it after"
             )
-        # the checks below may read it
+        # The checks below may read what a module has changed, which EarlyReads would refuse: it
+        # sees no changes meanwhile. If a check fails, the forward ends anyway.
         changed = results.changed
         results.changed = {}
         if self.checks:
             call = results.calls[self.name]
             if why := call.mismatch(args, kwargs):
                 raise call.refusal(f"{self._ahead()} of the forward", why)
+            # The result was computed under the mode of InputPostproc, and would differ from the
+            # forward's.
             if autocast_mode(self._device) != results.autocast:
                 raise RewriteError(
                     f"{self._ahead()}, and the forward calls it in another autocast mode: enter "
                     "autocast around progress(), or within the module"
                 )
+        # From its call on, the forward may read what the module has changed.
         changed.pop(self.name, None)
         results.changed = changed
         return results.values[self.name]
@@ -110,7 +118,8 @@ class PostprocForward:
         return f"module {self.name!r}: its result for {Found(self.args)} was computed ahead"
 
     def _state(self) -> list[Any]:
-        """What the module holds: which buffers of which versions, and plain attributes."""
+        """Return the module's state: its buffers with their versions, and plain attributes."""
+        # Versions (torch's private _version) show in-place writes without reading device memory.
         buffers = [(id(b), b._version) for b in self._module.buffers() if not b.is_inference()]
         plain = [
             (name, repr(value))
@@ -124,20 +133,21 @@ class PostprocForward:
 def compute_ahead(
     forwards: Iterable[PostprocForward], batch: Any, iteration: int, device: Device
 ) -> PostprocResults:
-    """The results of all modules for one batch, each after those whose results it takes."""
+    """Return the results of all modules for one batch, computed in the order of the forward."""
     results = PostprocResults(iteration, autocast=autocast_mode(device))
     for forward in forwards:
         forward.compute(batch, results)
+    # A later module may have changed the input of an earlier one; the forward sees the last state.
     for call in results.calls.values() if results.changed else ():
         call.note()
     return results
 
 
 class EarlyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While the model runs: refuses to read what a module has changed ahead of its call.
+    """A mode for the model's forward that refuses reads of values changed ahead of their module.
 
-    Such a module runs before the forward, so what reads its input before the call, in the order of
-    the forward, would see the change too early.
+    A module that runs ahead changes its input before the forward begins. An operator that reads
+    this input before the forward calls the module would see the change too early.
     """
 
     def __init__(self, results: PostprocResults) -> None:
@@ -147,7 +157,7 @@ class EarlyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Check the arguments of one operator."""
+        """Check the arguments of one operator, then run it."""
         if self._results.changed:
             memory = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
             for name, changed in self._results.changed.items():
@@ -161,7 +171,7 @@ class EarlyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def autocast_mode(device: Device) -> tuple[bool, torch.dtype] | None:
-    """Whether autocast is on for the device, and its type; None where there is none."""
+    """Return whether autocast is on for the device, and its type; None if it has no autocast."""
     if not torch.amp.is_autocast_available(device.type):
         return None
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -7,7 +7,8 @@
     attach()         install the replacements        ┐ any number of times,
     detach()         restore the original forwards   ┘ also during training
 
-Several rewrites of one model take turns: ``attach`` detaches the others, which keep their batches.
+If one model has several rewrites, one of them is attached at a time: ``attach`` detaches the other
+rewrites, which keep their batches.
 
 The exchanges of sizes of all modules are fused into one, by replacing the forward of each
 ``KJTAllToAll``. A sharded module creates these in its first ``input_dist``, so the first batch is
@@ -60,17 +61,18 @@ LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
 _ALONE = nullcontext()
 WATCHED = 16
-"""In so many forwards it is checked that nothing reads too early what a module changes."""
+"""The number of forwards in which reads of values that a module changes ahead are checked."""
 
 _REWRITES: WeakKeyDictionary[nn.Module, WeakSet[Rewrite]] = WeakKeyDictionary()
-"""Sharded module to all that have rewritten it."""
+"""Sharded module to all rewrites of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """Whether a sharded module's ids are exchanged by earlier tasks.
+    """The result of the search for one sharded module's input.
 
-    ``kind`` is its class; ``inputs`` is its input within the batch, or why it is unknown.
+    ``kind`` is the module's class. ``pipelined`` says whether earlier tasks exchange its ids.
+    ``inputs`` describes its input within the batch, or says why the input is unknown.
     """
 
     name: str
@@ -86,9 +88,9 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True)
 class RewriteReport:
-    """Which sharded modules are pipelined, and why the others are not.
+    """The sharded modules that are pipelined, and the reasons why others are not.
 
-    ``modules`` has one entry per sharded module; ``torchrec`` says which versions are installed;
+    ``modules`` has one entry per sharded module. ``torchrec`` names the installed versions.
     ``computed`` has the modules that run ahead of the forward, with their inputs, in order.
     """
 
@@ -106,12 +108,12 @@ class RewriteReport:
 class Rewrite:
     """The replaced forwards of one model.
 
-    ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model;
-    ``sharded`` has all sharded modules by name, and ``late`` the names of those that a split
-    pipeline looks up within the dense part. ``report`` is None before the first batch;
-    ``forwards`` has one entry per pipelined module, ``postprocs`` one per module that runs ahead.
-    ``others`` are rewrites of the same modules; ``refusal``, where the pipeline has set it, says
-    why none of them may run now, or "", and gets whether it would train.
+    ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model. ``sharded``
+    has all sharded modules by name, and ``late`` the names of those that a split pipeline looks up
+    within the dense part. ``report`` is None before the first batch. ``forwards`` has one entry per
+    pipelined module, ``postprocs`` one per module that runs ahead. ``others`` are rewrites of the
+    same modules. ``refusal`` is set by the pipeline: it takes whether another rewrite would train,
+    and returns why that rewrite may not run now, or "".
 
     Raises:
         RewriteError: The model has no sharded module, unless ``forward`` is "own".
@@ -138,6 +140,8 @@ class Rewrite:
         self.others: tuple[ref[Rewrite], ...] = ()
         self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
+        # A DDP wrapper around such a module waits for these gradients in the dense backward, so the
+        # look-up has to be in the dense part's graph.
         self.late = frozenset(
             name
             for name, module in self.sharded.items()
@@ -155,6 +159,7 @@ class Rewrite:
         Warns:
             RuntimeWarning: A module is not pipelined.
         """
+        # Raises if batches in flight in another pipeline of the model forbid this one to run.
         self._detach_others()
         traced = self._find_inputs(batch)
         found = traced.inputs
@@ -186,16 +191,20 @@ class Rewrite:
         """Install the replacements."""
         if self.attached:
             return
-        self._detach_others()  # before the first batch is pulled: it may be refused
+        # Before the first batch is pulled: another pipeline's batches in flight may forbid it.
+        self._detach_others()
         if self.report is None:
             return
         for forward in self.forwards:
+            # TorchRec's row-wise sharded feature processors transform the input in input_dist
+            # unless is_pipelined is set.
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
             if self._releases is not None and self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
+        # The first batch has to run without this, since it makes the modules' KJTAllToAll objects.
         if self._fused:
             self._fuse()
         self.attached = True
@@ -206,11 +215,11 @@ class Rewrite:
         self.attached = False
 
     def at_detach(self, undo: Callable[[], object]) -> None:
-        """Call this when the model is detached next."""
+        """Register a function that is called when the model is detached next."""
         self._undo.callback(undo)
 
     def check_others(self, trains: bool) -> None:
-        """Raise RuntimeError if what other pipelines of the model have in flight is in the way."""
+        """Raise RuntimeError if batches in flight in another pipeline of the model forbid it."""
         for other in self.others:
             rewrite = other()
             if rewrite is not None and (why := rewrite.refusal(trains)):
@@ -220,6 +229,9 @@ class Rewrite:
                 )
 
     def _detach_others(self) -> None:
+        # Rewrites are registered per sharded module, so that rewrites of different wrappers of a
+        # module meet too. The references are weak: a rewrite that was dropped has nothing in
+        # flight. They are looked up at each attach: rewrites may have come or gone in the meantime.
         sets = [_REWRITES.setdefault(module, WeakSet()) for module in self.sharded.values()]
         others = {rewrite for rewrites in sets for rewrite in rewrites if rewrite is not self}
         for rewrites in sets:
@@ -239,15 +251,19 @@ class Rewrite:
     def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
 
-        Each module does as in TorchRec's pipelines; where all keep their own forward, none does.
+        Each module is called as in TorchRec's pipelines. If all modules keep their own forward,
+        there is nothing to exchange.
         """
         if not (self.attached or self._options.forward == "own"):
             self._attach_first(batch)
+        # Results of modules that ran ahead are looked up by the name of the module, the batch by
+        # "".
         source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:
             name = forward.name
             module = forward._module
             inputs = forward.args.build_args_kwargs(source)
+            # Noted before preprocess_input and input_dist, which may replace tensors of the input.
             context.inputs[name] = CallInputs(*inputs)
             if self._releases is not None:
                 inputs = self._releases.lent(inputs)
@@ -257,18 +273,21 @@ class Rewrite:
             context.input_dist_splits_requests[name] = request
         if self._releases is not None:
             self._releases.started(context)
+        # TorchRec's private _fuse_input_dist_splits groups the requests by process group, and fills
+        # fused_splits_awaitables. Each of them is wrapped, so that a shortcut can wait again.
         fuse_input_dist_splits(context)
         fused = context.fused_splits_awaitables
         for place, (names, splits) in enumerate(fused):
             contexts = list(map(context.module_contexts.__getitem__, names))
             fused[place] = names, fused_splits(splits, contexts, self._device)
-        context.input_dist_splits_requests.clear()  # one-shot; the fused ones wait for them
+        # The requests are one-shot, and the fused exchange waits for them.
+        context.input_dist_splits_requests.clear()
         if not self._fused:
             self._fuse()
             self._fused = True
 
     def use(self, context: SparseDistContext, iteration: int) -> None:
-        """Make the forwards use this iteration's context."""
+        """Make the replaced forwards use this iteration's context."""
         # A shortcut replays the context of an earlier iteration, which has another batch.
         replayed = context.index != iteration
         for forward in self.forwards:
@@ -282,16 +301,17 @@ class Rewrite:
     def watching(
         self, context: SparseDistContext, iteration: int
     ) -> AbstractContextManager[object]:
-        """Around the model's forward: what modules have changed ahead is not read too early."""
+        """Return a block for the model's forward that refuses early reads of changed values."""
         results = context.computed
         watches = results is not None and results.changed and results.iteration == iteration
+        # A dispatch mode costs host time in every operator, so only the first forwards are watched.
         if results is None or not watches or self._watched >= WATCHED:
             return nullcontext()
         self._watched += 1
         return EarlyReads(results)
 
     def done(self) -> None:
-        """Let go of what modules that ran ahead have computed for one batch."""
+        """Drop the results of modules that ran ahead of one batch's forward."""
         for postproc in self.postprocs:
             postproc.results = None
 
@@ -308,8 +328,8 @@ class Rewrite:
     ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
-        ``forward_stream`` is that of the look-up, if it is another than the current one;
-        ``counting`` is around each module's prefetch, and gets the ids.
+        ``forward_stream`` is the stream of the look-up, if it differs from the current one.
+        ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
         if self._releases is not None:
             self._releases.sent(context)
@@ -323,10 +343,13 @@ class Rewrite:
                 forward._module.prefetch(
                     ctx=module_context, dist_input=data, forward_stream=forward_stream
                 )
+            # Stored where TorchRec's prefetch pipeline stores them, since its context has these
+            # fields.
             context.module_input_post_prefetch[name] = data
             context.module_contexts_post_prefetch[name] = module_context
             del context.module_contexts[name]
 
+    # A misspelt name would otherwise be ignored, and the module's input searched.
     def _check_names(self) -> None:
         if not self.sharded:
             raise RewriteError(
@@ -355,6 +378,7 @@ class Rewrite:
         return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))
 
     def _find_inputs(self, batch: Any) -> Traced:
+        # Inputs that the user names are not searched: the search may fail just for these modules.
         named = {name: named_input(path) for name, path in self._options.inputs.items()}
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
@@ -371,9 +395,11 @@ class Rewrite:
 
     def _fuse(self) -> None:
         modules = [forward._module for forward in self.forwards]
+        # Called after the first batch: _dist of an input_dist is its KJTAllToAll, whose forward
+        # TorchRec's private _override_input_dist_forwards replaces. It has no undo of its own.
         for child in (child for module in modules for child in module.modules()):
             for input_dist in getattr(child, "_input_dists", ()):
-                if hasattr(input_dist, "_dist"):  # its KJTAllToAll
+                if hasattr(input_dist, "_dist"):
                     self._remember(input_dist._dist, "forward")
         override_input_dist_forwards(modules)
 
@@ -382,7 +408,7 @@ class Rewrite:
         setattr(owner, name, value)
 
     def _remember(self, owner: Any, name: str) -> None:
-        """Let ``detach`` restore the attribute's current value."""
+        """Let ``detach`` restore the attribute's current value, or delete an inherited one."""
         if name in vars(owner):
             self._undo.callback(vars(owner).update, {name: vars(owner)[name]})
         else:

@@ -1,4 +1,4 @@
-"""Cuts the autograd graph between the tables and the dense part, and continues the backward there.
+"""Cuts the autograd graph between the tables and the dense part, and resumes backward there.
 
     forward    tables ─ look up ─ Req ~~~ exchange ~~~ Wait ─ output │ leaf ─ dense part ─ loss
 
@@ -42,7 +42,7 @@ class Seam:
         self._started: tuple[tuple[Root, Tensor], ...] = ()
 
     def cut(self, output: Tensor) -> Tensor:
-        """The same values as a leaf of the dense part's graph."""
+        """Return the same values as a leaf of the dense part's graph."""
         if not output.requires_grad:
             return output
         leaf = output.detach().requires_grad_()
@@ -51,17 +51,20 @@ class Seam:
         return leaf
 
     def take(self) -> Iterator[tuple[Root, Tensor]]:
-        """The roots of the embedding backward and their gradients; clears them."""
+        """Yield the roots of the embedding backward with their gradients, and clear both."""
         cuts = self._cuts
         started = self._started
         self._cuts = []
         self._started = ()
+        # If the exchange has started, backward continues at its edges. Otherwise it begins at the
+        # outputs; leaves without a gradient were not used by the loss.
         if started:
             yield from started
         else:
             yield from ((output, leaf.grad) for output, leaf in cuts if leaf.grad is not None)
 
     def _on_gradient(self, leaf: Tensor) -> None:
+        # Runs inside the dense backward, when the gradient of a leaf is complete.
         self._gradients += 1
         if self._gradients == len(self._cuts):
             self._start_exchange()
@@ -70,6 +73,9 @@ class Seam:
         edges = _exchanges(output.grad_fn for output, _ in self._cuts)
         if edges:
             outputs = [output for output, _ in self._cuts]
+            # Backward from the outputs to the exchanges only: the nodes in between start the
+            # exchange of the gradients. The embedding backward waits for it, and continues from
+            # these edges.
             gradients = torch.autograd.grad(outputs, edges, [leaf.grad for _, leaf in self._cuts])
             self._started = tuple(zip(edges, gradients, strict=True))
 
@@ -78,12 +84,13 @@ def run_embedding_backward(seams: Iterable[Seam]) -> None:
     """Run the embedding backward of all modules together."""
     taken = [pair for seam in seams for pair in seam.take()]
     if taken:
+        # One call, so that autograd runs the modules' graphs as one graph.
         roots, gradients = zip(*taken, strict=True)
         torch.autograd.backward(roots, gradients)
 
 
 def _exchanges(nodes: Iterable[Any]) -> tuple[GradientEdge, ...]:
-    """The exchanges that end all paths down the graph; none if some path has none."""
+    """Return edges to the exchanges that end all paths down the graph; () if a path has none."""
     found: dict[Any, None] = {}
     ahead = [node for node in nodes if node is not None]
     seen = set(ahead)
@@ -94,6 +101,8 @@ def _exchanges(nodes: Iterable[Any]) -> tuple[GradientEdge, ...]:
             continue
         below = [child for child, _ in node.next_functions if child is not None]
         if not below:
+            # A path that ends without an exchange: its gradients have to be computed in
+            # EmbBackward.
             return ()
         ahead += [child for child in below if child not in seen]
         seen.update(below)

@@ -1,1 +1,1 @@
-"""Rows of batches that ranks exchange, so that each has as much work."""
+"""Exchange of batch rows between ranks, so that all ranks have the same workload."""

@@ -1,13 +1,13 @@
 """Balanced partition: every rank gets the same number of rows and about the same workload.
 
-The balanced largest-differencing method, after Karmarkar and Karp: rows are sorted by workload and
-cut into tuples of one row per rank. Each tuple is a partition with a *spread*, its largest share
-minus its smallest. The two with the largest spreads are merged, large shares with small ones, until
-one is left.
+The method is the balanced largest-differencing method, after Karmarkar and Karp. Rows are sorted by
+workload and cut into tuples of one row per rank. Each tuple is a partition with a *spread*, its
+largest share minus its smallest. The two partitions with the largest spreads are merged, large
+shares with small ones, until one partition is left.
 
-A tuple has rows of similar workload, so one giant row is not balanced against many small ones. Then
-the largest share swaps single rows for lighter ones of another share, as long as this lowers the
-larger of the two.
+A tuple has rows of similar workload, so one giant row is not balanced against many small ones.
+Therefore the largest share then swaps single rows for lighter rows of another share, as long as
+this lowers the larger of the two shares.
 
 Sources: N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", 1982; W.
 Michiels, J. Korst, E. Aarts and J. van Leeuwen, "Performance ratios for the differencing method
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 EVEN = 1e-3
-"""Swapping stops when shares differ by less than this fraction of the mean."""
+"""The fraction of the mean share below which a difference of shares ends the swapping."""
 
 SWAPS_PER_SHARE = 32
-"""An upper limit: a swap usually halves a gap, so few are needed."""
+"""An upper limit of swaps per share: a swap usually halves a gap, so few are needed."""
 
 
 class _Share(NamedTuple):
@@ -37,7 +37,7 @@ class _Share(NamedTuple):
 
 
 def balanced_partition(workloads: Sequence[float], parts: int) -> list[list[int]]:
-    """The rows of each of ``parts`` shares, from 0, ascending; the result is deterministic.
+    """Return the rows of each of ``parts`` shares, ascending, counted from 0; deterministic.
 
     Raises:
         ValueError: The rows cannot be divided evenly, or a workload is not finite.
@@ -50,10 +50,12 @@ def balanced_partition(workloads: Sequence[float], parts: int) -> list[list[int]
     for row, work in enumerate(workloads):
         if not math.isfinite(work):
             raise ValueError(f"the workload of row {row} is {work}: workloads must be finite")
+    # Ties are broken by row number: every rank computes the partition, and all must agree.
     heaviest_first = sorted(range(len(workloads)), key=lambda row: (-workloads[row], row))
     if not heaviest_first:
         return [[] for _ in range(parts)]
-    # (-spread, age, shares from large to small): the largest spread first, the older of equals.
+    # Heap entries (-spread, age, shares from large to small): the largest spread comes first, and
+    # of equal spreads the older partition.
     partitions = [
         _partition([_Share(workloads[row], [row]) for row in heaviest_first[at : at + parts]], age)
         for age, at in enumerate(range(0, len(heaviest_first), parts))
@@ -77,12 +79,13 @@ def _partition(shares: list[_Share], age: int) -> tuple[float, int, list[_Share]
 
 def _join(one: _Share, other: _Share) -> _Share:
     few, many = sorted((one.rows, other.rows), key=len)
-    many.extend(few)  # the shorter into the longer: each row moves at most log2(rows) times
+    # The shorter list goes into the longer, so each row moves at most log2(rows) times.
+    many.extend(few)
     return _Share(one.work + other.work, many)
 
 
 def _even_out(work: Tensor, rows: Tensor) -> Tensor:
-    """Swap rows between shares; ``rows`` is [parts, rows of a share]."""
+    """Swap rows between shares to even out workloads; ``rows`` is [parts, rows of a share]."""
     totals = work[rows].sum(1)
     for _ in range(SWAPS_PER_SHARE * len(rows)):
         light_first = torch.argsort(totals, stable=True).tolist()
@@ -93,6 +96,8 @@ def _even_out(work: Tensor, rows: Tensor) -> Tensor:
                 return rows
             if (pair := _best_swap(work[rows[heavy]], work[rows[light]], gap)) is not None:
                 here, there = pair
+                # Clones: row indices of one tensor are exchanged, and views would read the new
+                # values.
                 given = rows[heavy, here].clone()
                 taken = rows[light, there].clone()
                 rows[heavy, here], rows[light, there] = taken, given
@@ -104,8 +109,10 @@ def _even_out(work: Tensor, rows: Tensor) -> Tensor:
 
 
 def _best_swap(heavy: Tensor, light: Tensor, gap: float) -> tuple[int, int] | None:
-    """The pair of rows whose swap comes closest to halving ``gap``; None if none reduces it."""
+    """Return the two rows whose swap comes closest to halving ``gap``; None if none helps."""
     ascending, places = light.sort()
+    # Moving workload w from the heavy to the light share changes the gap by 2w, so the ideal is w =
+    # gap / 2. For each heavy row, the two light rows around that difference are candidates.
     at = torch.searchsorted(ascending, heavy - gap / 2).clamp(max=len(light) - 1)
     near = torch.stack([at, (at - 1).clamp(min=0)])
     moved = heavy - ascending[near]

@@ -1,7 +1,7 @@
-"""Sends the rows of a batch to the ranks that a partition assigns them to.
+"""Exchange of a batch's rows with the ranks that a partition assigns them to.
 
 There is one exchange for all dense tensors and all lengths of jagged tensors, packed as bytes per
-row, and one for the values of each jagged tensor.
+row, and one exchange for the values of each jagged tensor.
 
     [B, ...] tensors, [B, keys] lengths ──> bytes [B, width] ──all-to-all──> the new rows
     values, weights of a jagged tensor  ──> by row, then key ──all-to-all──> by key, then row
@@ -29,10 +29,10 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where this rank's rows go.
+    """The destinations of this rank's rows.
 
-    ``order`` are this rank's rows, from 0, in the order in which they are sent; ``sent`` and
-    ``received`` the numbers of rows for and from each rank.
+    ``order`` are this rank's rows, from 0, in the order in which they are sent. ``sent`` and
+    ``received`` are the numbers of rows for and from each rank.
     """
 
     order: tuple[int, ...]
@@ -41,7 +41,10 @@ class Route:
 
     @classmethod
     def of(cls, shares: Sequence[Sequence[int]], rank: int) -> Route:
-        """From the rows for each rank; row r of rank k is k x (rows per rank) + r."""
+        """Return the route of one rank, given the rows for each rank.
+
+        Row r of rank k has the number k x (rows per rank) + r.
+        """
         size = len(shares[rank])
         first = rank * size
         end = (rank + 1) * size
@@ -62,14 +65,16 @@ class _Jagged:
         self.lengths = value.lengths().view(self.keys, -1).t().contiguous()
 
     def send(self, route: Route, lengths: Tensor, group: Group) -> JaggedTensor | KeyedJaggedTensor:
-        """The jagged tensor of the new rows; ``lengths`` are theirs, as [B, keys]."""
+        """Exchange the rows; return the tensor of the new rows, with these lengths [B, keys]."""
         order = _index(route.order, lengths)
         sent = torch.split(self.lengths.sum(1)[order], route.sent)
         received = torch.split(lengths.sum(1), route.received)
-        # One copy to the host for both.
+        # The sizes of the exchange are needed on the host. One copy for both directions waits once.
         counts = torch.stack([rows.sum() for rows in (*sent, *received)]).tolist()
         counts_out = counts[: len(sent)]
         counts_in = counts[len(sent) :]
+        # Values lie by key, then row. For the exchange they are ordered by row, so that each rank's
+        # rows are contiguous, and on arrival they are ordered by key again.
         by_key = torch.arange(lengths.numel(), device=lengths.device).view(self.keys, -1)
         outward = _segments(self.value.lengths(), by_key[:, order].t())
         arrived = lengths.flatten()
@@ -86,21 +91,24 @@ class _Jagged:
         lengths = lengths.t().flatten()
         if isinstance(self.value, JaggedTensor):
             return JaggedTensor(values, weights, lengths=lengths)
+        # Without keys, the number of rows cannot be derived from the lengths.
         stride = len(by_row) if self.keys else self.value.stride()
         keys = self.value.keys()
         return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=stride)
 
 
 def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
-    """The batch of this rank's new rows; a collective of the group.
+    """Return the batch of this rank's new rows; a collective of the group.
 
     ``batch`` has tensors of B rows, ``KeyedJaggedTensor`` and ``JaggedTensor`` of B samples, alone
     or in dataclasses, other objects with ``record_stream``, mappings, lists and tuples. It is not
     modified; other values are passed on. The group's backend must support its device.
 
     Raises:
-        ValueError: A tensor of the batch has another number of rows.
+        ValueError: A tensor of the batch has a different number of rows.
     """
+    # The first pass collects the tensors, in a fixed order; the second one puts the new tensors in
+    # their places, in the same order.
     parts: list[Any] = []
 
     def note(part: Any) -> Any:
@@ -122,6 +130,7 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
 
 def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
     rows = len(route.order)
+    # Columns of all types are exchanged as one table of bytes, which takes one collective.
     as_bytes = [
         column.detach().contiguous().flatten().view(torch.uint8).view(rows, -1)
         if column.numel()
@@ -146,10 +155,12 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Group
 
 
 def _segments(lengths: Tensor, order: Tensor) -> Tensor:
-    """Indices of the values of segments in a new order of the segments."""
+    """Return the indices of the values of segments, in a new order of the segments."""
     order = order.flatten()
     starts = (lengths.cumsum(0) - lengths)[order]
     taken = lengths[order]
+    # The values of each segment are consecutive, so within a segment the difference between the old
+    # and the new index is constant.
     before = taken.cumsum(0) - taken
     shift = torch.repeat_interleave(starts - before, taken)
     return shift + torch.arange(len(shift), device=shift.device)
@@ -185,7 +196,7 @@ def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int
 
 
 def _mapped(value: Any, name: str, rows: int, fn: Callable[[Any], Any]) -> Any:
-    """A copy with another tensor, or jagged tensor, in the place of each."""
+    """Return a copy of a nested value in which ``fn`` has replaced each (jagged) tensor."""
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
         has = _rows_of(value, name)
         if has != rows:
@@ -200,9 +211,12 @@ def _mapped(value: Any, name: str, rows: int, fn: Callable[[Any], Any]) -> Any:
         return value
     made = {key: _mapped(child, f"{name}.{key}", rows, fn) for key, child in children.items()}
     if isinstance(value, tuple):
+        # A named tuple takes its fields as arguments, a plain tuple takes an iterable.
         return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
     if isinstance(value, list):
         return list(made.values())
+    # Copied shallowly: other attributes stay as they are, and frozen dataclasses are not
+    # initialised again.
     clone = copy.copy(value)
     for key, child in made.items():
         if isinstance(value, Mapping):

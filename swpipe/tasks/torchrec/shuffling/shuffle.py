@@ -1,15 +1,15 @@
 """Batch shufflers: balance the rows of the global batch between ranks.
 
-If rows differ in workload (sequences of unequal length), all ranks wait for the one with the
-largest. A shuffler redistributes the rows, the same number to each rank, in two phases::
+If rows differ in workload (sequences of unequal length), all ranks wait for the rank with the
+largest workload. A shuffler redistributes the rows, the same number to each rank, in two phases::
 
     start(batch)             own workloads ──gather──> all workloads ──partition──> route
                              (this thread)   (a background thread, over a separate group)
     finish(batch, ticket)    rows ──all-to-all──> the new rows of this rank   (this thread)
 
 ``start`` returns at once; its gather uses a separate gloo group, outside the global order.
-``finish`` must be globally ordered, and has what it needs in the ticket: later batches may be
-started before. Every rank calls both for every batch.
+``finish`` must be globally ordered. The ticket holds all that it needs, so later batches may be
+started before it is called. Every rank calls both for every batch.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from swpipe.tasks.torchrec.shuffling.balance import balanced_partition
 from swpipe.tasks.torchrec.shuffling.rows import Group, Route, exchange_rows
 
 Workload: TypeAlias = Callable[[Any], Tensor]
-"""From a batch of B rows to their workloads, shape [B], in any unit."""
+"""A function from a batch of B rows to their workloads, shape [B], in any unit."""
 
 
 class Shuffler(Protocol):
     """Redistributes the rows of all ranks' batches."""
 
     def start(self, batch: Any) -> Any:
-        """Start with a batch; returns a ticket for ``finish`` at once."""
+        """Start with a batch and return a ticket for ``finish`` at once."""
 
     def finish(self, batch: Any, ticket: Any) -> Any:
-        """The batch that this rank trains on, on the same device."""
+        """Return the batch that this rank trains on, on the same device."""
 
     def close(self) -> None:
         """Release threads and process groups."""
 
 
 class IdentityShuffler:
-    """Every rank keeps its rows."""
+    """A shuffler that leaves every rank its rows."""
 
     def start(self, batch: Any) -> None:
         """Do nothing."""
 
     def finish(self, batch: Any, ticket: None = None) -> Any:
-        """The same batch."""
+        """Return the same batch."""
         return batch
 
     def close(self) -> None:
@@ -61,12 +61,13 @@ class IdentityShuffler:
 
 
 class KarmarkarKarpShuffler:
-    """Gives every rank the same number of rows and about the same workload.
+    """A shuffler that gives every rank the same number of rows and about the same workload.
 
     The partition of N rows takes about N x 10 µs on a background thread.
 
     Args:
-        workload: From a batch to the workload of each row, computed on the batch's device.
+        workload: A function from a batch to the workload of each row, computed on the batch's
+            device.
         group: The ranks that exchange rows; None for all. Its backend must support the device of
             the batches that ``finish`` gets.
         timeout_s: Seconds to wait for the other ranks' workloads.
@@ -91,7 +92,7 @@ class KarmarkarKarpShuffler:
         self._last: Future[Route] | None = None
 
     def start(self, batch: Any) -> Future[Route]:
-        """Start to gather workloads and to partition, on another thread.
+        """Start to gather workloads and to partition them, on another thread.
 
         Raises:
             ValueError: The workloads are not one number per row.
@@ -101,6 +102,8 @@ class KarmarkarKarpShuffler:
             raise ValueError(
                 f"workload(batch) has shape {list(work.shape)}: give one number per row, shape [B]"
             )
+        # Copied without waiting: the background thread waits for the event instead, so that this
+        # thread goes on launching.
         on_host = work.detach().to(torch.float64).to("cpu", non_blocking=True)
         copied = None
         if not work.is_cpu:
@@ -108,6 +111,8 @@ class KarmarkarKarpShuffler:
             copied.record()
         route: Future[Route] = Future()
         given = on_host, copied, self._last, route
+        # One thread per batch, which gathers and partitions. It is a daemon: a gather that waits
+        # for a dead rank must not keep the process alive.
         threading.Thread(None, self._partition, "swpipe-shuffle", given, daemon=True).start()
         self._last = route
         return route
@@ -115,11 +120,11 @@ class KarmarkarKarpShuffler:
     def finish(self, batch: Any, ticket: Future[Route]) -> Any:
         """Wait for the partition and exchange rows; a collective of the group.
 
-        It may use a ticket more than once.
+        A ticket may be used more than once.
 
         Raises:
-            ValueError: Ranks with different numbers of rows, workloads that are not finite, or a
-                tensor of the batch with another number of rows.
+            ValueError: The ranks have different numbers of rows, a workload is not finite, or a
+                tensor of the batch has a different number of rows.
             RuntimeError: Another rank failed, or did not send its workloads in time.
         """
         return exchange_rows(batch, ticket.result(), self._group)
@@ -142,9 +147,12 @@ class KarmarkarKarpShuffler:
         route: Future[Route],
     ) -> None:
         try:
+            # Gathers are collectives of one group, so on every rank they run in the order of the
+            # batches. Each thread waits for the thread of the batch before.
             if before is not None:
-                wait_for([before])  # gathers run in the order of the batches on every rank
+                wait_for([before])
             if copied is not None:
+                # The copy to the host has ended only when its event has.
                 copied.synchronize()
             route.set_result(self._route(work))
         except BaseException as error:  # noqa: BLE001 - raised by finish()

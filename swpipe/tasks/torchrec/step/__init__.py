@@ -1,1 +1,1 @@
-"""What the eleven tasks do, what they use, and the user's step."""
+"""The eleven tasks, the states that they use, and the user's training step."""

@@ -8,19 +8,19 @@
 
 As with TorchRec's ``GradientAccumulationWrapper``, gradients are added, not averaged: a table with
 a fused optimizer is updated by each batch, inside its backward, and must move as far as without
-accumulation. DDP reduces with the last batch only, and in the first one of all, in which it records
-its static graph.
+accumulation. DDP reduces with the last batch of a step only, and in its very first batch, in which
+it records its static graph.
 
-With a backward of the tables' own, DDP's all-reduces are waited for after it::
+If the tables have a backward of their own, waiting for DDP's all-reduces is deferred::
 
     DenseBackward   backward ─ bucket 1 ─ bucket 2 ─ end      DDP itself would wait here for all
     EmbBackward                  backward of the tables
     FinalizeGrads                                    wait ─ the gradients of all buckets
 
 Megatron's wrapper adds each gradient to ``parameter.main_grad``, a part of a buffer of its own, and
-sets ``parameter.grad`` to None; its optimizers read the buffer. So its ``zero_grad_buffer`` must
-come before the first backward of a step, and ``finish_grad_sync``, which reduces over the ranks,
-after the last. It is known by these methods: Megatron is not imported.
+sets ``parameter.grad`` to None; its optimizers read the buffer. Therefore ``zero_grad_buffer`` must
+be called before the first backward of a step, and ``finish_grad_sync``, which reduces over the
+ranks, after the last. A wrapper is recognised by these methods: Megatron is not imported.
 
 Source: Megatron-LM, megatron.core.distributed.DistributedDataParallel.
 """
@@ -41,22 +41,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Every DDP wrapper of torch, including TorchRec's around data-parallel tables."""
+    """Yield every DDP wrapper of torch, including TorchRec's around data-parallel tables."""
     return (m for m in model.modules() if isinstance(m, DistributedDataParallel))
 
 
 def is_megatrons(module: nn.Module) -> bool:
-    """Whether a module is Megatron's wrapper, with a buffer of gradients."""
+    """Return whether a module is Megatron's wrapper, with a buffer of gradients."""
     return callable(getattr(module, "zero_grad_buffer", None))
 
 
 class DeferredReduction:
-    """The reductions of DDP wrappers; nothing where there are none.
+    """The reductions of DDP wrappers, waited for after backward; without wrappers it does nothing.
 
-    DDP gets a communication hook that starts the same reduction (scaled before the sum, as DDP does
-    it) and returns the bucket at once. ``finish`` waits, and puts the results where DDP has stored
-    what was there before. A hook cannot be removed: outside of ``deferring`` it reduces as DDP does
-    without one. A wrapper that has a hook of its user keeps that, and waits as before.
+    DDP gets a communication hook that starts the same reduction (scaled before the sum, as in DDP)
+    and returns the bucket at once. ``finish`` waits, and writes the reduced gradients over the
+    unreduced ones that DDP has stored. A hook cannot be removed: outside of ``deferring`` it
+    reduces as DDP does without a hook. A wrapper with a hook of the user keeps that hook, and waits
+    as before.
     """
 
     def __init__(self, modules: Iterable[DistributedDataParallel]) -> None:
@@ -68,7 +69,7 @@ class DeferredReduction:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Within the block backwards do not wait for their reductions."""
+        """Let backwards within the block not wait for their reductions."""
         hooks = [hook for module in self._modules if (hook := _hook_of(module)) is not None]
         for hook in hooks:
             hook.pending = self._pending
@@ -79,7 +80,8 @@ class DeferredReduction:
                 hook.pending = None
 
     def finish(self) -> None:
-        """Wait for the reductions, if any; then the gradients are reduced."""
+        """Wait for the pending reductions, if any, and store the reduced gradients."""
+        # Taken before waiting: if a wait raises, the next batch does not wait for these again.
         pending = self._pending
         self._pending = []
         for bucket in pending:
@@ -87,7 +89,7 @@ class DeferredReduction:
 
 
 class _Bucket:
-    """A bucket whose reduction has begun."""
+    """A bucket of gradients whose reduction has begun."""
 
     def __init__(self, bucket: Any, work: dist.Work) -> None:
         self._reduced = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
@@ -96,6 +98,8 @@ class _Bucket:
     def finish(self) -> None:
         self._work.wait()
         for parameter, reduced in self._reduced:
+            # With gradient_as_bucket_view, parameter.grad is a view of the bucket and reduced
+            # already.
             gradient = parameter.grad
             if gradient is not None and gradient.data_ptr() != reduced.data_ptr():
                 gradient.copy_(reduced)
@@ -103,14 +107,14 @@ class _Bucket:
 
 @dataclass
 class _Hook:
-    """What one DDP wrapper's communication hook knows."""
+    """The state of one DDP wrapper's communication hook."""
 
     group: dist.ProcessGroup
     pending: list[_Bucket] | None = None
 
 
 _hooks: WeakKeyDictionary[nn.Module, _Hook | None] = WeakKeyDictionary()
-"""None for a wrapper that has a hook of its user."""
+"""Wrapper to its hook; None for a wrapper with a hook of the user."""
 
 
 def _hook_of(module: Any) -> _Hook | None:
@@ -118,7 +122,7 @@ def _hook_of(module: Any) -> _Hook | None:
         hook = _Hook(module.process_group)
         try:
             module.register_comm_hook(hook, _start_reduction)
-        except RuntimeError:  # it has one, and takes no second
+        except RuntimeError:  # DDP takes one hook only, and the user has registered one
             _hooks[module] = None
         else:
             _hooks[module] = hook
@@ -128,6 +132,9 @@ def _hook_of(module: Any) -> _Hook | None:
 def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
     buffer = bucket.buffer()
     size = dist.get_world_size(state.group)
+    # The scaling of DDP without a hook, so that both give the same bits: it divides sparse
+    # gradients, and multiplies dense ones by the reciprocal
+    # (torch/csrc/distributed/c10d/reducer.cpp).
     if buffer.is_sparse:
         buffer.div_(size)
     else:
@@ -135,6 +142,8 @@ def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
     if state.pending is None or buffer.is_sparse:
         return work.get_future().then(lambda done: done.value()[0])
+    # The returned future is complete, so DDP does not wait. It copies the unreduced bucket to
+    # parameter.grad; _Bucket.finish writes the reduced values over it.
     state.pending.append(_Bucket(bucket, work))
     devices = [] if buffer.is_cpu else [buffer.device]
     returned: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -143,7 +152,7 @@ def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
 
 
 class Accumulation:
-    """Which batches begin and end an optimizer step; batches are given by their iteration."""
+    """The batches that begin and end an optimizer step; batches are given by their iteration."""
 
     def __init__(self, model: nn.Module, batches: int) -> None:
         self.batches = batches
@@ -152,36 +161,38 @@ class Accumulation:
         self._first: int | None = None
 
     def begins(self, iteration: int) -> bool:
-        """Whether the batch is the first of a step."""
+        """Return whether the batch is the first of a step."""
         return (iteration - self._origin) % self.batches == 0
 
     def ends(self, iteration: int) -> bool:
-        """Whether it is the last."""
+        """Return whether the batch is the last of a step."""
         return (iteration + 1 - self._origin) % self.batches == 0
 
     def skip(self) -> None:
-        """Do not count a batch that is not trained on, since it is one of an evaluation."""
+        """Exclude an evaluation batch from the count."""
         self._origin += 1
 
     def set_reduction(self, iteration: int, *, trains: bool) -> None:
-        """Before a forward: let DDP reduce the gradients in its backward, or not."""
+        """Let DDP reduce the gradients in the next backward, or not; called before each forward."""
+        # DDP with static_graph records its graph in the first backward, which must reduce.
         if trains and self._first is None:
             self._first = iteration
-        for module in self._ddp:  # as DDP's no_sync(), for one forward
+        # DDP's no_sync() sets the same flag, which DDP's forward reads.
+        for module in self._ddp:
             module.require_backward_grad_sync = self.ends(iteration) or iteration == self._first
 
     def rest(self, next_iteration: int) -> int:
-        """How many batches a last, unfinished step has accumulated."""
+        """Return how many batches an unfinished step has accumulated."""
         return (next_iteration - self._origin) % self.batches
 
     def restart(self, next_iteration: int) -> None:
-        """Begin a step with this batch, without gradients of others."""
+        """Begin a step with this batch, without gradients of earlier batches."""
         self._origin = next_iteration
         if next_iteration and self._first is None:
             warn_of_rounding(self._ddp, self.batches)
 
     def take_rest(self, next_iteration: int) -> bool:
-        """Reduce what a last, unfinished step has accumulated; False if there is none.
+        """Reduce the gradients of an unfinished step; return False if there is none.
 
         A collective of the model's ranks. The next batch begins a new step.
         """
@@ -194,7 +205,7 @@ class Accumulation:
 
 
 def warn_of_rounding(modules: Iterable[DistributedDataParallel], batches: int) -> None:
-    """Warn of the first step with an accumulation after a resume, whose sums are rounded apart."""
+    """Warn that sums of the first accumulation after a resume may be rounded differently."""
     if any(dist.get_world_size(module.process_group) > 1 for module in modules):
         warnings.warn(
             "DDP reduces the first batch of a process by itself, so the first step that "
@@ -213,6 +224,7 @@ def _reduce(module: DistributedDataParallel) -> None:
         for name, parameter in module.module.named_parameters()
         if parameter.requires_grad and name not in module.parameters_to_ignore
     ]
+    # A rank that did not use a parameter takes part with zeros, if any other rank did use it.
     used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     used = used.to(module.device)
     dist.all_reduce(used, group=group)

@@ -1,4 +1,4 @@
-"""Which modules of a model are in training mode: what a batch keeps from its pull on."""
+"""The train/eval modes of a model's modules, which a batch keeps from its pull on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swpipe.core.messages import listed
 
 
 class ModuleModes(NamedTuple):
-    """The names of the modules in training mode, and how many modules there are."""
+    """The names of the modules in training mode, and the total number of modules."""
 
     training: tuple[str, ...] = ()
     modules: int = 0
@@ -24,7 +24,7 @@ class ModuleModes(NamedTuple):
 
 
 class ModuleModesOf:
-    """Called before each batch, returns the modes of a model's modules; mostly as before."""
+    """A callable that returns the current modes of a model's modules, called before each batch."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_modules())
@@ -33,6 +33,8 @@ class ModuleModesOf:
         self._modes = ModuleModes()
 
     def __call__(self) -> ModuleModes:
+        # Called for every batch, and the modes rarely change: comparing lists of flags is fast, and
+        # the names are collected only after a change.
         training = list(map(attrgetter("training"), self._modules))
         if training != self._training:
             trained = tuple(name for name, module in self._named if module.training)

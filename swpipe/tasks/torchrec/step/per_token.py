@@ -1,4 +1,4 @@
-"""Losses per token, and what ``progress`` reports of them.
+"""Losses per token, and the values that ``progress`` reports of them.
 
 ::
 
@@ -9,11 +9,11 @@
     backward        local sum x ranks / tokens              local sum / number x ranks
     progress        (local sum, tokens, output)             ([sum, number], output)
 
-The first is the present version of recsys-examples, where the batch counts its own tokens
-(``num_loss_tokens``); in evaluation they are None. The second is the version before, which counts
-losses. ``ranks`` is the number of data-parallel ranks, over which DDP and Megatron average the
-gradients. As there, losses are checked for NaN always in the second, and in the first where the
-environment has ``ASSERT_LOSS_HAS_NAN=1``.
+"tokens" is the behaviour of the current version of recsys-examples, where the batch counts its own
+tokens (``num_loss_tokens``); in evaluation they are None. "reporting_loss" is the behaviour of the
+version before, which counts losses. ``ranks`` is the number of data-parallel ranks, over which DDP
+and Megatron average the gradients. As in recsys-examples, "reporting_loss" always checks losses for
+NaN, and "tokens" checks them if the environment has ``ASSERT_LOSS_HAS_NAN=1``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def collective_assert(
     """Raise on all ranks of a group unless ``flag`` is true on all of them; a collective.
 
     Raises:
-        AssertionError: It is false on a rank; the message says on which.
+        AssertionError: ``flag`` is false on some rank; the message says on which.
     """
     if not dist.is_initialized():
         passed = [bool(flag)]
@@ -46,21 +46,23 @@ def collective_assert(
     else:
         passed = gather(bool(flag), group)
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    # Every rank raises, also where its own flag is true: a rank that continued would wait for the
+    # others in its next collective.
     if places := [place for place, ok in enumerate(passed) if not ok]:
         where = listed([str(ranks[place]) for place in places])
         raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")
 
 
 class PerToken:
-    """How losses per token are normalised, and what ``progress`` reports of them.
+    """The normalisation of losses per token, and the values that ``progress`` reports.
 
     Args:
-        returns: What ``progress`` returns; see the module.
+        returns: The values that ``progress`` returns; see the module.
         group: The data-parallel ranks; None for all.
         assert_nan: Check losses for NaN, whatever the environment says.
 
     Raises:
-        ValueError: ``returns`` is neither.
+        ValueError: ``returns`` is neither "tokens" nor "reporting_loss".
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class PerToken:
         self._checks_nan = told or not self._by_batch
 
     def count(self, batch: Any, device: torch.device) -> Tensor | None:
-        """The tokens of all ranks: no rank has to wait, since the last step has joined them."""
+        """Return the tokens of all ranks, or None if losses are counted instead; a collective."""
         if not self._by_batch:
             return None
         if not callable(getattr(batch, "num_loss_tokens", None)):
@@ -91,13 +93,14 @@ class PerToken:
                 "losses of this rank: add it, or give the pipeline returns='reporting_loss', which "
                 "counts the losses that the model returns"
             )
+        # A copy, since the all-reduce works in place and the batch may be used again.
         tokens: Tensor = batch.num_loss_tokens().to(device, copy=True)
         if not self._alone:
             dist.all_reduce(tokens)
         return tokens
 
     def report(self, ctx: IterContext) -> None:
-        """Check, add and normalise the losses; report them."""
+        """Check, add and normalise the losses, and set what ``progress`` reports."""
         losses = ctx.losses
         tokens = ctx.tokens
         if not isinstance(losses, Tensor) or losses.ndim == 0:
@@ -113,9 +116,14 @@ class PerToken:
         if self._by_batch:
             ctx.output = total.detach(), tokens, ctx.output
             if ctx.training:
+                # DDP averages gradients over the ranks, so the loss is multiplied by their number:
+                # the average then is the sum over all ranks, divided by all tokens.
                 ctx.loss = total * self._ranks / tokens
             return
+        # Counted from the losses, since the batches of older recsys-examples do not count their
+        # tokens.
         count = torch.tensor(losses.size(0), device=total.device, dtype=total.dtype)
+        # One all-reduce for both numbers.
         reported = torch.stack([total.detach(), count])
         if not self._alone:
             dist.all_reduce(reported, group=self._group)

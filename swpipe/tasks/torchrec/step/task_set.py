@@ -12,15 +12,15 @@
               ── EmbBackward ──> (tables)
               ── FinalizeGrads, OptimStep ──> (gradients, parameters)
 
-Without the split forward, EmbForward runs the whole model, DenseBackward the whole backward, and
-DenseForward and EmbBackward do nothing. In evaluation, nothing from LossPostprocess on runs.
-InputPostproc is a twelfth task, there with ``pipeline_postproc=True`` only.
+Without the split forward, EmbForward runs the whole model, DenseBackward runs the whole backward,
+and DenseForward and EmbBackward do nothing. In evaluation, LossPostprocess and all later tasks do
+nothing. InputPostproc is a twelfth task, which exists only with ``pipeline_postproc=True``.
 
-Declared states: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
-``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, what modules that run
-ahead hold; ``loss``; and one for each exchange, whose collectives keep their order. A shortcut
-restores gradients; the other states keep the values of the last run. Tasks without a state are
-pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, of which nothing is known.
+The declared states are: ``tables``; ``table cache``; ``dense``, all other parameters; ``buffers``;
+``optimizer``, with learning rates and scaler; ``gradients``; ``postproc``, the state of modules
+that run ahead; ``loss``; and one state for each exchange, whose collectives keep their order. A
+shortcut restores gradients; the other states keep the values of the last run. Tasks without a state
+are pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, which are undeclared.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
 def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
-    """Calls several functions of the context, one after the other."""
+    """Return a function that calls several functions of the context, one after the other."""
     if len(parts) == 1:
         return parts[0]
 
@@ -75,28 +75,31 @@ class SparseDistTasks:
     Args:
         model: A model with sharded modules, with or without wrappers.
         step: The user's step.
-        options: How they treat the model and its batches.
-        device: None for the machine's accelerator, or else the CPU.
+        options: How the tasks treat the model and its batches.
+        device: The device; None for the machine's accelerator, or else the CPU.
 
     Attributes:
-        options: As given, as are ``model`` and ``step``.
+        model: As given.
+        step: As given.
+        options: As given.
         rewrite: The model's replaced forwards; its ``report`` says which modules are pipelined.
-        prefetched: What tables with a queue of prefetches keep for the batches in flight; None
-            without such tables.
-        table_state: The rows that ``tables_state`` restores, or that nothing does; None where all
-            rows lie in parameters or buffers.
-        mode: Says which modules are in training mode.
-        tables_in_step: Some tables are updated by the optimizers rather than inside backward.
-        fused: The step's optimizers that are fused into the tables. A look-up takes their learning
+        prefetched: The queued prefetches of the batches in flight, for tables with a queue of
+            prefetches; None without any such table.
+        table_state: The rows that only ``tables_state`` can restore, or that nothing can; None
+            where all rows lie in parameters or buffers.
+        mode: Returns which modules are in training mode.
+        tables_in_step: Whether some tables are updated by the optimizers rather than inside
+            backward.
+        fused: The step's optimizers that are fused into the tables. A look-up uses their learning
             rate, which ``OptimStep`` may change.
-        replicates: The tables have replicas on other ranks.
-        reduction: DDP's reductions of gradients, where these are waited for late.
+        replicates: Whether the tables have replicas on other ranks.
+        reduction: DDP's reductions of gradients, where waiting for them is deferred.
 
     Raises:
         RewriteError: The model has no sharded module, and ``forward`` is not "own".
         RuntimeError: There is no process group.
-        ValueError: A scaler, and tables that are updated inside backward; or a function in
-            ``options.functions`` for nothing that is called.
+        ValueError: A scaler is given and tables are updated inside backward; or
+            ``options.functions`` has a name that no task calls.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class SparseDistTasks:
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
         self.mode = ModuleModesOf(model)
-        # The caller's stream, which a cache that is filled on another stream must know.
+        # The caller's stream, on which the model runs; a cache filled on another stream needs it.
         self._home = self.device.current_stream()
         self._megatrons: list[Any] = [m for m in model.modules() if is_megatrons(m)]
         self._accumulation = Accumulation(model, step.accumulate)
@@ -134,6 +137,7 @@ class SparseDistTasks:
         tables = [p for module in sharded.values() for p in module.parameters()]
         self.tables_in_step = any(map(by_gradient, tables))
         self._check_gradients(step, tables)
+        # The parts that options.functions may replace. Pipelines pass a subclass's overrides so.
         own = {
             "copy": self.to_device,
             "start_input_dist": self.rewrite.start,
@@ -176,10 +180,10 @@ class SparseDistTasks:
         ctx.batch = self._calls["copy"](ctx.batch)
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on the device.
+        """Return the batch on the device.
 
         Raises:
-            TypeError: It cannot be copied, or not in place.
+            TypeError: The batch cannot be copied, or cannot be copied in place.
         """
         if not (hasattr(batch, "to") and hasattr(batch, "record_stream")):
             lacks = [name for name in ("to", "record_stream") if not hasattr(batch, name)]
@@ -193,8 +197,9 @@ class SparseDistTasks:
             return copied_in_place(batch, target, self.device, self._home)
         return batch.to(device=target, non_blocking=True)
 
+    # The ticket goes with the batch: other batches may have been started in between.
     def finish_shuffle(self, ctx: IterContext) -> None:
-        """Take the rows that the shuffler gives this rank."""
+        """Take the rows that the shuffler assigns to this rank."""
         if self.options.shuffler is not None:
             ctx.batch = self.options.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
             del ctx.shuffle_ticket
@@ -206,11 +211,12 @@ class SparseDistTasks:
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
         computed = ctx.postproc if self.options.pipeline_postproc else None
+        # version=1 tells TorchRec's code that each batch has a context of its own.
         ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
         self._calls["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
-        """Wait for the sizes; start the exchange of ids."""
+        """Wait for the sizes and start the exchange of ids."""
         self._calls["wait_input_dist"](ctx.pipeline)
 
     def prefetch(self, ctx: IterContext) -> None:
@@ -223,13 +229,17 @@ class SparseDistTasks:
 
     def _prefetch(self, ctx: IterContext, *counting: Any) -> None:
         if self.options.forward != "own":
+            # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it;
+            # None if both run on the same stream.
             home = None if self.device.current_stream() == self._home else self._home
             self.rewrite.prefetch(ctx.pipeline, home, *counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
-        """Look the embeddings up, with the current learning rate; start their exchange."""
+        """Look the embeddings up with the current learning rate, and start their exchange."""
         if self.options.zero_grad is None and self.fused and self.trains():
-            for optimizer in self.fused:  # has no gradients: this gives the tables its rate
+            # A fused optimizer has no gradients to clear: its zero_grad hands its learning rate
+            # over to the tables, which apply it in their backward.
+            for optimizer in self.fused:
                 optimizer.zero_grad()
         look_up = self._look_up if self.rewrite.looks_up_ahead else self._run_model
         if self.prefetched is None:
@@ -264,41 +274,46 @@ class SparseDistTasks:
             ctx.loss = self._calls["postprocess_loss"](losses)
 
     def zero_grad(self, ctx: IterContext) -> None:
-        """Begin an optimizer step without gradients."""
-        self.reduction.finish()  # of a batch that failed
+        """Clear the gradients at the beginning of an optimizer step."""
+        # Reductions of a batch that failed may be pending, and would write over later gradients.
+        self.reduction.finish()
         if self._accumulation.begins(ctx.iter_idx) and self.trains():
             self.step.zero_grad()
             for wrapper in self._megatrons:
                 wrapper.zero_grad_buffer()
 
     def drop_gradients(self) -> None:
-        """Set the gradients of a batch that failed to zero, after its reductions have ended."""
+        """Clear the gradients of a batch that failed, after its reductions have ended."""
         self.reduction.finish()
         self.step.zero_grad()
 
     def dense_backward(self, ctx: IterContext) -> None:
-        """Backward down to the embeddings; start the exchange of their gradients."""
+        """Run the backward pass to the embeddings and start the exchange of their gradients."""
         if not ctx.training:
             return
+        # Without the split forward the tables are part of this backward, and DDP waits as usual.
         around = [self.reduction.deferring()] if self.options.forward == "split" else []
+        # Megatron's wrapper reduces after every backward unless it is told not to.
         if not self._accumulation.ends(ctx.iter_idx):
             around += [wrapper.no_sync() for wrapper in self._megatrons]
         backward = self._calls["dense_backward"]
         if not around:
             backward(ctx.loss)
             return
+        # Entered only where needed: an ExitStack costs host time in every step.
         with ExitStack() as stack:
             for context in around:
                 stack.enter_context(context)
             backward(ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
-        """Backward of the tables, which updates those with a fused optimizer; sync of replicas."""
+        """Run the backward of the tables, which updates fused ones, and average replicas."""
         if self.options.forward == "split":
-            # A shortcut of DenseForward replays the cut of an earlier batch, and another graph.
+            # A shortcut of DenseForward replays the cut of an earlier batch, in another graph.
             cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
             run_embedding_backward(cuts)
             ctx.pipeline.seams.clear()
+        # Not inside backward, which does not run for an evaluation batch.
         if self.prefetched is not None:
             self.prefetched.finish_backward()
         every = self.step.sync_interval
@@ -307,7 +322,7 @@ class SparseDistTasks:
             replicas.sync()
 
     def finalize_gradients(self, ctx: IterContext) -> None:
-        """Wait for DDP's reductions; call the user's ``finalize``, which may communicate."""
+        """Wait for DDP's reductions, then call the user's ``finalize``, which may communicate."""
         self.reduction.finish()
         if ctx.training and self._accumulation.ends(ctx.iter_idx):
             self._finalize()
@@ -330,6 +345,7 @@ class SparseDistTasks:
             self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
+        # Kept in the context: the mode may change while the batch is in flight.
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
@@ -342,12 +358,15 @@ class SparseDistTasks:
             else:
                 result = run(ctx.batch)
         finally:
+            # The inputs keep ids alive that only the forward needed, also if the forward failed.
             if not own:
                 ctx.pipeline.inputs.clear()
             if postprocs:
                 self.rewrite.done()
         if self.options.memory:
-            ctx.batch = None  # nothing uses it any more
+            # No later task uses the batch, and its memory is wanted.
+            ctx.batch = None
+        # Checked for every batch, since a model's result may differ between train and eval mode.
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the model returned a {type(result).__name__}, not (losses, output): return these "
@@ -365,13 +384,14 @@ class SparseDistTasks:
     # ----------------------------------------------------------------------- the tasks as a list
 
     def parts(self) -> dict[str, tuple[TaskFn, ...]]:
-        """The tasks in serial order, each with the methods that it calls, one after the other."""
+        """Return the tasks in serial order, each with the methods that it calls in this order."""
         grouped = self.options.grouped or self._eleven()
         return {name: tuple(getattr(self, p) for p in parts) for name, parts in grouped.items()}
 
     def _eleven(self) -> dict[str, Sequence[str]]:
-        """The eleven, or twelve, with the names of their methods."""
+        """Return the eleven or twelve tasks with the names of their methods."""
         zero = {self.options.zero_grad or names.DENSE_BACK: ["zero_grad"]}
+        # Tokens are counted before the forward, since the loss needs their sum over all ranks.
         counts = {names.DENSE if self.rewrite.looks_up_ahead else names.EMBED: ["count_tokens"]}
         first = {names.START: ["finish_shuffle", "start_input_dist"]}
         if self.options.pipeline_postproc:
@@ -394,11 +414,11 @@ class SparseDistTasks:
         }  # fmt: skip
 
     def task_of(self, part: TaskFn) -> str:
-        """The name of the task that calls a method."""
+        """Return the name of the task that calls a method."""
         return next(name for name, parts in self.parts().items() if part in parts)
 
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """The tasks, in serial order."""
+        """Return the tasks in serial order."""
         return tuple(self._task(name, parts) for name, parts in self.parts().items())
 
     def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
@@ -407,15 +427,20 @@ class SparseDistTasks:
         idle = self._idle()
         for part in parts:
             for state, mode in used.get(part.__name__, {}).items():
+                # A state that one part reads and another writes is declared as read and written.
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
+        # A shortcut restores gradients, except those of the optimizer's task, which has used them.
         states = [
             Gradients(self).declared(mode)
             if state == "gradients" and self.optimizer_step not in parts
             else declared(self, state, mode)
             for state, mode in modes.items()
         ]
+        # The user's functions may touch anything, so a task that calls one is not declared pure.
         unknown = (self.step.on_losses, self.postprocess_loss), (self._calls["watch"], self.watch)
         draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
+        # Parts that would do nothing are not called, which saves host time. The states that the
+        # task declares do not depend on that.
         live = tuple(part for part in parts if part.__name__ not in idle)
         prefetched = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
@@ -427,7 +452,7 @@ class SparseDistTasks:
         )
 
     def _idle(self) -> list[str]:
-        """Return the methods that would do nothing."""
+        """Return the names of the methods that would do nothing with these options."""
         kind = self.options.forward
         shuffles = self.options.shuffler is not None
         replaced = {"start_input_dist", "wait_input_dist"} & self.options.functions.keys()
@@ -453,34 +478,35 @@ class SparseDistTasks:
     # ------------------------------------------------------------------------ between two batches
 
     def trains(self) -> bool:
-        """Whether batches are trained on in the present mode."""
+        """Return whether batches are trained on in the current mode."""
         return self.model.training and torch.is_grad_enabled()
 
     def flush(self, next_iteration: int) -> None:
         """Update the parameters with the gradients of an unfinished accumulation, if there is one.
 
-        ``next_iteration`` is the number of the next batch; none may be in flight. A collective.
+        ``next_iteration`` is the number of the next batch. No batch may be in flight. A collective.
         """
         if self._accumulation.take_rest(next_iteration):
             self._finalize()
             self._calls["optimizer_step"]()
 
     def accumulated(self, next_iteration: int) -> int:
-        """How many batches have added to gradients that wait for their optimizer step."""
+        """Return how many batches have added to gradients that wait for their optimizer step."""
         return self._accumulation.rest(next_iteration)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Learning rates that were handed to the tables; no optimizer's state has them."""
+        """Return the learning rates handed to the tables, which no optimizer's state has."""
         if self.options.zero_grad in (None, names.EMBED) or not self.fused:
             return {}
         return {"rates": rates_of(self.rewrite.sharded.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand saved rates over, and begin with ``next_iteration``; no batch may be in flight.
+        """Hand saved rates over to the tables and restart at ``next_iteration``; none is in flight.
 
         Raises:
-            ValueError: The rates are of another number of tables.
+            ValueError: The rates belong to a different number of tables.
         """
+        # Absent where each look-up uses the optimizer's current rate.
         if "rates" in state:
             set_rates(self.rewrite.sharded.values(), state["rates"])
         self._accumulation.restart(state["next_iteration"])

@@ -1,7 +1,7 @@
-"""What each part of a step uses outside of the batch's context, by the name of its method.
+"""The states outside of the batch's context that each part of a step uses, by method name.
 
 A task declares the states of its parts. A shortcut restores gradients; the other states keep the
-values of the last run. ``tasks`` is a ``SparseDistTasks`` throughout.
+values of the last run. In this module, ``tasks`` is always a ``SparseDistTasks``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO, Mode, Others
 
 States: TypeAlias = dict[str, Mode]
-"""State to how it is used."""
+"""State to its mode of use."""
 
 OTHERS: Mapping[str, Others] = {
     "tables": "r",
     **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
     **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc", "loss"), ""),
 }
-"""How the loop's body touches states, where it is not free to do what it likes.
+"""How the loop's body may touch a state, where it is restricted.
 
-A model that it evaluates finds the tables' values whatever their cache holds, and exchanges its own
-batch. Tables and postprocs that it changes while batches are in flight are refused.
+A model that the body evaluates reads the tables' values whatever their cache holds, and exchanges
+its own batch. Changing tables or postprocs while batches are in flight is refused.
 """
 
 
 def used_states(tasks: Any) -> dict[str, States]:
-    """Return the states that each part uses."""
+    """Return the states that each part uses, keyed by the name of its method."""
     split = tasks.rewrite.looks_up_ahead
     shuffles = tasks.options.shuffler is not None
     late = bool(tasks.rewrite.late) or tasks.options.forward == "ahead"
@@ -40,11 +40,11 @@ def used_states(tasks: Any) -> dict[str, States]:
     looked_up: States = {"tables": "r", "table cache": "rw"}
     if tasks.fused:
         looked_up["optimizer"] = "r"
-    # Besides the gradients, it uses what the forward has used.
+    # The backward uses the gradients and the states that the forward has used.
     backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
     # The replaced forwards use the context of one batch; each task that runs them sets it.
     forwards: States = {"current batch": "rw"}
-    # What each batch has pinned in the tables' cache, whose queue keeps their order.
+    # The rows that each batch has pinned in the tables' cache; a queue keeps the batches' order.
     embedding_backward: States = {"pinned rows": "rw"}
     if split or tasks.replicates:
         embedding_backward = tables
@@ -53,7 +53,8 @@ def used_states(tasks: Any) -> dict[str, States]:
     step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
     return {
         "start_shuffle": {"shuffler": "rw"} if shuffles else {},
-        # It takes a batch and its ticket, so that other batches may be started before.
+        # The ticket has all that finish needs, so other batches may be started before it: the two
+        # parts share no state.
         "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
         "postprocess_input": {"postproc": "rw"},
         "start_input_dist": {"exchange of sizes": "rw"},
@@ -61,7 +62,8 @@ def used_states(tasks: Any) -> dict[str, States]:
         "prefetch": {"table cache": "rw"},
         "embedding_forward": forwards | (looked_up if split else looked_up | dense),
         "dense_forward": forwards | (dense | (looked_up if late else {}) if split else {}),
-        # It is ours, unless it calls the user's; and pure tasks are watched, which takes time.
+        # A state is declared unless the user's on_losses is called, since the engine watches pure
+        # tasks, which costs host time.
         "postprocess_loss": {} if tasks.step.on_losses is not None else {"loss": "rw"},
         "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
         "dense_backward": backward if split and not late else backward | tables,
@@ -72,7 +74,7 @@ def used_states(tasks: Any) -> dict[str, States]:
 
 
 def declared(tasks: Any, state: str, mode: Mode) -> DeclaredIO:
-    """Return the declaration of a state, with the memory in which it lies."""
+    """Return the declaration of a state, with the memory that holds it."""
     memory: list[Any] = [*tasks.step.schedules] if state == "optimizer" else []
     if state == "tables":
         hidden = tasks.table_state
@@ -82,7 +84,7 @@ def declared(tasks: Any, state: str, mode: Mode) -> DeclaredIO:
 
 
 def _rows(tasks: Any) -> Iterator[Tensor]:
-    """Yield the tables, and where their rows lie: fbgemm's backward writes both, since 1.9."""
+    """Yield the tables and the tensors that locate their rows; fbgemm's backward writes both."""
     for module in tasks.rewrite.sharded.values():
         yield from module.parameters()
         for part in modules_in(module):
@@ -98,12 +100,12 @@ class Gradients:
         self._tasks = tasks
 
     def declared(self, mode: Mode) -> DeclaredIO:
-        """Return the declaration of a task that does not update the parameters."""
+        """Return the declaration for a task that does not update the parameters."""
         return DeclaredIO(self._get, self._set, "gradients", mode)
 
     def _get(self) -> tuple[list[Tensor | None], list[Tensor]]:
         self._tasks.reduction.finish()
-        # Copies: a gradient is often a part of a bucket, which the next backward writes to.
+        # Copies, since a gradient is often a view of a bucket, to which the next backward writes.
         parameters = self._tasks.step.parameters()
         own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
         return own, [parameter.main_grad.clone() for parameter in self._buffered()]
@@ -116,7 +118,7 @@ class Gradients:
             else:
                 parameter.grad.copy_(gradient)
         for parameter, copy in zip(self._buffered(), buffered, strict=True):
-            parameter.main_grad.copy_(copy)  # in place: it is a part of a buffer
+            parameter.main_grad.copy_(copy)  # in place, since it is a view of a buffer
 
     def _buffered(self) -> list[Any]:
         """Return the parameters whose gradients Megatron's wrappers keep."""

@@ -1,4 +1,4 @@
-"""The parts of the user's training step.
+"""The user's training step, in the parts that tasks call.
 
 model -> (losses, output)
 losses -> on_losses -> one number (/ accumulate) -> scaler -> backward
@@ -22,19 +22,20 @@ from swpipe.tasks.torchrec.step.per_token import PerToken
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """The parts of a step. Parts that are None are skipped.
+    """The parts of a training step; a part that is None is skipped.
 
-    Tables with a fused optimizer are updated inside backward, for every batch. The parts concern
+    Tables with a fused optimizer are updated inside backward, for every batch. The parts apply to
     all other parameters.
 
     Attributes:
         optimizers: Stepped in this order.
         forward: Called with the batch instead of the model, which it must call; returns (losses,
-            output). Losses are a tensor, summed over its first dimension, or a dict of these,
-            which are added.
+            output). Losses are a tensor, which is summed over its first dimension, or a dict of
+            tensors, whose sums are added.
         on_losses: Transforms the losses before backward, e.g. to normalise by a count over all
             ranks. It may communicate.
-        clip: Largest norm of all gradients together, or a function that clips the parameters'.
+        clip: Largest norm of all gradients together, or a function that clips the parameters'
+            gradients.
         scaler: Scales the loss against underflow in float16.
         schedules: Stepped after the optimizers.
         accumulate: Batches per optimizer step. Their gradients are added, and DDP reduces them with
@@ -42,15 +43,15 @@ class TrainStep:
         per_token: Counts tokens, and normalises and reports losses per token, in place of
             ``on_losses``, as the pipelines of recsys-examples do.
         sync_interval: Batches between two averages of the replicas of tables, after their update;
-            None for never. Only where the model is TorchRec's ``DMPCollection``, whose pipelines
-            call it ``dmp_collection_sync_interval_batches``.
-        finalize: Called with the model before the optimizers, once per optimizer step, as
-            Megatron's ``finalize_model_grads([model])``. DDP needs none, and Megatron's wrapper, if
-            None, gets ``finish_grad_sync()``. It may communicate.
+            None for never. Applies only if the model is TorchRec's ``DMPCollection``, whose
+            pipelines call it ``dmp_collection_sync_interval_batches``.
+        finalize: Called with the model before the optimizers, once per optimizer step, like
+            Megatron's ``finalize_model_grads([model])``. DDP needs none. If it is None, Megatron's
+            wrapper gets ``finish_grad_sync()``. It may communicate.
         watchdog: Called once for each batch, after everything else.
 
     Raises:
-        ValueError: No optimizer, or ``accumulate`` or ``sync_interval`` below 1.
+        ValueError: No optimizer is given, or ``accumulate`` or ``sync_interval`` is below 1.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -66,6 +67,7 @@ class TrainStep:
     watchdog: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, so the normalised values are set around it.
         one = isinstance(self.optimizers, torch.optim.Optimizer)
         object.__setattr__(self, "optimizers", (self.optimizers,) if one else (*self.optimizers,))
         object.__setattr__(self, "schedules", tuple(self.schedules))
@@ -78,11 +80,13 @@ class TrainStep:
             raise ValueError(f"sync_interval is {every!r}; give batches, 1 or more, or None")
 
     def fused(self) -> list[Any]:
-        """The optimizers among them, also within wrappers, that are fused into the tables."""
+        """Return the optimizers that are fused into tables, including those inside wrappers."""
         return [one for optimizer in self.optimizers for one in _fused(optimizer)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizers update: all but tables with a fused optimizer."""
+        """Return the parameters that the optimizers update: no tables with a fused optimizer."""
+        # Two optimizers, or a wrapper and its inner optimizer, may list a parameter twice. It must
+        # be clipped once.
         fused = {id(parameter) for one in self.fused() for parameter in _parameters(one)}
         unique = {
             id(parameter): parameter
@@ -93,7 +97,7 @@ class TrainStep:
         return list(unique.values())
 
     def total(self, losses: Any) -> Tensor:
-        """The scalar loss, before scaling.
+        """Return the scalar loss, before scaling.
 
         Raises:
             TypeError: The losses are neither a tensor nor a dict of tensors.
@@ -112,16 +116,17 @@ class TrainStep:
         return total
 
     def zero_grad(self) -> None:
-        """Begin a step without gradients."""
+        """Clear the gradients at the beginning of a step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of the loss."""
+        """Run the backward pass, which adds the gradients of the loss."""
         torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def update(self) -> None:
-        """Clip and step."""
+        """Clip the gradients and step the optimizers and schedules."""
+        # The clipping norm refers to unscaled gradients, so all optimizers are unscaled first.
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -134,6 +139,7 @@ class TrainStep:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
+        # Once per step, after all optimizers: it adapts the scale to the overflows of all of them.
         if self.scaler is not None:
             self.scaler.update()
         for schedule in self.schedules:
@@ -150,10 +156,12 @@ def _fused(optimizer: Any) -> Iterator[Any]:
     elif hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
         for _, one in optimizer.optimizers:
             yield from _fused(one)
-    elif hasattr(optimizer, "_optimizer"):  # its wrappers: warm-up, clipping
+    elif hasattr(optimizer, "_optimizer"):  # TorchRec's wrappers: warm-up, clipping
         yield from _fused(optimizer._optimizer)
 
 
 def by_gradient(parameter: Tensor) -> bool:
-    """Whether an optimizer updates the parameter, not a fused one inside backward."""
+    """Return whether an optimizer step updates the parameter, rather than a fused backward."""
+    # The private attribute that torch's _apply_optimizer_in_backward sets, and TorchRec on tables
+    # with a fused optimizer.
     return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
