@@ -246,7 +246,7 @@ def _ranks_of(given: Mapping[str, Any]) -> set[int]:
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the buffers of modules, such as running means, after the block."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
-    # Restored in place: a module may be compiled, or captured in a graph, with its buffers' memory.
+    # Restored in place, so that other references to the buffers stay valid.
     before = [buffer.detach().clone() for buffer in buffers]
     try:
         yield
