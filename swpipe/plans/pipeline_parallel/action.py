@@ -11,7 +11,7 @@ from swpipe.core.messages import shown
 Op: TypeAlias = Literal["F", "I", "W", "B"]
 OPS: tuple[Op, ...] = get_args(Op)
 
-# At most nine digits: int() of longer text is slow, and Python refuses it from 4,300 digits on.
+# At most nine digits, because int() raises a ValueError of its own for very long text.
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
 _COMMUNICATION = re.compile(
     r"(0|[1-9][0-9]{0,8})(?:(UNSHARD|RESHARD|REDUCE_GRAD)|((?:SEND|RECV)_[FB])(0|[1-9][0-9]{0,8}))"
@@ -120,7 +120,7 @@ def parse_entry(text: str) -> Entry:
     match = _PAIR.fullmatch(text)
     if match is None:
         return Action.parse(text)
-    # A file may have the backward pass first; torch's reader accepts both, too.
+    # A file may have the backward pass first.
     parts = {one.op: one for one in (Action.parse(part.strip()) for part in match.groups())}
     if set(parts) != {"F", "B"}:
         raise ScheduleError(f"{shown(text)} is no pair: an F and a B overlap, as (0F1;3B0)")

@@ -98,7 +98,7 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
             f"torch's {kind.torch_class} on {n_ranks} ranks needs at least {least} microbatches, "
             f"and n_micro is {n_micro}: use more of them, or another schedule"
         )
-    # Imported here: planning does not need torch otherwise.
+    # Imported here: only these orders need it.
     import torch.distributed.pipelining as pipelining
 
     make = getattr(pipelining, kind.torch_class)

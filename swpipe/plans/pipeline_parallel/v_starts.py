@@ -54,7 +54,7 @@ def torch_order(orders: VOrders) -> Order | None:
 
 def starts(orders: VOrders, rng: Random) -> Iterator[Order]:
     """Yield orders without end: the published method's for varied costs, and greedy orders."""
-    # The first order is greedy and needs no more memory than one microbatch does.
+    # The first order is greedy: it exists for every memory in which one microbatch can run.
     yield GreedyOrder(orders, GreedyRules.plain(orders)).make()
     graph = _published(orders)
     f = graph.f_cost
