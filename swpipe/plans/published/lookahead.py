@@ -206,8 +206,8 @@ class Rules:
                 # The given plan has the later task ahead of the earlier one. That is kept, but
                 # raising it further would break the rule.
                 self._fixed.add(later)
-        # Caps and levels are least solutions of the same bounds: repeat until nothing changes. The
-        # loops end, because caps only fall and levels only rise, both within limits.
+        # Caps are the greatest and levels the least solution of the bounds; both are computed by
+        # repetition until nothing changes. This ends, because caps only fall and levels only rise.
         self._cap = {n: k if n in self._fixed else limits.in_flight - 1 for n, k in floor.items()}
         changed = True
         while changed:  # a producer's cap limits its consumers, whose caps limit their consumers
