@@ -110,8 +110,8 @@ class Job:
 
         This is called once for the context of each trained step.
         """
-        # Not ``hasattr(ctx, "loss")``: a context raises RuntimeError, which hasattr lets through, for
-        # an attribute that ``keep`` has dropped.
+        # Not ``hasattr(ctx, "loss")``: for an attribute that ``keep`` has dropped, a context raises
+        # RuntimeError, which hasattr does not catch.
         there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")
         loss = ctx.loss if there else None
         # Detached: a kept loss would keep the graph of its step. A tensor of several elements under
