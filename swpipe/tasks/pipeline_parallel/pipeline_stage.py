@@ -107,7 +107,8 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """Skip torch's additional backward run."""
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep all gradients: torch drops those of its additional run here."""
+        """Torch's place to drop the gradients that the additional run left; there was none."""
+        # Torch's method sets the gradients of FSDP modules to None, also those of earlier steps.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Wait for the header of the inputs if one is sent, and return the inputs' receives."""
