@@ -1,4 +1,4 @@
-"""Ready-made plans for common kinds of training loops; each system's are in a module of its own."""
+"""Ready-made plans for common training loops, with one module or package per kind of loop."""
 
 from swpipe.plans.prefetch import prefetch_plan
 

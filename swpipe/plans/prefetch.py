@@ -1,4 +1,4 @@
-"""A plan that prepares batches ahead on a second thread while one is computed."""
+"""A plan that prepares batches on other threads while the caller's thread computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefetch_plan(
     streams: Mapping[TaskRef, StreamRef] | None = None,
     device: Device | torch.device | str | None = None,
 ) -> PipelinePlan:
-    """Pull and prepare batches on threads of their own, ahead of the tasks that use them.
+    """Return a plan that pulls and prepares batches on threads of their own, ahead of their use.
 
     ::
 
@@ -37,36 +37,43 @@ def prefetch_plan(
         io                    feed 0      feed 1      feed 2
         caller                            compute 0   compute 1
 
-    Each list runs in order, and ``compute`` after ``feed``. With a depth of 2 the two overlap; each
-    further iteration lets the feeding thread run one batch further ahead, which evens out batches
-    that take longer than others.
+    The tasks of each list run in order, and ``compute`` runs after ``feed``. With a depth of 2 the
+    two lists overlap. Each additional iteration lets the feeding thread run one more batch ahead,
+    which compensates for batches that take longer to prepare.
 
     Args:
-        feed: Tasks that prepare a batch, in order.
-        compute: Tasks that use it, in order; they run on the caller's thread.
-        carried: (consumer, producer): the consumer on one iteration comes after the producer on
-            the one before, such as ("forward", "step") where the step updates what forward reads.
-        group: Name of the feeding thread group.
-        depth: How many iterations may be in flight, besides one that is pulled and one for each
-            further worker; 2 or more. How far their work is launched ahead of a device is apart
-            from it (``PipelinePlan.run_ahead``).
-        workers: How many threads feed: so many batches are prepared at once, where one takes longer
-            than ``compute``. ``feed`` must not depend on the batch before.
-        pull_group: Name of the thread group that calls the loader; None for the caller's thread.
-        streams: Streams of tasks whose device work runs on a stream of its own. If ``feed`` has a
-            ``copy_task``, its tasks up to it have the stream "copy", and the others "ahead", where
-            nothing else is said.
-        device: Where ``swpipe.device.copy_task`` moves the batch before the other tasks; the plan
-            has this task in ``plan.tasks``. ``feed`` may then be empty. None: no such task.
+        feed: The tasks that prepare a batch, in order.
+        compute: The tasks that use the batch, in order; they run on the caller's thread.
+        carried: Pairs (consumer, producer): the consumer on each iteration comes after the producer
+            on the previous iteration. For example, ("forward", "step") if the step updates
+            parameters that the forward pass reads.
+        group: The name of the feeding thread group.
+        depth: The number of iterations that may be in flight, 2 or more. In addition, there is one
+            iteration whose batch is being pulled if ``pull_group`` is given, and one for each
+            worker after the first. The depth does not limit the run-ahead; see
+            ``PipelinePlan.run_ahead``.
+        workers: The number of feeding threads, each of which prepares a batch. Use several if
+            preparing takes longer than ``compute``. ``feed`` must then not depend on the previous
+            batch.
+        pull_group: The name of the thread group that calls the loader; None for the caller's
+            thread.
+        streams: The streams of tasks whose device work does not run on the caller's stream. If
+            ``feed`` has a ``copy_task``, the default is "copy" for the tasks up to it, and "ahead"
+            for the tasks after it.
+        device: The device to which a ``swpipe.device.copy_task`` moves the batch before all other
+            tasks. The plan has this task in ``plan.tasks``, and ``feed`` may be empty. None for no
+            copy.
 
     Raises:
-        ValueError: A list is empty, the depth is below 2, or ``workers`` below 1, or the device is
+        ValueError: A list is empty, ``depth`` is below 2, ``workers`` is below 1, or the device is
             not on this machine.
-        PlanError: With ``device``, a task is called "copy".
+        PlanError: ``device`` is given, and a task has the name "copy".
     """
     feed, compute = refs_in(feed), refs_in(compute)
     if type(workers) is not int or workers < 1:
         raise ValueError(f"workers is {shown(workers)}: give 1 thread or more")
+    # Pulling and each further worker hold an iteration that the caller cannot compute yet. The copy
+    # needs a buffer for each iteration in flight.
     total = depth + workers - 1 + (pull_group is not None)
     if device is not None:
         feed = (copy_before((*feed, *compute), device, buffers=max(total, 1)), *feed)
@@ -96,10 +103,15 @@ def prefetch_plan(
 def copy_before(
     tasks: Iterable[TaskRef], device: Device | torch.device | str, buffers: int = 4
 ) -> PipelineTask:
-    """The task that ``device=`` adds before others.
+    """Return the copy task that ``device=`` adds before other tasks.
+
+    Args:
+        tasks: The other tasks.
+        device: The device to copy to.
+        buffers: The number of batches that may be on the way at once.
 
     Raises:
-        PlanError: One of them has its name.
+        PlanError: One of the other tasks has the name of the copy task.
         ValueError: The device is not on this machine.
     """
     copy = copy_task(device, buffers=buffers)
@@ -113,11 +125,10 @@ def copy_before(
 
 
 def _streams_of_copy(feed: Sequence[TaskRef]) -> dict[str, StreamRef]:
-    """If one of the tasks is a copy: the streams of all.
-
-    None stays on the caller's stream. There a copy would wait, after them, for the computing of an
-    earlier batch, or the computing for the copy of a later one.
-    """
+    """Return the default stream of each feeding task if one is a copy task, else an empty dict."""
+    # On the caller's stream a copy would wait for the computation of an earlier batch, and the
+    # computation for the copy of a later batch. Tasks after the copy have another stream than it,
+    # so that they do not delay the copy of the next batch.
     copies = [
         number
         for number, task in enumerate(feed)

@@ -1,21 +1,24 @@
-"""Plans that run one microbatch's forward over another's backward, layer by layer.
+"""Plans that overlap one microbatch's forward pass with another's backward, layer by layer.
 
-A layer is a chain of steps. An exchange (dispatch and combine, of "moe" layers) has two: start and
-wait. The exchange of counts, which precedes them, begins in "attn.route".
+A layer is a chain of steps. Layers with experts ("moe") exchange tokens with other ranks twice:
+dispatch and combine. Each exchange has two steps, start and wait. The exchange of token counts,
+which precedes both, begins in "attn.route".
 
     forward    attn[.route]  dispatch.start .wait  mlp  combine.start .wait  [mtp_post_process]
     backward   [mtp_post_process]  combine.start .wait  mlp  mlp.dw  dispatch.start .wait
                attn  attn.dw
 
-One layer's forward and another's backward, in the order in which they are submitted. Each exchange
-overlaps with the computation below it. The steps ".dw" compute delayed weight gradients::
+One layer's forward pass and another's backward pass are submitted in the following order. Each
+exchange overlaps with the computation below it. The steps ".dw" compute delayed weight gradients::
 
     comm   -- combine b --   -- dispatch f --   -- dispatch b --   -- combine f --
     comp   attn f            mlp b  mlp.dw b    mlp f              attn b  attn.dw b
 
-Layers are paired by kind: the forward's first "moe" layer with the backward's last one, and so on,
-so that exchanges overlap with exchanges. The other layers run during these exchanges. Source: seed
-"model_chunk_schedule_plan", ``TransformerLayerSchedulePlan.run`` and
+Layers are paired by kind: the first "moe" layer of the forward pass with the last "moe" layer of
+the backward pass, and so on, so that exchanges overlap with exchanges. All other layers run during
+these exchanges.
+
+Source: Megatron-Core's ``model_chunk_schedule_plan``, ``TransformerLayerSchedulePlan.run`` and
 ``TransformerModelChunkSchedulePlan.run``.
 """
 
@@ -48,11 +51,12 @@ class LayerKind:
     """The properties of a layer that determine its steps.
 
     Attributes:
-        moe: The layer exchanges tokens with the experts of other ranks.
-        mtp: The layer is for multi-token prediction.
-        delayed: The weight gradients are computed in steps of their own.
-        early: Attention's backward runs before the forward's experts. This frees its memory early,
-            and leaves less computation to overlap with the experts' combine.
+        moe: Whether the layer exchanges tokens with the experts of other ranks.
+        mtp: Whether the layer is for multi-token prediction.
+        delayed: Whether the weight gradients are computed in steps of their own.
+        early: Whether attention's backward pass runs before the experts of the paired forward pass.
+            This frees attention's memory early, and leaves less computation to overlap with the
+            experts' combine.
     """
 
     moe: bool = False
@@ -62,12 +66,13 @@ class LayerKind:
 
 
 class LayerStep(NamedTuple):
-    """One task of a chunk's forward or backward.
+    """One task of a chunk's forward or backward pass.
 
     Attributes:
         side: "f" for forward, "b" for backward.
-        layer: Index in the chunk, from 0; None for a step before or after the layers.
-        node: The node's attribute in the plan of the layer, or of the chunk.
+        layer: The index of the layer in the chunk, from 0; None for a step before or after the
+            layers.
+        node: The name of the node's attribute in the plan of the layer or of the chunk.
         part: "start" or "wait" for an exchange, "route" for attention that also routes tokens, "dw"
             for weight gradients, "" otherwise.
     """
@@ -79,7 +84,7 @@ class LayerStep(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The task's name: "f0.moe_dispatch.start", "b.post_process"."""
+        """The name of the task, for example "f0.moe_dispatch.start" or "b.post_process"."""
         part = f".{self.part}" if self.part else ""
         return f"{self.side}{'' if self.layer is None else self.layer}.{self.node}{part}"
 
@@ -90,12 +95,12 @@ class LayerStep(NamedTuple):
 
     @property
     def issues_collectives(self) -> bool:
-        """Whether the step starts an exchange: of tokens, or, in the router, of counts."""
+        """Whether the step starts an exchange of tokens or, in the router, of token counts."""
         return self.part in ("start", "route")
 
     @property
     def is_weight_gradient(self) -> bool:
-        """Whether only the optimizer waits for the step."""
+        """Whether the step computes delayed weight gradients, which only the optimizer needs."""
         return self.part == "dw"
 
 
@@ -115,13 +120,16 @@ def _steps(side: Side, layer: int, kind: LayerKind) -> Iterator[LayerStep]:
         *(() if kind.moe else EXCHANGES),
         *(() if kind.mtp else ("mtp_post_process",)),
     }
+    # The backward pass runs the same nodes in reverse order.
     for node in nodes if side == "f" else reversed(nodes):
         if node in left_out:
             continue
         if node in EXCHANGES:
+            # Two steps, so that other work can be submitted while the exchange is under way.
             yield LayerStep(side, layer, node, "start")
             yield LayerStep(side, layer, node, "wait")
             continue
+        # Only the forward pass routes; the backward pass reuses its counts.
         routes = side == "f" and kind.moe and node == "attn"
         yield LayerStep(side, layer, node, "route" if routes else "")
         if side == "b" and kind.delayed and node in ("attn", "mlp"):
@@ -147,26 +155,31 @@ _PAIR = (
     ("f", "moe_combine", "wait"),
     ("f", "mtp_post_process", ""),
 )
-"""One layer's forward over another's backward.
+"""The order of one layer's forward steps and another's backward steps.
 
-The wait for the combine's gradients comes before the dispatch of tokens, which may still wait for
-their counts; the wait for dispatched tokens comes after the dispatch of gradients has begun.
+The backward pass waits for the combine's gradients before the forward pass dispatches its tokens,
+because the dispatch may still wait for the token counts. The forward pass waits for the dispatched
+tokens after the backward pass has started to dispatch its gradients.
 """
 
 _MOVED = (("b", "moe_dispatch", "wait"), ("b", "attn", ""))
-"""The steps that precede the forward's experts if attention's backward runs early."""
+"""The backward steps that run before the forward pass's experts if ``LayerKind.early`` is set."""
 
 
 def pair_order(forward: Steps, backward: Steps, early: bool = False) -> Steps:
-    """Return the order of one layer's forward and another's backward; either may be ().
+    """Return the order of one layer's forward steps and another layer's backward steps.
 
-    ``early`` is that attribute of the backward's kind.
+    Args:
+        forward: The steps of the forward pass; () for none.
+        backward: The steps of the backward pass; () for none.
+        early: The attribute ``early`` of the backward layer's kind.
     """
     places = [*_PAIR]
     if early:
         places = [place for place in _PAIR if place not in _MOVED]
         at = places.index(("f", "moe_dispatch", "wait"))
         places[at:at] = _MOVED
+    # Steps that a layer does not have are skipped.
     by_place = {(step.side, step.node, step.part): step for step in (*forward, *backward)}
     return tuple(by_place[place] for place in places if place in by_place)
 
@@ -177,17 +190,18 @@ def chunk_order(
     *,
     hooks: bool = True,
 ) -> Steps:
-    """Return the order of a chunk's forward and another's backward, all steps included.
+    """Return the order of all steps of one chunk's forward pass and another's backward pass.
 
-    Layers are paired by kind. The rest of the backward follows, then the rest of the forward. The
-    weight gradients of the first layer's attention come after ``post_layers``, in which gradients
-    are sent to the previous chunk.
+    Layers are paired by kind; the remaining layers follow in pairs. The steps "post_layers" come
+    directly after the layers.
 
     Args:
-        forward: The kinds of the layers that run forward; None for no forward.
-        backward: The kinds of the layers that run backward; None for no backward.
-        hooks: Include the steps "post_layers", directly after the layers.
+        forward: The kinds of the layers that run forward; None for no forward pass.
+        backward: The kinds of the layers that run backward; None for no backward pass.
+        hooks: Whether to include the steps "post_layers".
     """
+    # The backward pass sends its gradients to the previous chunk in "post_layers". The weight
+    # gradients of the first layer's attention are not needed for that, and come after it.
     steps: list[LayerStep] = [*_around("f", forward, "begin", "pre_process")]
     steps += _around("b", backward, "begin", "post_process")
     last = LayerStep("b", 0, "attn", "dw")
@@ -204,7 +218,8 @@ def chunk_order(
 def _paired(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
     """Return the order of all layers: pairs with experts, and dense layers during their exchanges.
 
-    Dense layers run forward while gradients are combined, and backward while rows are combined::
+    Dense forward layers run while gradients are combined, and dense backward layers while tokens
+    are combined::
 
         b.combine.start  (f dense)  f.attn  ...  b.attn  (next b dense)  f.combine.wait
     """
@@ -214,6 +229,9 @@ def _paired(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
         dense_f, ahead = _until_moe(ahead)
         dense_b, back = _until_moe(back)
         both_left = bool(ahead and back)
+        # The dense backward layers go into the previous pair, before its last wait of the forward
+        # pass. After the last pair they go there only if no backward layer with experts is left;
+        # otherwise they follow with the rest.
         if both_left or (pair and not back):
             waits = [k for k, step in enumerate(pair) if step.side == "f" and step.part == "wait"]
             at = waits[-1] if waits else 0
@@ -224,6 +242,7 @@ def _paired(ahead: list[_Numbered], back: list[_Numbered]) -> list[LayerStep]:
             rest = zip_longest([*dense_f, *ahead], [*dense_b, *back])
             return order + [step for layers in rest for step in _pair(*layers)]
         pair = [*_pair(ahead[0], back[0])]
+        # The dense forward layers go into this pair, before its first forward step.
         at = next(k for k, step in enumerate(pair) if step.side == "f")
         pair[at:at] = [step for layer in dense_f for step in _pair(layer, None)]
         ahead = ahead[1:]
@@ -252,18 +271,18 @@ def layer_overlap_plan(
     comm_stream: StreamRef = "comm",
     shared: bool = False,
 ) -> PipelinePlan:
-    """Return the plan that trains on microbatches, one in each iteration.
+    """Return the plan that trains on one microbatch in each iteration.
 
-    The forward is in stage 0 and the backward in stage 1, so that each period runs the forward of
-    one microbatch and the backward of the previous one. The first period has a forward only, and
-    the last period a backward only.
+    The forward pass is in stage 0 and the backward pass in stage 1. Each period runs the forward
+    pass of one microbatch and the backward pass of the previous microbatch. The first period has
+    only a forward pass, and the last period only a backward pass.
 
     Args:
         layers: The kinds of the chunk's layers, in order.
         comp_stream: The stream of computation; None for the caller's stream.
         comm_stream: The stream of exchanges.
-        shared: Several steps use one parameter, such as a tied embedding. A microbatch's backward
-            then begins after the backward of the previous microbatch has ended.
+        shared: Whether several steps use the same parameter, for example a tied embedding. If so, a
+            microbatch's backward pass begins after that of the previous microbatch has ended.
     """
     order = chunk_order(layers, layers, hooks=False)
     stages = {step: 0 if step.side == "f" else 1 for step in order}
@@ -274,7 +293,7 @@ def layer_overlap_plan(
 def paired_plan(
     order: Steps, *, comp_stream: StreamRef = None, comm_stream: StreamRef = "comm"
 ) -> PipelinePlan:
-    """Return the plan of one call: one microbatch's forward and another's backward in this order.
+    """Return the plan of one call: a forward pass and a backward pass in the given order.
 
     Args:
         order: The result of ``pair_order`` or ``chunk_order``.
@@ -295,6 +314,7 @@ def _plan(
 ) -> PipelinePlan:
     ahead = _in_serial_order(order, "f")
     back = _in_serial_order(order, "b")
+    # The chain leaves out the weight gradients: each comes after its own node, and "end" after all.
     chains = [[s for s in side if not s.is_weight_gradient] for side in (ahead, back)]
     deps = [(after, before) for chain in chains for before, after in pairwise(chain)]
     late = [step for step in back if step.is_weight_gradient]
@@ -304,6 +324,7 @@ def _plan(
     # The gradients of a parameter are added in the order of the microbatches: the rounding of a sum
     # depends on the order of its terms.
     carried = [(step, step) for step in back]
+    # Two steps that add to one parameter's gradient must not run for two microbatches at once.
     carried += [(chains[1][0], chains[1][-1])] if shared else []
     return PipelinePlan(
         schedule={
@@ -323,6 +344,8 @@ def _plan(
 
 def _in_serial_order(order: Steps, side: Side) -> list[LayerStep]:
     """Return the steps of one side, with the weight gradients of a node directly after it."""
+    # The schedule is listed in serial order. In the order of submission a weight gradient may come
+    # much later than its node.
     steps = [step for step in order if step.side == side]
     late = {step for step in steps if step.is_weight_gradient}
     serial = []

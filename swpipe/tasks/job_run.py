@@ -1,4 +1,4 @@
-"""A job in training under one plan: losses, times; several, trained in turns and compared."""
+"""Runs of a job under different plans: training in alternation, losses, times, and comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from swpipe.tasks.workload import InputError, TrainingFailedError
 
 
 class TrainingDivergedError(TrainingFailedError):
-    """The loss is no longer a number, first at ``step``, from 0."""
+    """The error of a loss that is NaN or infinite.
+
+    Attributes:
+        step: The first step with such a loss, from 0.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -29,21 +33,23 @@ class TrainingDivergedError(TrainingFailedError):
 
 
 class JobRun:
-    """A job in training. Use it as a context manager, or call ``close``.
+    """A job in training under one plan.
+
+    Use it as a context manager, or call ``close``.
 
     Args:
-        name: What the plan is called.
+        name: The name of the plan.
         job: The job.
-        plan: How to overlap its tasks.
-        steps: How many there are in all; None for once through the data.
-        device: As for ``SWPipeline``.
+        plan: The plan of the job's tasks.
+        steps: The number of steps to train; None for one epoch.
+        device: The device; see ``SWPipeline``.
 
     Attributes:
-        steps: How many there are in all.
-        done: How many of them have been taken.
+        steps: The number of steps to train.
+        done: The number of steps that have been trained.
         pipe: The pipeline that runs the job.
-        losses: Of each step so far that has one, on this rank.
-        turns_s: Seconds per step, of each turn that is timed.
+        losses: The losses on this rank, of all steps so far that have a loss.
+        turns_s: The time per step in seconds, for each timed turn.
     """
 
     def __init__(
@@ -66,19 +72,19 @@ class JobRun:
     def advance(
         self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
     ) -> None:
-        """Train on the next steps, or on as many as there are left; a turn.
+        """Train one turn: the next steps, or as many steps as are left.
 
         Args:
-            steps: How many.
-            on_step: Called after each.
-            timed: The turn counts for the speed.
+            steps: The number of steps in this turn.
+            on_step: A function to call after each step.
+            timed: Whether the turn counts for the speed.
 
         Raises:
-            InputError: None is left, though there should be more.
-            TrainingDivergedError: A loss was not finite. The turn ends first: to look at each would
-                make the host wait for the device.
+            InputError: The job gave no batch, in this turn and in all turns before.
+            TrainingDivergedError: A loss of this turn is not finite; raised at the turn's end.
         """
         before, begin, done = len(self.losses), time.perf_counter(), 0
+        # The next turn continues with the same iterator.
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             done += 1
             self.done += 1
@@ -87,19 +93,23 @@ class JobRun:
                 self.losses.append(loss)
             if on_step:
                 on_step()
+        # The device's work belongs to the turn's time.
         self.pipe.device.synchronize()
         seconds = max(time.perf_counter() - begin, 1e-9)  # a clock may stand still
+        # Checked once per turn: looking at each loss would make the host wait for the device.
         for step, loss in enumerate(self.losses[before:], before):
             if not math.isfinite(loss):
                 raise TrainingDivergedError(step)
         if done:
+            # By the steps that were trained, which may be fewer than ``steps``.
             (self.turns_s if timed else self._untimed_s).append(seconds / done)
+        # A turn after the last batch is empty, which is no error. A first turn must not be.
         elif steps and not (self.turns_s or self._untimed_s):
             raise InputError(f"plan {self.name}: the workload gives no batch; return some")
 
     @property
     def steps_per_s(self) -> float:
-        """The median over the turns that are timed, or else over all."""
+        """The median number of steps per second over the timed turns, or over all if none is."""
         return 1 / statistics.median(self.turns_s or self._untimed_s)
 
     def close(self) -> None:
@@ -122,17 +132,17 @@ def alternate(
     warm_up: int = 10,
     on_step: Callable[[], object] | None = None,
 ) -> None:
-    """Advance several runs by ``steps`` each, in turns.
+    """Advance several runs by ``steps`` each, alternating between them.
 
-    Turns are short and alternate their order, so that a machine that slows down does so for all
-    runs alike. Each turn fills its pipeline and drains it; that counts.
+    Turns are short, and the order of the runs is reversed from round to round, so that a machine
+    that slows down affects all runs alike. The time of a turn includes its prologue and epilogue.
 
     Args:
-        runs: Their plans may differ.
-        steps: How many for each.
-        chunk: Steps in a turn.
-        warm_up: Steps of the first turn, which is not timed.
-        on_step: Called after each step of each run.
+        runs: The runs, usually of the same job under different plans.
+        steps: The number of steps for each run.
+        chunk: The number of steps in a turn.
+        warm_up: The number of steps in the first turn, which is not timed.
+        on_step: A function to call after each step of each run.
     """
     for run in runs:
         run.advance(min(warm_up, steps), on_step, timed=False)
@@ -142,13 +152,13 @@ def alternate(
 
 
 class Comparison(NamedTuple):
-    """How a run differs from another of the same configuration under another plan.
+    """The differences between two runs of the same configuration under different plans.
 
     Attributes:
-        first_loss: The first step whose losses differ in any bit, from 0; None where none does.
-        parameters: Names of parameters that differ in any bit.
-        losses: How many losses were compared.
-        of: How many parameters.
+        first_loss: The first step whose losses differ in any bit, from 0; None if all are equal.
+        parameters: The names of the parameters that differ in any bit.
+        losses: The number of compared losses.
+        of: The number of compared parameters.
     """
 
     first_loss: int | None
@@ -158,15 +168,17 @@ class Comparison(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """All losses and all parameters are equal, bit for bit."""
+        """Whether all losses and all parameters are equal, bit for bit."""
         return self.first_loss is None and not self.parameters
 
 
 def compare(a: JobRun, b: JobRun) -> Comparison:
-    """Compare losses and parameters by bits. A collective.
+    """Compare the losses and parameters of two runs bit for bit.
+
+    This is a collective.
 
     Raises:
-        ValueError: The runs are not of the same length.
+        ValueError: The runs have different numbers of losses.
     """
     if len(a.losses) != len(b.losses):
         raise ValueError(
@@ -176,6 +188,8 @@ def compare(a: JobRun, b: JobRun) -> Comparison:
     same = [torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs]
     ours, theirs = _parameters(a), _parameters(b)
     wrong = [name for name, mine in ours.items() if not torch.equal(mine, theirs[name])]
+    # A rank sees only its own losses and parameters: they are combined over all ranks, and all
+    # ranks get the same result.
     found = a.job.over_ranks((same, wrong, [*ours]))
     return Comparison(
         min((losses.index(False) for losses, _, _ in found if False in losses), default=None),
@@ -190,7 +204,11 @@ def _parameters(run: JobRun) -> dict[str, torch.Tensor]:
 
 
 def report(runs: Sequence[JobRun]) -> str:
-    """Return a line per run, and how the others compare with the first. A collective."""
+    """Return a table with a line per run, and the comparison of each other run with the first.
+
+    This is a collective.
+    """
+    # Collected first, on all ranks in the same order, since ``results`` is a collective.
     columns = [run.job.results() for run in runs]
     rows = [
         (run.name, run.done, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
@@ -211,7 +229,8 @@ def _range(run: JobRun) -> str:
 
 
 def _ends(run: JobRun) -> str:
-    """The first loss and the last: the means over the ranks that have one."""
+    """Return the first and the last loss in words, each as the mean over the ranks that have it."""
+    # A run of one step has one loss, which is not repeated as the last one.
     own = [float(loss) for loss in (*run.losses[:1], *run.losses[1:][-1:])]
     found = [ends for ends in run.job.over_ranks(own) if ends]
     return " to ".join(f"{statistics.fmean(each):.4f}" for each in zip(*found, strict=True)) or (
@@ -220,14 +239,15 @@ def _ends(run: JobRun) -> str:
 
 
 def _speed(first: JobRun, other: JobRun) -> str:
-    """How many times as fast the other is, if the turns are able to tell."""
+    """Return the speed of a run relative to the first run, if the turns show a difference."""
     names = f"{other.name} over {first.name}"
-    # A machine that slows down does so for turns that are next to each other.
+    # Ratios of turns that follow each other: a machine that slows down affects both.
     ratios = sorted(a / b for a, b in zip(first.turns_s, other.turns_s, strict=True))
     if len(ratios) < 2:
         return f"{names}: no difference was measured: one turn has no range; train for more steps"
     found = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
     found += " times as many steps per second"
+    # If the other run is faster in some turns and slower in others, noise may be the reason.
     if ratios[0] <= 1 <= ratios[-1]:
         return f"{names}: no difference was measured: from turn to turn {found}"
     return f"{names}: {found}"
@@ -240,6 +260,7 @@ def _equality(first: JobRun, other: JobRun) -> str:
     if found.equal:
         what = f" and {found.of} parameters" if found.of else ""
         return f"{names}: bit-equal: {found.losses} losses{what}"
+    # Stale reads are named in the message, since they are the usual reason for a difference.
     losses = (
         f"all {found.losses} losses are equal"
         if found.first_loss is None

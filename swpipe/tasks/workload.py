@@ -1,8 +1,8 @@
-"""Workloads: loops that the command line can train, profile and plan, by name.
+"""Workloads: training loops that the command line can train, profile and plan by name.
 
-A module ``NAME_workload`` in ``swpipe/tasks`` or in a folder of it calls ``register`` when it is
-imported; ``workloads`` imports all of these modules. So that this costs nothing and always
-succeeds, such a module imports the libraries of its tasks inside functions.
+A module ``NAME_workload`` in ``swpipe/tasks``, or in a folder of it, calls ``register`` when it is
+imported. ``workloads`` imports all of these modules. A workload module imports the libraries of its
+tasks inside functions, so that importing it is cheap and succeeds without these libraries.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ DEFAULT = "images"
 """The workload of a command that names none."""
 
 MOST_COUNT = 2**31 - 1
-"""The greatest number of steps, rows and the like."""
+"""The greatest value of an option that is a count, for example of steps or rows."""
 
 MOST_SEED = 2**63 - 1
-"""The greatest seed; seeds are 0 or more."""
+"""The greatest seed; the least seed is 0."""
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message is one line."""
+    """The error of user input that cannot be used; its message is one line."""
 
 
 class TrainingFailedError(RuntimeError):
-    """Training cannot go on; the message is one line."""
+    """The error of a training that cannot continue; its message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a workload at the command line.
+    """A command-line option of a workload.
 
     Attributes:
-        name: As in Python: ``batch_size`` is ``--batch-size``.
-        kind: ``int``, ``str``, ``bool`` or ``Path``.
-        default: The value where none is given.
-        help: One line.
-        minimum: The least value of an ``int``.
-        maximum: The greatest.
+        name: The option's name in Python; ``batch_size`` becomes ``--batch-size``.
+        kind: The type of the value: ``int``, ``str``, ``bool`` or ``Path``.
+        default: The value if the option is not given.
+        help: The help text, one line.
+        minimum: The least value of an ``int``; None for no limit.
+        maximum: The greatest value of an ``int``; None for no limit.
     """
 
     name: str
@@ -66,15 +66,18 @@ class Option:
 
 
 SEED = Option("seed", int, 0, "Of the model, and of generated data.", minimum=0, maximum=MOST_SEED)
-"""The seed of a job; workloads that have one declare it alike."""
+"""The option for the seed of a job, shared by all workloads that have a seed."""
 
 
 class Job:
-    """A workload at work. A subclass has tasks and batches, and says what else it has to say.
+    """A workload with its model and data, ready to train.
+
+    A subclass defines ``epoch_steps``, ``tasks`` and ``batches``, and overrides other methods as
+    needed.
 
     Attributes:
-        context: The class of its contexts; None for ``IterContext``.
-        modules: What is trained, and compared between runs.
+        context: The class of the iterations' contexts; None for ``IterContext``.
+        modules: The modules that are trained, and whose parameters are compared between runs.
     """
 
     context: type[IterContext] | None = None
@@ -82,31 +85,43 @@ class Job:
 
     @property
     def epoch_steps(self) -> int:
-        """How many steps once through the data takes."""
+        """The number of steps in one epoch."""
         raise NotImplementedError
 
     def tasks(self) -> Iterable[PipelineTask]:
-        """In serial order."""
+        """Return the tasks in serial order."""
         raise NotImplementedError
 
     def batches(self, steps: int | None = None, /) -> Iterator[Any]:
-        """The first ones, from the beginning at each call; None for once through the data."""
+        """Return an iterator over the first ``steps`` batches, which starts anew with each call.
+
+        Args:
+            steps: The number of batches; None for one epoch.
+        """
         raise NotImplementedError
 
     def over_ranks(self, value: T, /) -> list[T]:
-        """The values of all ranks. A collective."""
+        """Return the values of all ranks, in the order of the ranks; this is a collective."""
+        # A job on one rank; jobs on several ranks override this.
         return [value]
 
     def retired(self, ctx: Any, /) -> float | torch.Tensor | None:
-        """Called with the context of each step that was trained; returns its loss, if any."""
-        there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")  # it may have gone by keep
+        """Return the loss of a trained step from its context, or None if the step has no loss.
+
+        This is called once for the context of each trained step.
+        """
+        # Not ``hasattr(ctx, "loss")``: for an attribute that ``keep`` has dropped, a context raises
+        # RuntimeError, which hasattr does not catch.
+        there = "loss" in vars(ctx) or hasattr(type(ctx), "loss")
         loss = ctx.loss if there else None
+        # Detached: a kept loss would keep the graph of its step. A tensor of several elements under
+        # this name is not a loss.
         if isinstance(loss, torch.Tensor):
             return loss.detach() if loss.numel() == 1 else None
         return loss if isinstance(loss, float) else None
 
     def results(self) -> dict[str, str]:
-        """Further columns of the table of runs. A collective."""
+        """Return additional columns for the table of runs, by heading; this is a collective."""
         return {}
 
     def close(self) -> None:
@@ -114,7 +129,14 @@ class Job:
 
 
 def gradients_of(modules: Sequence[nn.Module], state: str, others: Others = "rw") -> DeclaredIO:
-    """The gradients of modules as a declared state of this name."""
+    """Return a declaration of the modules' gradients as a state.
+
+    Args:
+        modules: The modules whose parameters have the gradients.
+        state: The name of the state.
+        others: The access of all undeclared tasks to the state; see ``DeclaredIO``.
+    """
+    # The list is made once, so that captured and restored gradients match by position.
     parameters = [parameter for module in modules for parameter in module.parameters()]
 
     def restore(gradients: list[torch.Tensor | None]) -> None:
@@ -129,16 +151,16 @@ def gradients_of(modules: Sequence[nn.Module], state: str, others: Others = "rw"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A loop that the command line can work on.
+    """A training loop that the command line can train, profile and plan.
 
     Attributes:
-        name: As the user gives it.
-        plans: The ready-made plans.
-        usual_plan: The one that is used where the user names none.
-        configure: Option values to a frozen dataclass with a field ``device``. The values have a
-            ``device`` too: torch's words, or None. Raises ``InputError``.
-        open_job: A job of that configuration. Raises ``InputError``.
-        options: The workload's own options.
+        name: The name at the command line.
+        plans: Functions that return the ready-made plans, by the plans' names.
+        usual_plan: The name of the plan that is used if the user names none.
+        configure: Maps the options' values to a frozen dataclass with a field ``device``. The
+            values include ``device``: a device string of torch, or None. Raises ``InputError``.
+        open_job: Makes a job from this configuration. Raises ``InputError``.
+        options: The options of this workload.
     """
 
     name: str
@@ -153,17 +175,18 @@ _registered: dict[str, Workload] = {}
 
 
 def register(workload: Workload) -> None:
-    """Make a workload known by its name.
+    """Register a workload under its name.
 
     Raises:
-        ValueError: Another workload has its name.
+        ValueError: Another workload has this name.
     """
     if _registered.setdefault(workload.name, workload) is not workload:
         raise ValueError(f"workload {workload.name!r} is registered already: give another name")
 
 
 def workloads() -> Mapping[str, Workload]:
-    """All workloads by name."""
+    """Import all workload modules, and return the workloads by name."""
+    # Modules that are imported already register nothing again, so that repeated calls are cheap.
     for folder in map(Path, swpipe.tasks.__path__):
         for file in sorted(folder.rglob("*_workload.py")):
             parts = file.relative_to(folder).with_suffix("").parts

@@ -1,6 +1,6 @@
-"""Pipeline-parallel schedules: made, checked, compared, and shown.
+"""Pipeline-parallel schedules: planning, checks, comparison, and charts.
 
-A schedule orders the passes of a model's stages over ranks. It is no ``PipelinePlan``, which
+A schedule orders the passes of a model's stages on several ranks. A ``PipelinePlan``, in contrast,
 orders the tasks of one process.
 """
 

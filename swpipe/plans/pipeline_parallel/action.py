@@ -1,4 +1,4 @@
-"""Actions: what a rank does to one microbatch at one stage, pairs, communication; their error."""
+"""The entries of a schedule: actions, pairs and communication; and the error of schedules."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from swpipe.core.messages import shown
 Op: TypeAlias = Literal["F", "I", "W", "B"]
 OPS: tuple[Op, ...] = get_args(Op)
 
+# At most nine digits, because int() raises a ValueError of its own for very long text.
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
 _COMMUNICATION = re.compile(
     r"(0|[1-9][0-9]{0,8})(?:(UNSHARD|RESHARD|REDUCE_GRAD)|((?:SEND|RECV)_[FB])(0|[1-9][0-9]{0,8}))"
 )
+# The parts are parsed one by one, for an error that names the part.
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One entry of a schedule; it prints as ``2F0``: stage 2, forward, microbatch 0.
+    """One pass of a stage over one microbatch, printed as ``2F0``: stage 2, forward, microbatch 0.
 
     Attributes:
-        stage: The stage of the model, from 0; the output of stage s is the input of stage s + 1.
+        stage: The stage of the model, from 0. The output of stage s is the input of stage s + 1.
         op: ``F``, forward; ``I``, the gradient of the stage's input (the B of the zero-bubble
             papers); ``W``, the gradient of its weights; ``B``, both at once.
         micro: The microbatch, from 0.
@@ -37,10 +39,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as ``text``.
+        """Return the action that prints as ``text``.
 
         Raises:
-            ScheduleError: The text is something else, or something follows.
+            ScheduleError: The text is not exactly one action.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -48,17 +50,18 @@ class Action(NamedTuple):
                 f"{shown(text)} is no action: write stage, F, I, W or B, and microbatch, as 2F0"
             )
         stage, op, micro = match.groups()
+        # The pattern ensures the literal type of op, which mypy cannot see.
         return cls(int(stage), op, int(micro))  # type: ignore[arg-type]
 
 
 class Pair(NamedTuple):
-    """A forward pass that a rank runs over the backward pass of another microbatch.
+    """A forward pass that a rank overlaps with the backward pass of another microbatch.
 
-    It prints as torch writes it, ``(0F1;3B0)OVERLAP_F_B``.
+    A pair prints as in torch: ``(0F1;3B0)OVERLAP_F_B``.
 
     Attributes:
-        f: An F.
-        b: A B.
+        f: The forward pass, an F.
+        b: The backward pass, a B.
     """
 
     f: Action
@@ -69,19 +72,19 @@ class Pair(NamedTuple):
 
 
 COLLECTIVES = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-"""What a rank does to a stage's parameters together with the ranks that hold the other shards."""
+"""The collectives on a stage's parameters and gradients, among the ranks that hold its shards."""
 
 
 class Communication(NamedTuple):
-    """An entry that moves data; it prints as torch writes it, ``1UNSHARD``, ``2SEND_F0``.
+    """An entry that moves data, printed as in torch: ``1UNSHARD``, ``2SEND_F0``.
 
     Attributes:
-        stage: The stage.
-        op: ``UNSHARD``, which gathers the parameters of an FSDP stage while passes run;
-            ``RESHARD``, which frees them; ``REDUCE_GRAD``, which reduces and scales the gradients.
-            ``SEND_F``, ``SEND_B``: of a pass's result to a neighbouring stage; ``RECV_F``,
-            ``RECV_B``: by the stage that needs it.
-        micro: The microbatch of a send or receive, else None.
+        stage: The stage, from 0.
+        op: One of these operations. ``UNSHARD`` gathers the parameters of an FSDP stage while
+            passes run; ``RESHARD`` frees them; ``REDUCE_GRAD`` reduces and scales the gradients.
+            ``SEND_F`` and ``SEND_B`` send the result of a pass of this stage to a neighbouring
+            stage; ``RECV_F`` and ``RECV_B`` receive the input of a pass of this stage.
+        micro: The microbatch of a send or receive, from 0; None for the other operations.
     """
 
     stage: int
@@ -93,20 +96,21 @@ class Communication(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it concerns parameters or gradients, and no microbatch."""
+        """Whether the operation is a collective on parameters or gradients."""
         return self.op in COLLECTIVES
 
 
 Entry: TypeAlias = Action | Pair | Communication
-"""What a row of a schedule consists of."""
+"""The type of the entries of a schedule's rows."""
 
 
 def parse_entry(text: str) -> Entry:
-    """Return the entry that prints as ``text``; the parts of a pair come in any order.
+    """Return the entry that prints as ``text``, with the parts of a pair in either order.
 
     Raises:
-        ScheduleError: The text is something else.
+        ScheduleError: The text is not exactly one entry.
     """
+    # The three patterns exclude each other, so that their order does not matter.
     match = _COMMUNICATION.fullmatch(text)
     if match is not None:
         stage, collective, transfer, micro = match.groups()
@@ -116,6 +120,7 @@ def parse_entry(text: str) -> Entry:
     match = _PAIR.fullmatch(text)
     if match is None:
         return Action.parse(text)
+    # A file may have the backward pass first.
     parts = {one.op: one for one in (Action.parse(part.strip()) for part in match.groups())}
     if set(parts) != {"F", "B"}:
         raise ScheduleError(f"{shown(text)} is no pair: an F and a B overlap, as (0F1;3B0)")
@@ -123,22 +128,25 @@ def parse_entry(text: str) -> Entry:
 
 
 def actions_of(row: Iterable[Entry]) -> tuple[Action, ...]:
-    """Return the passes of a row, without communication; a pair is its F, and then its B."""
+    """Return the passes of a row without communication, each pair as its F and then its B."""
     return tuple(part for part in parts_of(row) if isinstance(part, Action))
 
 
 def parts_of(row: Iterable[Entry]) -> tuple[Action | Communication, ...]:
-    """Return the entries of a row; a pair is its F, and then its B."""
+    """Return the entries of a row, each pair as its F and then its B."""
     return tuple(part for entry in row for part in (entry if isinstance(entry, Pair) else (entry,)))
 
 
 class ScheduleError(ValueError):
-    """A pipeline-parallel schedule cannot run, or does not fit its costs; the message is one line.
+    """The error of a schedule that cannot run, or that does not fit its costs.
+
+    The message is one line.
 
     Attributes:
-        action: The action at fault; None where it is no single action.
+        action: The action at fault; None if no single action is at fault.
     """
 
     def __init__(self, text: str, action: Action | None = None) -> None:
+        # The message alone is the exception's argument, so that str() shows it without the action.
         super().__init__(text)
         self.action = action

@@ -1,16 +1,16 @@
-"""Where a schedule gathers the parameters of sharded stages, frees them, and reduces gradients.
+"""The placement of a sharded schedule's collectives: UNSHARD, RESHARD and REDUCE_GRAD.
 
-Each rank has one link to the ranks that hold the other shards, which one collective at a time
-takes. While parameters are gathered, passes of other stages run; the rank waits while gradients are
-reduced. Therefore::
+Each rank has one link to the ranks that hold the other shards, and the link runs one collective at
+a time. A rank runs passes of other stages while parameters are gathered, and waits while gradients
+are reduced. Therefore the collectives are placed as follows::
 
-    UNSHARD       as early as there is room: what is needed first is gathered first
-    RESHARD       of the stage that is needed again last, when another one needs its room
-    REDUCE_GRAD   after the last weight gradients of its stage, and as much later as it pays: behind
-                  the passes that other ranks wait for
+    UNSHARD       as early as there is room, in the order in which the stages are needed
+    RESHARD       when another stage needs the room, for the stage that is needed again last
+    REDUCE_GRAD   after the last weight gradients of its stage, or later if this is faster, for
+                  example after passes for whose results other ranks wait
 
-Which stage to free is the choice that gathers least often (L. A. Belady, "A study of replacement
-algorithms for a virtual-storage computer", 1966).
+Freeing the stage that is needed again last minimizes the number of gathers (L. A. Belady, "A study
+of replacement algorithms for a virtual-storage computer", 1966).
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
 
 _ROUNDS = 3
-"""How often all reductions are moved: a later one may make room for an earlier one."""
+"""The number of rounds over all reductions: moving one may make it worthwhile to move another."""
 
 
 def place_collectives(
     schedule: PipelineSchedule, costs: PipelineCosts, *, max_unsharded: int | None = None
 ) -> PipelineSchedule:
-    """Place the collectives of a schedule whose stages are sharded over other ranks.
+    """Return a schedule with collectives for stages that are sharded over ranks outside of it.
 
     Args:
-        schedule: The order of passes; communication that it has is placed anew.
-        costs: With ``unshard`` and ``reduce``.
-        max_unsharded: How many stages a rank has room for; None for all. A pair needs two.
+        schedule: The order of passes. Its communication is removed.
+        costs: The costs, which include ``unshard`` and ``reduce``.
+        max_unsharded: The number of stages that may be unsharded at once on a rank; None for all. A
+            pair needs up to two.
 
     Raises:
-        ScheduleError: The schedule does not fit the costs, or there is no room for a pass.
+        ScheduleError: The schedule does not fit the costs, or a rank has no room for a pass.
     """
     plain = schedule.passes
     rows = [_with_shards(row, rank, max_unsharded) for rank, row in enumerate(plain.rows)]
     best = PipelineSchedule(tuple(map(_with_reductions, rows)), plain.n_micro)
     least = _value(best, costs)
+    # Hill climbing over the places of the reductions; each step tries all later places of one.
     for _ in range(_ROUNDS):
         before = least
         for rank in range(best.n_ranks):
@@ -65,13 +67,13 @@ def place_collectives(
 
 
 def _value(schedule: PipelineSchedule, costs: PipelineCosts) -> tuple[float, float]:
-    """The makespan; and the sum of the ends of all ranks, which leads over plateaus."""
+    """Return the makespan, and the sum of all ranks' ends to compare equal makespans."""
     report = check_schedule(schedule, costs)
     return report.makespan, sum(row[-1].end for row in report.times)
 
 
 def _with_shards(row: Sequence[Entry], rank: int, limit: int | None) -> list[Entry]:
-    """Gather each stage before its passes, and free the one that is needed last for room."""
+    """Return a row with UNSHARD before each stage's passes, and RESHARD where room is needed."""
     stages_of = [list(dict.fromkeys(a.stage for a in actions_of((entry,)))) for entry in row]
     every = list(dict.fromkeys(stage for stages in stages_of for stage in stages))
     room = len(every) if limit is None else limit
@@ -83,14 +85,16 @@ def _with_shards(row: Sequence[Entry], rank: int, limit: int | None) -> list[Ent
     placed: list[Entry] = []
     held: list[int] = []
     for at, entry in enumerate(row):
-        # What comes next: these stages are needed in this order.
+        # The stages that are still needed, in the order of their next passes.
         coming = list(dict.fromkeys(stage for stages in stages_of[at:] for stage in stages))
         for stage in coming[:room]:
             if stage in held:
                 continue
             if len(held) == room:
+                # Belady's rule: a stage that is not needed any more, or else the one needed last.
                 victim = next((s for s in held if s not in coming), None)
                 victim = max(held, key=coming.index) if victim is None else victim
+                # If even that stage is needed sooner than the one to gather, gathering has to wait.
                 if coming.index(stage) > (coming.index(victim) if victim in coming else len(row)):
                     break
                 placed.append(Communication(victim, "RESHARD"))
@@ -98,11 +102,13 @@ def _with_shards(row: Sequence[Entry], rank: int, limit: int | None) -> list[Ent
             placed.append(Communication(stage, "UNSHARD"))
             held.append(stage)
         placed.append(entry)
+    # A step ends with all stages sharded.
     return [*placed, *(Communication(stage, "RESHARD") for stage in held)]
 
 
 def _with_reductions(row: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Reduce each stage directly after its last weight gradients."""
+    """Return a row with REDUCE_GRAD of each stage directly after its last weight gradients."""
+    # Later entries replace earlier ones, so that the last W or B of each stage remains.
     last = {
         action.stage: at
         for at, entry in enumerate(row)
@@ -117,7 +123,8 @@ def _with_reductions(row: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _later(row: tuple[Entry, ...], reduction: Communication) -> list[tuple[Entry, ...]]:
-    """Return the rows in which a reduction comes later, before its stage is resharded."""
+    """Return the rows in which a reduction comes later, but before its stage is resharded."""
+    # A reduction needs the unsharded stage (rule 7 of ``order_check``).
     at = row.index(reduction)
     rest = row[:at] + row[at + 1 :]
     until = rest.index(Communication(reduction.stage, "RESHARD"), at)

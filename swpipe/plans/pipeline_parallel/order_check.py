@@ -1,21 +1,22 @@
-"""Whether an order of actions can run at all, whatever the costs.
+"""The rules by which an order of actions can run, whatever the costs.
 
-The rules, for the actions of each stage and microbatch:
+The rules for the actions of each stage and microbatch are:
 
-1. All actions of a stage are on one rank; the stages count from 0 without a gap.
-2. There is one F, and either one B, or one I and one W; nothing twice, nothing missing.
-3. F comes before I or B, and I before W.
-4. The gradients of a stage's weights (W or B) are added up in the order of the microbatches, as a
-   single process does: sums of floating-point numbers depend on their order.
-5. The waits of the ranks for each other form no cycle; a pair waits for what both its parts need.
-6. A pair is an F and a B, of different microbatches.
-7. If a stage is unsharded, all are, at each of their passes and reductions, never twice, and no
-   longer at the end. If one is reduced, all are, once, after their last weight gradients.
-8. If results are sent and received, all are that go to another rank: once, sent after the pass that
-   makes them and received before the one that needs them; and a rank receives from another one in
-   the order of the sends.
+1. All actions of a stage are on one rank. Stages are numbered from 0 without a gap.
+2. There is exactly one F, and either exactly one B, or exactly one I and one W.
+3. F comes before I or B, and I comes before W.
+4. The gradients of a stage's weights (W or B) are added up in the order of the microbatches, as in
+   a single process, because sums of floating-point numbers depend on their order.
+5. The waits of the ranks for each other form no cycle. A pair waits for the inputs of both passes.
+6. A pair consists of an F and a B of different microbatches.
+7. If the schedule unshards stages, every stage is unsharded at each of its passes and reductions,
+   is never unsharded twice without a reshard in between, and is sharded at the end. If the schedule
+   reduces gradients, every stage is reduced exactly once, after its last weight gradients.
+8. If the schedule sends and receives results, every result for another rank is sent once, after
+   the pass that makes it, and received once, before the pass that needs it. A rank receives from
+   another rank in the order of the sends.
 
-The checker shares no code with what makes schedules.
+The checker shares no code with the planners.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Part: TypeAlias = Action | Communication
 
 
 class TimedAction(NamedTuple):
-    """An action or a pair with its start and end, in the costs' unit; 0 is the step's start."""
+    """An entry with its start and end times in the unit of the costs, from the step's start."""
 
     action: Entry
     start: float
@@ -48,7 +49,11 @@ class TimedAction(NamedTuple):
 
 
 def placement_of(rows: Rows) -> tuple[int, ...]:
-    """The rank of each stage; rule 1."""
+    """Check rule 1, and return the rank of each stage.
+
+    Raises:
+        ScheduleError: A stage has no action, or has actions on two ranks.
+    """
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in actions_of(row):
@@ -69,13 +74,24 @@ def placement_of(rows: Rows) -> tuple[int, ...]:
 
 
 def check_order(rows: Rows, n_micro: int) -> None:
-    """Raise ScheduleError where an order breaks one of the rules."""
+    """Check all rules.
+
+    Raises:
+        ScheduleError: The order breaks a rule.
+    """
     placement = check_rows(rows, n_micro)
+    # Rule 5 does not depend on the costs: a deadlock is one under any times.
     earliest_times(rows, placement, lambda _: 0, 0)
 
 
 def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
-    """Check rules 1 to 4, and 6 to 8; return the placement."""
+    """Check rules 1 to 4 and 6 to 8, and return the placement: the rank of each stage.
+
+    Raises:
+        ScheduleError: The rows break a rule.
+    """
+    # In an order in which each check may rely on those before: the later ones index by stage and
+    # microbatch, and need valid numbers.
     if not any(rows):
         raise ScheduleError("there is no action: a schedule has a row of actions per rank")
     for rank, row in enumerate(rows):
@@ -90,6 +106,7 @@ def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
     for rank, row in enumerate(map(actions_of, rows)):
         _check_counts(row, rank, n_micro)
         _check_row(row, rank)
+    # The kinds of collectives on any rank: a rank without them then breaks rule 7.
     ops = {part.op for row in rows for part in row if isinstance(part, Communication)}
     for rank, row in enumerate(rows):
         if not ops.isdisjoint(("UNSHARD", "RESHARD")):
@@ -102,6 +119,7 @@ def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
 
 def _check_action(action: Action, rank: int, n_micro: int) -> None:
     stage, op, micro = action
+    # bool is a subclass of int, and would print as True instead of a number.
     integers = all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (stage, micro)
     )
@@ -120,7 +138,8 @@ def _check_action(action: Action, rank: int, n_micro: int) -> None:
 
 
 def _check_pair(pair: Pair, rank: int) -> None:
-    """Rule 6."""
+    """Check rule 6 for one pair."""
+    # The B of a microbatch needs its F, so that the two cannot overlap.
     f, b = pair
     if (f.op, b.op) != ("F", "B") or f.micro == b.micro:
         raise ScheduleError(
@@ -129,7 +148,7 @@ def _check_pair(pair: Pair, rank: int) -> None:
 
 
 def _check_counts(row: Sequence[Action], rank: int, n_micro: int) -> None:
-    """Rule 2, of the stages of a rank."""
+    """Check rule 2 for the stages of a rank."""
     there: set[Action] = set()
     for action in row:
         if action in there:
@@ -139,6 +158,7 @@ def _check_counts(row: Sequence[Action], rank: int, n_micro: int) -> None:
         for micro in range(n_micro):
             full = Action(stage, "B", micro)
             halves = (Action(stage, "I", micro), Action(stage, "W", micro))
+            # Each microbatch may choose for itself: B, or I and W, but not parts of both.
             both = next((half for half in halves if half in there and full in there), None)
             if both is not None:
                 raise ScheduleError(
@@ -155,7 +175,7 @@ def _check_counts(row: Sequence[Action], rank: int, n_micro: int) -> None:
 
 
 def _check_row(row: Sequence[Action], rank: int) -> None:
-    """Rules 3 and 4, of a rank that has all actions of its stages."""
+    """Check rules 3 and 4 for a rank that has all actions of its stages."""
     done: set[Action] = set()
     next_weight: dict[int, int] = defaultdict(int)
     for action in row:
@@ -165,7 +185,7 @@ def _check_row(row: Sequence[Action], rank: int) -> None:
             raise ScheduleError(
                 f"{action} on rank {rank} comes before {before}, whose result it needs", action
             )
-        if op in "WB":
+        if op in "WB":  # the ops that add to the gradients of weights
             if micro != next_weight[stage]:
                 raise ScheduleError(
                     f"{action} on rank {rank} comes before microbatch {next_weight[stage]} of its "
@@ -178,7 +198,7 @@ def _check_row(row: Sequence[Action], rank: int) -> None:
 
 
 def _check_shards(row: Sequence[Entry], rank: int) -> None:
-    """Rule 7, of parameters."""
+    """Check rule 7 for the parameters of a rank's stages."""
     unsharded: set[int] = set()
     for part in parts_of(row):
         stage, is_transfer = part.stage, part.op.startswith(("SEND", "RECV"))
@@ -195,19 +215,21 @@ def _check_shards(row: Sequence[Entry], rank: int) -> None:
                 part if isinstance(part, Action) else None,
             )
         elif part.op == "RESHARD":
+            # The stage is in the set: the branch before refuses a reshard of a sharded stage.
             unsharded.remove(stage)
     for stage in sorted(unsharded):
         raise ScheduleError(f"{stage}RESHARD is missing on rank {rank}: a step leaves no stage so")
 
 
 def _check_reductions(row: Sequence[Entry], rank: int) -> None:
-    """Rule 7, of gradients."""
+    """Check rule 7 for the gradients of a rank's stages."""
     left = Counter(part.stage for part in actions_of(row) if part.op in "WB")
     reduced: set[int] = set()
     for part in parts_of(row):
         if isinstance(part, Action) and part.op in "WB":
             left[part.stage] -= 1
         elif part.op == "REDUCE_GRAD":
+            # Reduced already, not a stage of this rank, or with weight gradients still to come.
             if part.stage in reduced or part.stage not in left or left[part.stage]:
                 raise ScheduleError(
                     f"{part} on rank {rank}: the gradients of a stage of the rank are reduced "
@@ -222,7 +244,8 @@ def _check_reductions(row: Sequence[Entry], rank: int) -> None:
 
 
 def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
-    """Rule 8."""
+    """Check rule 8."""
+    # By (sender, receiver): the receives that the sends ask for, and the receives that there are.
     sent: dict[tuple[int, int], list[Communication]] = defaultdict(list)
     received: dict[tuple[int, int], list[Communication]] = defaultdict(list)
     transfers = [
@@ -247,9 +270,11 @@ def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
                     received[peer, rank].append(part)
             elif isinstance(part, Action):
                 needed = _receive_of(part, len(placement))
+                # A neighbouring stage on the same rank passes its result on directly.
                 is_away = needed and placement[_counterpart(needed).stage] != rank
                 if needed and is_away and needed not in done:
                     raise ScheduleError(f"{part} on rank {rank} comes before {needed}", part)
+    # One comparison per direction shows a missing send, a missing receive, and a wrong order.
     for pair in sorted({*sent, *received}):
         if sent[pair] != received[pair]:
             raise ScheduleError(
@@ -260,7 +285,9 @@ def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
 
 
 def _counterpart(transfer: Communication) -> Communication:
-    """The receive of a send, and the send of a receive."""
+    """Return the receive that belongs to a send, or the send that belongs to a receive."""
+    # Forward results go to the next stage, gradients to the previous one; seen from the receiver
+    # the other way round.
     forward = transfer.op.endswith("F")
     is_send = transfer.op.startswith("SEND")
     stage = transfer.stage + (1 if forward == is_send else -1)
@@ -270,7 +297,7 @@ def _counterpart(transfer: Communication) -> Communication:
 
 
 def _receive_of(action: Action, n_stages: int) -> Communication | None:
-    """What has to be received before a pass, if its neighbour is on another rank."""
+    """Return the receive that a pass needs if its neighbouring stage is on another rank."""
     if action.op == "F" and action.stage:
         return Communication(action.stage, "RECV_F", action.micro)
     if action.op in "IB" and action.stage < n_stages - 1:
@@ -279,7 +306,11 @@ def _receive_of(action: Action, n_stages: int) -> Communication | None:
 
 
 def _peer(part: Communication, rank: int, placement: Sequence[int], done: set[Part]) -> int:
-    """The rank at the other end; raises where there is none, or nothing to send yet."""
+    """Return the rank at the other end of a send or receive.
+
+    Raises:
+        ScheduleError: There is no other rank, or the result to send does not exist yet.
+    """
     other = _counterpart(part).stage
     on_rank = part.stage < len(placement) and placement[part.stage] == rank
     if not on_rank or not 0 <= other < len(placement) or placement[other] == rank:
@@ -297,19 +328,22 @@ def earliest_times(
     cost: Callable[[Entry], float],
     hop: float,
 ) -> tuple[tuple[TimedAction, ...], ...]:
-    """Each action's times, as early as the order of its rank and its input allow; rule 5.
+    """Check rule 5, and return each entry's times, as early as its rank's order and inputs allow.
 
     Args:
-        rows: Rows that keep the other rules.
+        rows: Rows that obey all other rules.
         placement: The rank of each stage.
-        cost: How long an action, or a pair, takes; of collectives, how long the link of the rank to
-            those that hold the other shards is taken. A rank works on while it unshards, and waits
+        cost: Returns the time of an entry. The time of a collective occupies the rank's link to the
+            ranks that hold the other shards: the rank runs passes while it unshards, and waits
             while it reduces.
-        hop: How much later a result is on another rank.
+        hop: The time from the end of an action to its result's arrival at another rank.
 
     Raises:
-        ScheduleError: A deadlock.
+        ScheduleError: The order deadlocks.
     """
+    # Each rank in ``ready`` runs its row until an input is missing. It is then noted in ``waiting``
+    # under this input, and is ready again when the input's time is known. If no rank is ready, the
+    # ranks that still wait are in a deadlock.
     ends: dict[Part, float] = {}
     link_free: list[float] = [0] * len(rows)
     gathered: dict[int, float] = {}
@@ -322,6 +356,7 @@ def earliest_times(
         clock = times[-1].end if times else 0
         for entry in row[len(times) :]:
             if isinstance(entry, Communication) and entry.is_collective:
+                # Collectives queue up on the rank's link; only a reduction moves the rank's clock.
                 start = clock
                 if entry.op != "RESHARD":
                     start = max(clock, link_free[rank])
@@ -343,7 +378,7 @@ def earliest_times(
             times.append(TimedAction(entry, start, clock))
             for part in parts:
                 ends[part] = clock
-                # Whoever waits for a gradient waits for I or for B, whichever this is.
+                # A rank that waits for a gradient is noted under I as long as the op is unknown.
                 names = (part, part._replace(op="I")) if part.op == "B" else (part,)
                 ready += [waiting.pop(name) for name in names if name in waiting]
     if waiting:
@@ -352,20 +387,23 @@ def earliest_times(
 
 
 def _needed(part: Part, ends: Mapping[Part, float], n_stages: int) -> Part | None:
-    """Return what an entry needs of a neighbouring stage."""
+    """Return the pass or send of a neighbouring stage that an entry needs, or None."""
     if isinstance(part, Communication):
         return _counterpart(part) if part.op.startswith("RECV") else None
     stage, op, micro = part
     if op == "F":
         return Action(stage - 1, "F", micro) if stage else None
     if op == "W" or stage == n_stages - 1:
-        return None  # its own stage's results: they are before it in the row
+        return None  # it needs only its own stage's results, which are earlier in the row
+    # The neighbour runs B, or I and W. As long as neither has a time, I stands for both.
     whole = Action(stage + 1, "B", micro)
     return whole if whole in ends else Action(stage + 1, "I", micro)
 
 
 def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> ScheduleError:
-    """The cycle of ranks that wait for each other, in words."""
+    """Return the error of a deadlock, which names the ranks that wait for each other."""
+    # Follow the waits from any rank until a rank comes up twice: from there on they are a cycle,
+    # which is shown from its lowest rank on.
     rank, seen = next(iter(waits)), []
     while rank not in seen:
         seen.append(rank)
@@ -376,6 +414,7 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
     told, first = [], None
     for rank in cycle:
         needed = waits[rank]
+        # I stood for both ops above; the message names the one that the row has.
         if needed not in parts_of(rows[placement[needed.stage]]):
             needed = Action(needed.stage, "B", int(needed.micro or 0))
         part = next(

@@ -1,10 +1,12 @@
-"""Pair forward passes with backward passes where it pays: a pass after the search for an order.
+"""A local search that joins forward and backward passes to pairs, after the search for an order.
 
-    F I W W  ->  W (F;B)        a neighbouring I, and its W, become the B of a pair
-    (F;B)    ->  F B, or B F    a pair that does not pay is taken apart
+The search tries two changes::
 
-Between the two may be W, which then come before the pair; so do W of the stage that are due before
-the one in the pair. What the checker refuses is left as it was.
+    F I W W  ->  W (F;B)        joins an F with a neighbouring I and the W of the I
+    (F;B)    ->  F B, or B F    takes a pair apart
+
+Other W between F and I, and earlier W of the same stage, move before the pair. A change that the
+checker refuses is not made.
 """
 
 from __future__ import annotations
@@ -19,25 +21,28 @@ from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
 from swpipe.plans.pipeline_parallel.v_order import Objective, OrderTimes
 
 _MOST = 500
-"""How many changes are tried: seconds where there are hundreds of passes."""
+"""The maximal number of changes to try, which takes seconds for hundreds of passes."""
 
 
 def pair_passes(
     schedule: PipelineSchedule, costs: PipelineCosts, objective: Objective
 ) -> tuple[float, PipelineSchedule]:
-    """Join and take apart pairs as long as the objective gets better; its value, the schedule.
+    """Improve a schedule by joining passes and separating pairs.
 
     Args:
-        schedule: Any that fits the costs.
-        costs: With the time of a pair.
-        objective: As for ``plan_v_schedule``.
+        schedule: A schedule that fits the costs.
+        costs: The costs, which include ``pair``.
+        objective: The value to minimize; see ``plan_v_schedule``.
+
+    Returns:
+        The value of the objective, and the best schedule.
 
     Raises:
         ScheduleError: The schedule does not fit the costs.
     """
 
     def value(schedule: PipelineSchedule) -> tuple[float, float]:
-        """The maximum over the ranks; and their sum, which leads over plateaus."""
+        """Return the maximum over the ranks, and their sum to compare equal maxima."""
         report = check_schedule(schedule, costs)
         ends = [row[-1].end for row in report.times]
         spans = [row[-1].end - row[0].start for row in report.times]
@@ -54,15 +59,17 @@ def pair_passes(
             for row in _changed(rows[rank], at) if tried < _MOST else ():
                 tried += 1
                 other = PipelineSchedule((*rows[:rank], row, *rows[rank + 1 :]), schedule.n_micro)
-                with suppress(ScheduleError):  # an input, or memory, would come too late
+                # A pair waits for the inputs of both passes and holds the memory of both, so that
+                # the changed order may deadlock or exceed the memory.
+                with suppress(ScheduleError):
                     if (found := value(other)) < least:
                         best, least = other, found
     return least[0], best
 
 
 def _changed(row: tuple[Entry, ...], at: int) -> Iterator[tuple[Entry, ...]]:
-    """The rows that differ in the pass at this place."""
-    entry = row[at] if at < len(row) else None  # pairs shorten it
+    """Yield the rows in which the pair at a place is separated, or the F there becomes a pair."""
+    entry = row[at] if at < len(row) else None  # each pair makes the row shorter by one or two
     if isinstance(entry, Pair):
         for parts in (entry, entry[::-1]):
             yield (*row[:at], *parts, *row[at + 1 :])
@@ -76,7 +83,9 @@ def _changed(row: tuple[Entry, ...], at: int) -> Iterator[tuple[Entry, ...]]:
 
 
 def _joined(row: tuple[Entry, ...], f: Action, b: Action) -> tuple[Entry, ...]:
-    """The row with two passes as a pair, in the place of the later one."""
+    """Return the row with two passes as a pair, in the place of the later pass."""
+    # The B of the pair includes its W. Earlier W of the stage that are still to come would be added
+    # after it, out of the order of the microbatches: they move before the pair.
     weights = [Action(b.stage, "W", micro) for micro in range(b.micro + 1)]
     at = max(row.index(f), row.index(b))
     late = [one for one in weights[:-1] if one in row[at:]]

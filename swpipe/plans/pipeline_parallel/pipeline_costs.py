@@ -1,4 +1,4 @@
-"""What the actions of a pipeline-parallel schedule cost: time and memory."""
+"""The costs of a pipeline-parallel schedule's actions: time and memory."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ Values: TypeAlias = float | Sequence[float]
 _MEMORY = ("f_mem", "b_mem", "w_mem")
 
 OF_STAGES = ("forward", "backward", "weight", "pair", *_MEMORY, "work_mem", "unshard", "reduce")
-"""What may be one number per rank or stage."""
+"""The costs that may be one number for all stages, or one number per rank or stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """Times and memory of one stage's passes over one microbatch, in any units.
+    """The times and the memory of one stage's passes over one microbatch, in any units.
 
-    A time, or memory, is one number, or a sequence of one number per rank, or per stage. (On
-    torch's runtime stage 0 does its whole backward pass in W: costs per stage can say so.)
+    A cost is one number for all stages, or a sequence with one number per rank or per stage. (On
+    torch's runtime stage 0 runs its whole backward pass in W, which costs per stage can express.)
 
     Attributes:
         forward: The time of F.
-        backward: The time of I, the gradient of the input; the seed's B.
-        weight: The time of W, the gradient of the weights; B takes both times.
-        hop: How much later a result is on another rank: pure latency, which occupies nobody; 0 for
-            a free link.
-        f_mem: What F adds to the memory of its rank, when it is issued.
-        b_mem: What I adds: 0 or below; above, where it keeps for W what it has computed once more.
-        w_mem: What W adds, 0 or below; the op B does ``b_mem``, and then ``w_mem``.
-        max_mem: The memory of each rank. None or 0: what a microbatch holds for each stage, 2·n·f
-            on a V of n ranks; ``math.inf``: no limit.
-        pair: The time of an F over a B, by the rank or the stage of the F; at least that of the
-            longer one is counted. None: F and B in sequence.
-        unshard: The time for which gathering the parameters of a stage takes the rank's link to the
-            ranks that hold the other shards.
-        reduce: The time for which reducing the gradients of a stage takes it.
-        work_mem: What a pass needs only while it runs, as what is computed once more.
+        backward: The time of I, the gradient of the input.
+        weight: The time of W, the gradient of the weights. B takes the time of I and W.
+        hop: The time from the end of an action to its result's arrival at another rank. It is pure
+            latency, which occupies no rank; 0 for a free link.
+        f_mem: The memory that F adds to its rank when it is issued.
+        b_mem: The memory that I adds. It is negative or 0, or positive if I recomputes activations
+            and keeps them for W.
+        w_mem: The memory that W adds, negative or 0. B adds ``b_mem``, and then ``w_mem``.
+        max_mem: The memory limit of each rank. None or 0 for the memory of one microbatch in each
+            stage, which is 2 * n * f_mem on a V of n ranks; ``math.inf`` for no limit.
+        pair: The time of a pair, by the rank or the stage of its F. A pair takes at least the time
+            of the longer one of its passes. None for the time of F and B in sequence.
+        unshard: The time for which gathering the parameters of a stage occupies the rank's link to
+            the ranks that hold the other shards.
+        reduce: The time for which reducing the gradients of a stage occupies this link.
+        work_mem: The memory that a pass needs only while it runs, for example for activations that
+            it recomputes.
 
     Raises:
-        ScheduleError: A pass takes no time, or memory grows from microbatch to microbatch.
+        ScheduleError: A cost has no valid value, or memory grows from microbatch to microbatch.
     """
 
     forward: Values = 1
@@ -71,6 +73,7 @@ class PipelineCosts:
         for name, (holds, rule) in _RULES.items():
             value = getattr(self, name)
             if name != "hop" and isinstance(value, Sequence) and not isinstance(value, str):
+                # A tuple, so that the caller cannot change the frozen object through its list.
                 object.__setattr__(self, name, tuple(value))
                 if not value or not all(map(holds, value)):
                     wrong.append(f"{name} is {shown(value)}: each is {rule}")
@@ -79,18 +82,21 @@ class PipelineCosts:
         limit = self.max_mem
         if limit is not None and not (limit == math.inf or (is_number(limit) and limit >= 0)):
             wrong.append(f"max_mem is {shown(limit)}: None, or a number above 0")
+        # The sum over the three changes makes sense only if each of them is valid.
         if wrong := wrong or [*self._growth()]:
             raise ScheduleError("; ".join(wrong))
 
     def _growth(self) -> list[str]:
-        """What is wrong with the changes of memory together."""
+        """Return the error messages of the memory changes as a whole, none or one."""
         given = [getattr(self, name) for name in _MEMORY]
         sizes = {len(one) for one in given if isinstance(one, Sequence)}
         if len(sizes) > 1:
             return [f"{', '.join(_MEMORY)} have different lengths: give as many numbers of each"]
+        # One number stands for each stage of the sequences beside it.
         rows = (
             one if isinstance(one, Sequence) else [one] * max(sizes, default=1) for one in given
         )
+        # The tolerance covers the rounding of sums of floats; one message is enough.
         return [
             f"f_mem + b_mem + w_mem is {shown(sum(changes))}: at most 0, or memory grows with each "
             "microbatch"
@@ -99,7 +105,9 @@ class PipelineCosts:
         ][:1]
 
     def limit(self, n_stages: int) -> float:
-        """The memory of each rank, where the ranks together have ``n_stages`` stages."""
+        """Return the memory limit of each rank, for ``n_stages`` stages on all ranks together."""
+        # As in the published method: room for one microbatch's activations in each stage, by the
+        # most expensive stage.
         held, kept, work = (
             max(one) if isinstance(one, Sequence) else one
             for one in (self.f_mem, self.b_mem, self.work_mem)
@@ -107,11 +115,17 @@ class PipelineCosts:
         return self.max_mem or (held + max(0, kept)) * n_stages + work
 
     def widened_limit(self, n_stages: int) -> float:
-        """The limit for memory that was added up, where sums of floats are a little off."""
+        """Return the memory limit with a margin for the rounding of sums of floats."""
         return self.limit(n_stages) * (1 + 1e-9)
 
     def require_room(self, n_ranks: int) -> None:
-        """Raise ScheduleError where the memory has no room for one microbatch on a V."""
+        """Check that each rank's memory has room for one microbatch on a V.
+
+        Raises:
+            ScheduleError: A rank needs more memory than ``max_mem``.
+        """
+        # Rank r runs, for one microbatch: F of stage r, F of stage 2n - 1 - r, I of stage
+        # 2n - 1 - r, I of stage r. The peak is after the second F, or after an I that adds memory.
         placement = [*range(n_ranks), *reversed(range(n_ranks))]
         for rank in range(n_ranks):
             up = 2 * n_ranks - 1 - rank
@@ -128,20 +142,23 @@ class PipelineCosts:
                 )
 
     def time(self, action: Entry, placement: Sequence[int]) -> float:
-        """How long an action, or a pair, takes.
+        """Return the time of an entry in the unit of the costs.
 
         Args:
-            action: Which one.
+            action: The action, pair or communication.
             placement: The rank of each stage.
         """
         if isinstance(action, Communication):
+            # Sends and receives cost a hop, which is no time of a rank; a reshard frees memory.
             value = {"UNSHARD": self.unshard, "REDUCE_GRAD": self.reduce}.get(action.op, 0)
             return _of_stage(value, action.stage, placement)
         if isinstance(action, Pair):
+            # An overlapped pass does not get faster, whatever the measured time of the pair says.
             parts = [self.time(part, placement) for part in action]
             if self.pair is None:
                 return sum(parts)
             return max(*parts, _of_stage(self.pair, action.f.stage, placement))
+        # B has no costs of its own.
         if action.op == "B":
             both = (action._replace(op="I"), action._replace(op="W"))
             return self.time(both[0], placement) + self.time(both[1], placement)
@@ -149,17 +166,21 @@ class PipelineCosts:
         return _of_stage(value, action.stage, placement)
 
     def memory(self, action: Action, placement: Sequence[int]) -> float:
-        """What an F, I or W adds to the memory of its rank."""
+        """Return the memory that an F, I or W adds to its rank."""
         value = {"F": self.f_mem, "I": self.b_mem, "W": self.w_mem}[action.op]
         return _of_stage(value, action.stage, placement)
 
     def need(self, action: Action, placement: Sequence[int]) -> float:
-        """What must be free when an F, I or W is issued."""
+        """Return the memory that must be free when an F, I or W is issued."""
         work = _of_stage(self.work_mem, action.stage, placement)
         return max(0, self.memory(action, placement)) + work
 
     def require(self, n_ranks: int, n_stages: int) -> None:
-        """Raise ScheduleError where a sequence has another length than the job."""
+        """Check that each sequence of costs has one number per rank, or one per stage.
+
+        Raises:
+            ScheduleError: A sequence has another length.
+        """
         for name in OF_STAGES:
             value = getattr(self, name)
             if isinstance(value, Sequence) and len(value) not in (n_ranks, n_stages):
@@ -170,14 +191,15 @@ class PipelineCosts:
 
 
 def _of_stage(value: Values, stage: int, placement: Sequence[int]) -> float:
-    """Of values that are one number, or one per stage or rank."""
+    """Return the value of a stage from one number, or from one number per stage or per rank."""
     if not isinstance(value, Sequence):
         return value
+    # If there is one stage per rank, both lengths are equal, and the numbers are taken by stage.
     return value[stage if len(value) == len(placement) else placement[stage]]
 
 
 class ActivationMemory(NamedTuple):
-    """Bytes per token and transformer layer that the passes over a microbatch add."""
+    """The bytes that F, I and W of one transformer layer add per token of a microbatch."""
 
     f_mem: float
     b_mem: float
@@ -187,12 +209,13 @@ class ActivationMemory(NamedTuple):
 def activation_memory(
     hidden_size: int, num_attention_heads: int, seq_length: int
 ) -> ActivationMemory:
-    """What F, B and W of one transformer layer add to the memory, in bytes per token.
+    """Return the memory that F, I and W of one transformer layer add, in bytes per token.
 
-    F keeps 34·h + 5·a·s; of these W frees 32·h and B the rest.
+    F adds 34 * h + 5 * a * s bytes, for the hidden size h, a attention heads and the sequence
+    length s. W frees 32 * h of them, and I frees the rest.
 
     Source: V. Korthikanti et al., "Reducing activation recomputation in large transformer models"
-    (2022); seed 003 names what it is for.
+    (2022).
 
     Raises:
         ScheduleError: A size is not an integer above 0.
@@ -203,13 +226,18 @@ def activation_memory(
         "seq_length": seq_length,
     }
     require_counts(sizes)
+    # In half precision, without recomputation or tensor parallelism; 5 * a * s is the attention's.
     f_mem = 34 * hidden_size + 5 * num_attention_heads * seq_length
     w_mem = -32 * hidden_size
     return ActivationMemory(f_mem, -f_mem - w_mem, w_mem)
 
 
 def require_counts(sizes: dict[str, int]) -> None:
-    """Raise ScheduleError for each size that is not an integer above 0, in one line."""
+    """Check that all sizes are integers above 0.
+
+    Raises:
+        ScheduleError: The message names each wrong size, in one line.
+    """
     wrong = [
         f"{name} is {shown(size)}: an integer above 0"
         for name, size in sizes.items()
@@ -220,12 +248,12 @@ def require_counts(sizes: dict[str, int]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number."""
+    """Return whether a value is a finite number, which a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value is a finite number above 0."""
+    """Return whether a value is a finite number above 0."""
     return is_number(value) and value > 0  # type: ignore[operator]
 
 
@@ -238,4 +266,4 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         OF_STAGES[-3:], (lambda one: is_number(one) and one >= 0, "0 or a number above")
     ),
 }
-"""What each value, or each of its numbers, has to be."""
+"""The rule for each cost, or each number of its sequence: a test, and its text for messages."""

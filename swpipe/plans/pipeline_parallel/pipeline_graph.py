@@ -1,17 +1,17 @@
-"""The published generator of zero-bubble V schedules, with the interface of seed 003.
+"""The published generator of zero-bubble V schedules, with the interface of its authors' code.
 
-Each stage (a rank) has two chunks of the model in a V. An attempt is written in *raw* chunks, which
-count in the order of the work, so that one rule serves both directions::
+Each stage (a rank) has two chunks of the model in a V. An attempt numbers the chunks in the order
+in which a microbatch reaches them (*raw* chunks), so that one rule holds for both directions::
 
-    kind     0 F0   1 F1   2 B0   3 B1     the result comes from     then 4 W0, 5 W1
-    way      down   up     down   up       stage - 1, or stage + 1
+    kind         0 F0        1 F1        2 B0        3 B1        4 W0, 5 W1
+    direction    down        up          down        up
+    input from   stage - 1   stage + 1   stage - 1   stage + 1   (its own stage)
 
-F0 is the forward pass of physical chunk 0, but B0 the backward pass of physical chunk 1: the
-backward pass takes the V in the other direction.
+F0 is the forward pass of physical chunk 0, but B0 is the backward pass of physical chunk 1, because
+the backward pass takes the V in the other direction.
 
-Source: seed 003, sections "try_v_schedule" and "get_v_schedule"; the method is that of P. Qi et
-al., "Pipeline parallelism with controllable memory" (2024), as published with "Zero bubble pipeline
-parallelism" (2023).
+Source: P. Qi et al., "Pipeline parallelism with controllable memory" (2024), as published with
+"Zero bubble pipeline parallelism" (2023).
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
 
 class ScheduledNode(NamedTuple):
-    """One entry of a stage's list, with its times; the names are those of seed 003.
+    """One entry of a stage's list with its times; the names are those of the published code.
 
     Attributes:
         type: ``F``, ``B`` (the gradient of the input) or ``W``; ``SEND_FORWARD``, ``RECV_FORWARD``,
             ``SEND_BACKWARD``, ``RECV_BACKWARD``; ``POST_VALIDATION``, ``SEND_POST_VALIDATION``,
             ``RECV_POST_VALIDATION``.
-        chunk: 0 on the way down the V, 1 on the way up: the physical chunk.
+        chunk: The physical chunk: 0 on the way down the V, 1 on the way up.
         stage: The rank, from 0.
         minibatch: The microbatch, from 0.
-        start_time: In the unit of the costs.
-        completion_time: In the unit of the costs; of what does not compute, the start.
+        start_time: The start in the unit of the costs.
+        completion_time: The end in the unit of the costs; the start for entries without
+            computation.
         rollback: Whether a receive has to be repeated when the optimizer's step is rolled back.
     """
 
@@ -59,11 +60,12 @@ class ScheduledNode(NamedTuple):
 
 
 class AttemptResult(NamedTuple):
-    """A schedule of the published method; it unpacks as in seed 003.
+    """A schedule of the published method, which unpacks as in the published code.
 
     Attributes:
-        schedule: Per stage, (category, raw chunk, microbatch) in order; F is 0, B is 1, W is 2.
-        end_time: The end of each pass, by ``PipelineGraph.get_id``.
+        schedule: The passes of each stage in order, as (category, raw chunk, microbatch). The
+            category is 0 for F, 1 for B and 2 for W.
+        end_time: The end of each pass, indexed by ``PipelineGraph.get_id``.
         max_bubble: The largest idle time of a stage between its first start and its last end.
     """
 
@@ -74,7 +76,7 @@ class AttemptResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineGraph:
-    """Zero-bubble V schedules, made by the published method.
+    """A generator of zero-bubble V schedules by the published method.
 
     A stage of this class is a rank with two chunks of the model: chunk 0 on the way down the V,
     from stage 0 to the last, chunk 1 on the way up. Times and memory have any units; integers stay
@@ -89,10 +91,10 @@ class PipelineGraph:
         b_cost: The time of the backward pass for the input.
         w_cost: The time of the backward pass for the weights.
         c_cost: The latency between two stages; 0 for a free link.
-        f_mem: What the forward pass adds to the memory of its stage.
-        b_mem: What the backward pass for the input adds, 0 or below.
-        w_mem: What the backward pass for the weights adds, 0 or below.
-        max_mem: The memory of each stage; None or 0 means 2 * n_stage * f_mem.
+        f_mem: The memory that the forward pass adds to its stage.
+        b_mem: The memory that the backward pass for the input adds, usually 0 or negative.
+        w_mem: The memory that the backward pass for the weights adds, 0 or negative.
+        max_mem: The memory limit of each stage; None or 0 for 2 * n_stage * f_mem.
 
     Raises:
         ScheduleError: A size or a cost is not above 0, memory grows with each microbatch, or
@@ -112,6 +114,7 @@ class PipelineGraph:
 
     def __post_init__(self) -> None:
         require_counts({"n_stage": self.n_stage, "n_micro": self.n_micro})
+        # PipelineCosts would accept sequences, one number per stage; this method needs one number.
         wrong = [
             f"{name} is {shown(value)}: one number above 0, for all stages"
             for name in ("f_cost", "b_cost", "w_cost")
@@ -132,12 +135,12 @@ class PipelineGraph:
         return (self.f_cost, self.b_cost, self.w_cost)
 
     def get_id(self, cat: int, chunk: int, stage: int, micro: int) -> int:
-        """The index of a pass in ``end_time``.
+        """Return the index of a pass in ``end_time``.
 
         Args:
-            cat: 0 for F, 1 for B, 2 for W.
-            chunk: The raw chunk, in the order of the work: of F the physical chunk, of B and W 1
-                minus that.
+            cat: The category: 0 for F, 1 for B, 2 for W.
+            chunk: The raw chunk: the physical chunk for F, and 1 minus the physical chunk for B and
+                W.
             stage: The stage, from 0.
             micro: The microbatch, from 0.
         """
@@ -149,12 +152,12 @@ class PipelineGraph:
         fill_b: bool = True,
         approved_bubble: Sequence[float] | None = None,
     ) -> AttemptResult:
-        """Make a schedule, and again with its bubbles approved as long as the largest one shrinks.
+        """Make a schedule, and repeat with its bubbles approved while the largest bubble shrinks.
 
         Args:
-            fill_f: Whether a W pass may delay an F pass where that waits too long.
-            fill_b: Whether it may delay the B pass of a microbatch's first backward half.
-            approved_bubble: The bubble per stage that need not be avoided.
+            fill_f: Whether a W pass may delay an F pass that would wait too long.
+            fill_b: Whether a W pass may delay a B pass of raw chunk 0 that would wait too long.
+            approved_bubble: The bubble of each stage that the schedule need not avoid; None for 0.
 
         Raises:
             ScheduleError: The method finds no schedule within ``max_mem``.
@@ -165,6 +168,7 @@ class PipelineGraph:
             )
         attempt = _Attempt(self, fill_f, fill_b, approved_bubble)
         result = attempt.run()
+        # The recursion ends, because the largest bubble shrinks each time.
         if approved_bubble is None or result.max_bubble < max(approved_bubble):
             again = self.try_v_schedule(fill_f, fill_b, attempt.bubble)
             if again.max_bubble < result.max_bubble:
@@ -172,7 +176,8 @@ class PipelineGraph:
         return result
 
     def best_attempt(self) -> AttemptResult:
-        """Of the four ways to fill waits, the one with the smallest largest bubble."""
+        """Return the attempt with the smallest ``max_bubble`` of the four ways to fill waits."""
+        # The first of equal attempts counts, so that the order of the ways is part of the method.
         ways = ((True, True), (False, True), (True, False), (False, False))
         attempts = [self.try_v_schedule(*way) for way in ways]
         return min(attempts, key=lambda attempt: attempt.max_bubble)
@@ -207,13 +212,17 @@ class PipelineGraph:
         print(line)  # noqa: T201 - as the published generator does
         rows = []
         for entries in _Nodes(self, best).listed:
+            # By time and number only: nodes of the same time and number keep their order.
             entries.sort(key=lambda entry: entry[:2])
             rows.append(_receive_early([node for _, _, node in entries]))
         return [_with_rollback(row, above) for above, row in zip([[], *rows], rows, strict=False)]
 
 
 class _Attempt:
-    """The schedule as far as it is made."""
+    """An unfinished schedule of the published method.
+
+    Lists of passes are indexed by kind, then by stage; see the table at the top of the module.
+    """
 
     def __init__(
         self, graph: PipelineGraph, fill_f: bool, fill_b: bool, approved: Sequence[float] | None
@@ -221,7 +230,7 @@ class _Attempt:
         n = graph.n_stage
         self.graph, self.fill_f, self.fill_b = graph, fill_f, fill_b
         self.memory = (graph.f_mem, graph.b_mem, graph.w_mem)
-        self.max_mem = (graph.max_mem or 0) * (1 + 1e-9)  # sums of floats are a little off
+        self.max_mem = (graph.max_mem or 0) * (1 + 1e-9)  # for the rounding of sums of floats
         self.ends: list[list[list[float]]] = [[[] for _ in range(n)] for _ in range(6)]
         self.clock: list[float] = [0] * n
         self.mem: list[float] = [0] * n
@@ -231,16 +240,18 @@ class _Attempt:
         self.schedule: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
         most = max(approved) if approved is not None else 0
         self.left = [most - one for one in approved] if approved is not None else [0] * n
-        """How far each stage's approved bubble is below the largest one."""
+        """The difference between the largest approved bubble and each stage's approved bubble."""
 
     def run(self) -> AttemptResult:
         """Make the schedule.
 
         Raises:
-            ScheduleError: The method finds none within the memory.
+            ScheduleError: The method finds no schedule within the memory.
         """
         self._first_forwards()
         self._fill_the_way_down()
+        # Steady state: each round runs one B and at most one F per stage; each microbatch has two
+        # of both.
         for _ in range(2 * self.graph.n_micro):
             for stage in range(self.graph.n_stage):
                 self._free_memory(BACKWARD, stage)
@@ -252,6 +263,7 @@ class _Attempt:
                     self._free_memory(FORWARD, stage)
                     self._fill(kind, stage, may_delay=self.fill_f)
                     self._put(kind, stage)
+        # Epilogue: the W passes that neither filled a wait nor had to free memory.
         for stage, pending in enumerate(self.pending):
             while pending:
                 self._put_weight(stage)
@@ -261,12 +273,17 @@ class _Attempt:
     # ------------------------------------------------------------ single passes
 
     def _producer(self, kind: int, stage: int) -> list[float] | None:
-        """The ends of the passes whose results ``kind`` needs; None where there is no producer."""
+        """Return the ends of the passes that produce the inputs of a kind; None if none do."""
+        # Even kinds go down the V, odd kinds up.
         neighbour = stage - 1 if kind % 2 == 0 else stage + 1
         return self.ends[kind][neighbour] if 0 <= neighbour < self.graph.n_stage else None
 
     def _put(self, kind: int, stage: int) -> None:
-        """Append the next pass of this kind."""
+        """Append the next pass of a kind to a stage.
+
+        Raises:
+            ScheduleError: The pass has no input yet, exceeds the memory, or does not exist.
+        """
         ends, category = self.ends, kind // 2
         done = ends[kind][stage]
         micro = len(done)
@@ -278,12 +295,15 @@ class _Attempt:
             self._fail(f"stage {stage} would exceed it")
         if kind < 4:
             producer = self._producer(kind, stage)
+            # The input comes from the neighbour, and within the stage from the kind before (F1
+            # after F0, B0 after F1, B1 after B0).
             if (producer is not None and len(producer) <= micro) or (
                 kind and len(ends[kind - 1][stage]) <= micro
             ):
                 self._fail(f"stage {stage} would come before what it needs")
             if producer is not None and (arrival := producer[micro] + self.graph.c_cost) > now:
                 start = arrival
+                # Waits before a stage's first pass are no bubble.
                 if ends[0][stage]:
                     self.bubble[stage] += start - now
                     self.max_bubble = max(self.max_bubble, self.bubble[stage])
@@ -299,7 +319,11 @@ class _Attempt:
         self._put(self.pending[stage].popleft(), stage)
 
     def _fill(self, kind: int, stage: int, may_delay: bool) -> None:
-        """Put W passes into the wait before a pass; one that does not fit, where it may delay."""
+        """Put W passes into the wait before a pass, and one more if it may delay the pass.
+
+        One more W is put if the remaining wait would make the stage's bubble exceed both the
+        largest bubble so far and ``left``.
+        """
         pending, producer = self.pending[stage], self._producer(kind, stage)
         micro = len(self.ends[kind][stage])
         if producer is None or len(producer) <= micro:
@@ -326,12 +350,15 @@ class _Attempt:
     # ------------------------------------------------------------ phases
 
     def _first_forwards(self) -> None:
-        """The first microbatch down the V and up again, with F0 of others where time allows."""
+        """Put the first microbatch's F passes, and F0 of other microbatches while stages wait."""
         n, graph, first = self.graph.n_stage, self.graph, self.ends[0]
         for stage in range(n):
             self._put(0, stage)
         self._put(1, n - 1)
         for stage in range(n - 2, -1, -1):
+            # While F1 of microbatch 0 is on its way up to this stage, the stages from 0 to here run
+            # F0 of further microbatches, if this stage keeps room for two more F passes for each of
+            # these stages.
             arrival = self.ends[1][stage + 1][0] + graph.c_cost
             room = self.max_mem - graph.f_mem * (2 + 2 * stage)
             while (
@@ -344,12 +371,14 @@ class _Attempt:
             self._put(1, stage)
 
     def _fill_the_way_down(self) -> None:
-        """The F passes that are left before the first B, F0 and F1 in turns."""
+        """Put the other F passes before the first B, with F0 and F1 alternating."""
         n, m = self.graph.n_stage, self.graph.n_micro
         down, up = self.ends[0], self.ends[1]
         kind = 0
         for stage in range(1, n):
             above = stage - 1
+            # Until each stage has as many F passes as the stage above, and the stage above has the
+            # input of its next F1.
             while (
                 len(down[stage]) + len(up[stage]) < len(down[above]) + len(up[above])
                 or len(up[stage]) <= len(up[above]) < m
@@ -360,7 +389,9 @@ class _Attempt:
                 kind = 1 - kind
 
     def _backwards(self) -> list[tuple[int, int]]:
-        """The B pass that each stage does next, as (stage, raw chunk), in the order to put them."""
+        """Return the next B pass of each stage, as (stage, raw chunk), in the order to put them."""
+        # Raw chunk 1 if B0 of its microbatch has been put on the stage, and its input has been put
+        # or no B0 is left; raw chunk 0 otherwise. In both groups producers come before consumers.
         n, m = self.graph.n_stage, self.graph.n_micro
         down, up = self.ends[2], self.ends[3]
         on_way_up = [
@@ -373,7 +404,8 @@ class _Attempt:
         return [*((stage, 1) for stage in reversed(on_way_up)), *((stage, 0) for stage in others)]
 
     def _next_forward(self, stage: int) -> int | None:
-        """The kind of F pass that a stage does next; None where it has none that is ready."""
+        """Return the kind of the next F pass of a stage; None if no F pass is ready."""
+        # F1 has priority over F0: it brings a microbatch nearer to its backward passes.
         n, m = self.graph.n_stage, self.graph.n_micro
         down, up = self.ends[0], self.ends[1]
         n_down, n_up = len(down[stage]), len(up[stage])
@@ -389,9 +421,10 @@ class _Attempt:
 
 
 class _Nodes:
-    """Passes, communication, and validation after the step: per stage, (time, number, node).
+    """The nodes of each stage for passes, communication and validation, as (time, number, node).
 
-    At one time, communication comes before computation.
+    Nodes are sorted by time and then by number. The numbers of communication are lower than those
+    of computation, so that communication comes first among nodes of the same time.
     """
 
     def __init__(self, graph: PipelineGraph, attempt: AttemptResult) -> None:
@@ -403,10 +436,12 @@ class _Nodes:
         self._add_passes(attempt.schedule)
 
     def _add_validation(self) -> None:
-        """Validation of the step before, from the last stage to the first."""
+        """Add the nodes that validate the previous optimizer step, last stage first."""
         graph = self.graph
         time: float = 0
         for stage in range(graph.n_stage - 1, -1, -1):
+            # A stage validates one latency before it starts F0 of this microbatch, and not before
+            # the stages below, whose result it needs.
             micro = min(2 * (graph.n_stage - 1 - stage), graph.n_micro - 1)
             end = self.end_time[graph.get_id(FORWARD, 0, stage, micro)]
             time = max(time, end - graph.f_cost - graph.c_cost)
@@ -430,6 +465,7 @@ class _Nodes:
                 self.listed[stage].append((start, last_number, node))
                 if category == WEIGHT:
                     continue
+                # At the ends of the V the next pass is on the same stage, or there is none.
                 to = stage - 1 if raw else stage + 1
                 if 0 <= to < graph.n_stage:
                     for prefix, at in (("SEND_", stage), ("RECV_", to)):
@@ -439,7 +475,8 @@ class _Nodes:
 
 
 def _receive_early(row: list[ScheduledNode]) -> list[ScheduledNode]:
-    """Where a receive starts no later than the pass before it ends, it comes before that pass."""
+    """Swap each receive with the pass before it if the receive starts before that pass ends."""
+    # A receive that is posted before a pass runs in the background of the pass.
     for i in range(1, len(row)):
         before, node = row[i - 1], row[i]
         if (
@@ -452,7 +489,13 @@ def _receive_early(row: list[ScheduledNode]) -> list[ScheduledNode]:
 
 
 def _with_rollback(row: list[ScheduledNode], above: list[ScheduledNode]) -> list[ScheduledNode]:
-    """Mark the receives of what the stage above sent before its validation."""
+    """Return a stage's row with ``rollback`` set for inputs that were sent before validation.
+
+    Args:
+        row: The nodes of the stage.
+        above: The nodes of the stage above, which sends the inputs; empty for the first stage.
+    """
+    # The stage above computed these inputs with weights that a rollback would change.
     types = [node.type for node in above]
     sent = above[: types.index("POST_VALIDATION")] if above else []
     unvalidated = {node.minibatch for node in sent if node.type == "SEND_FORWARD"}

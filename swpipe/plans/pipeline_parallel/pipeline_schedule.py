@@ -28,14 +28,14 @@ from swpipe.plans.pipeline_parallel.pipeline_graph import ScheduledNode
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order in which each rank runs its actions, pairs of them, and communication.
+    """The order in which each rank runs its actions, pairs and communication.
 
-    Whether the order can run is said by ``check_schedule``; any rows can be held.
+    Any rows are accepted; ``check_schedule`` checks whether they can run.
 
     Attributes:
-        rows: A row of actions, pairs and communication per rank, from rank 0. Communication may be
-            left out: it then follows from the passes. Of collectives, and of sends and receives,
-            there are all or none.
+        rows: One row of actions, pairs and communication per rank, from rank 0. A schedule contains
+            either all collectives or none, and either all sends and receives or none. The runtime
+            adds what is missing.
         n_micro: The number of microbatches.
     """
 
@@ -43,10 +43,12 @@ class PipelineSchedule:
     n_micro: int
 
     def __post_init__(self) -> None:
+        # Plain tuples, as of (stage, op, micro), become actions; rows may be any sequences.
         rows = tuple(
             tuple(one if isinstance(one, Pair | Communication) else Action(*one) for one in row)
             for row in self.rows
         )
+        # The dataclass is frozen, which only its own initialization may circumvent.
         object.__setattr__(self, "rows", rows)
         if isinstance(self.n_micro, bool) or not isinstance(self.n_micro, int) or self.n_micro < 1:
             raise ScheduleError(
@@ -61,23 +63,23 @@ class PipelineSchedule:
         """The rank of each stage, derived from the rows.
 
         Raises:
-            ScheduleError: A stage is missing, or on two ranks.
+            ScheduleError: A stage has no action, or has actions on two ranks.
         """
         return placement_of(self.rows)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The passes of each rank, with the parts of each pair one after the other, F first."""
+        """The passes of each rank without communication, each pair as its F and then its B."""
         return tuple(map(actions_of, self.rows))
 
     @property
     def in_sequence(self) -> PipelineSchedule:
-        """The same without pairs."""
+        """This schedule with each pair replaced by its F and then its B."""
         return PipelineSchedule(tuple(map(parts_of, self.rows)), self.n_micro)
 
     @property
     def passes(self) -> PipelineSchedule:
-        """The same without communication."""
+        """This schedule without communication."""
         rows = (tuple(e for e in row if not isinstance(e, Communication)) for row in self.rows)
         return PipelineSchedule(tuple(rows), self.n_micro)
 
@@ -93,11 +95,14 @@ class PipelineSchedule:
 
     @classmethod
     def from_nodes(cls, nodes: Sequence[Iterable[ScheduledNode]]) -> PipelineSchedule:
-        """The order of the computations in what ``PipelineGraph.get_v_schedule`` returns.
+        """Return the schedule of the passes in the result of ``PipelineGraph.get_v_schedule``.
 
-        Chunk 0 of rank r is stage r, chunk 1 is stage 2n - 1 - r; a node's B is the op I. The
-        nodes that communicate, validate the optimizer's step afterwards or roll it back are left
-        out: torch's runtime inserts its own communication, and knows nothing of the others.
+        Chunk 0 of rank r is stage r, and chunk 1 is stage 2n - 1 - r. The type B of a node is the
+        op I. Nodes for communication, and for the validation of the optimizer's step, are left out:
+        torch's runtime adds its own communication, and has no such validation.
+
+        Args:
+            nodes: The nodes of each rank, from rank 0.
         """
         last = 2 * len(nodes) - 1
         ops = {"F": "F", "B": "I", "W": "W"}
@@ -120,23 +125,24 @@ class PipelineSchedule:
         n_micro: int | None = None,
         renumbered: bool = False,
     ) -> PipelineSchedule:
-        """Read what ``to_csv`` or torch's runtime wrote: a line per rank, cells such as ``2F0``.
+        """Read a schedule from CSV text or from a file, as ``to_csv`` or torch's runtime writes it.
 
-        Empty cells, in which torch's rank idles, are left out. All others are kept, or refused by
-        name: passes; those that torch overlaps, ``(0F1;3B0)OVERLAP_F_B``, as a pair; sends and
-        receives, ``1SEND_F0``; ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of a stage.
+        There is one line per rank, with cells such as ``2F0``. Empty cells, in which a rank idles,
+        are skipped. The other cells are passes; pairs, ``(0F1;3B0)OVERLAP_F_B``; sends and
+        receives, ``1SEND_F0``; or ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of a stage.
 
         Args:
-            source: The text; or a ``pathlib.Path``, the file that has it.
-            n_ranks: The number of ranks that the file must have.
-            n_micro: The number of microbatches that it must have.
-            renumbered: Number the microbatches anew, from 0, in the order in which each stage takes
-                them. Torch's GPipe and LoopedBFS take the backward passes from the last one on, in
-                which order nothing else depends, and gradients would be added up from behind.
+            source: The CSV text, or a path-like object that names a file of CSV text.
+            n_ranks: The number of ranks that the schedule must have; None for any.
+            n_micro: The number of microbatches that the schedule must have; None for any.
+            renumbered: Whether to number the microbatches again, from 0, in the order in which each
+                stage takes them. Torch's GPipe and LoopedBFS run the backward passes from the last
+                microbatch to the first, so that gradients would be added up in reverse order.
+                Renumbering keeps all dependences.
 
         Raises:
-            ScheduleError: The text is not such a file, or the order cannot run; see
-                ``check_schedule``. The message names line and cell, or the action.
+            ScheduleError: The text is not a schedule, or its order cannot run; see
+                ``check_schedule``. The message names the line and cell, or the action.
             OSError: The file cannot be read.
         """
         try:
@@ -146,6 +152,8 @@ class PipelineSchedule:
         rows = tuple(_row(number, cells) for number, cells in _lines(text))
         if renumbered:
             rows = tuple(tuple(in_order_of_stages(row)) for row in rows)
+        # The file does not say how many microbatches there are. A missing last one cannot be
+        # detected here, only by n_micro.
         found = 1 + max((a.micro for row in rows for a in actions_of(row)), default=-1)
         if not found:
             raise ScheduleError("there is no action: a schedule has a line of actions per rank")
@@ -158,18 +166,21 @@ class PipelineSchedule:
                     f"the number of {what} is {count} in the schedule, {expected} in the job: "
                     "use a schedule made for this job"
                 )
+        # A file comes from elsewhere, so its order is checked at once. Schedules that are made in
+        # Python are checked where they are used.
         check_order(rows, found)
         return cls(rows, found)
 
     def to_csv(self) -> str:
-        """A line per rank, cells such as ``2F0``: what torch's runtime reads."""
+        """Return CSV text for torch's runtime: one line per rank, with cells such as ``2F0``."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(map(str, row) for row in self.rows)
         return text.getvalue()
 
 
 def in_order_of_stages(row: Iterable[Entry]) -> Iterator[Entry]:
-    """Number the microbatches of each stage and op from 0; pairs are taken apart."""
+    """Yield the parts of a row with the microbatches of each stage and op renumbered from 0."""
+    # Pairs are taken apart: their two passes may change their order relative to other microbatches.
     counts: Counter[tuple[int, str]] = Counter()
     for part in parts_of(row):
         number = counts[part.stage, part.op]
@@ -182,6 +193,8 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
         lines = list(enumerate(csv.reader(io.StringIO(text), strict=True), start=1))
     except csv.Error as error:
         raise ScheduleError(f"the text is no CSV: {error}") from error
+    # Empty lines at the end are no ranks; an empty line in between is a rank without actions, which
+    # the checker names.
     while lines and not any(lines[-1][1]):
         lines.pop()
     return lines
@@ -191,8 +204,9 @@ def _row(number: int, cells: list[str]) -> tuple[Entry, ...]:
     entries = []
     for position, cell in enumerate(map(str.strip, cells), start=1):
         try:
-            if cell:
+            if cell:  # else the rank idles in this clock cycle of torch's
                 entries.append(parse_entry(cell))
         except ScheduleError as error:
+            # A new error, because the original one does not know its place.
             raise ScheduleError(f"line {number}, cell {position}: {error}") from None
     return tuple(entries)

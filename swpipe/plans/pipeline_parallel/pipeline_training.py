@@ -1,4 +1,4 @@
-"""Ready-made plans of pipeline-parallel training (``swpipe.tasks.pipeline_parallel``), by name."""
+"""Ready-made plans for the tasks of ``swpipe.tasks.pipeline_parallel``, by name."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from swpipe.plans.prefetch import prefetch_plan
 __all__ = ["PLANS", "ahead", "serial"]
 
 LOAD = "load"
-"""Brings a batch to the device."""
+"""The task that moves a batch to the device."""
 
 STEP = "step"
-"""Runs the schedule; its sends and receives must come in one order on all ranks."""
+"""The task that runs the schedule; all ranks must submit its communication in the same order."""
 
 UPDATE = "update"
-"""The optimizer's step."""
+"""The task that runs the optimizer's step."""
 
 TASKS = (LOAD, STEP, UPDATE)
 
 
 def serial() -> PipelinePlan:
-    """One task after the other on the caller's thread."""
+    """Return the plan that runs all tasks serially on the caller's thread."""
     return _ordered(PipelinePlan.serial(TASKS))
 
 
 def ahead(*, pull_group: str | None = "loader") -> PipelinePlan:
-    """The next batches are pulled and loaded on other threads while the schedule runs on this one.
+    """Return the plan that pulls and loads batches on other threads while the schedule runs.
 
     Args:
-        pull_group: Name of the thread group that calls the loader; None for the caller's thread.
+        pull_group: The name of the thread group that calls the loader; None for the caller's
+            thread.
     """
     carried = [(STEP, UPDATE)]
     return _ordered(prefetch_plan([LOAD], [STEP, UPDATE], carried=carried, pull_group=pull_group))

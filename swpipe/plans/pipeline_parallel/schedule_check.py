@@ -1,7 +1,7 @@
-"""Check a schedule against its costs: rules, times, bubbles and memory.
+"""The check of a schedule against its costs: rules, times, bubbles and memory.
 
-The checker shares no code with what makes schedules; ``order_check`` has the rules that need no
-costs.
+``order_check`` has the rules that need no costs. The checker shares no code with the planners, so
+that an error in one is not repeated in the other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from swpipe.trace.perfetto import Arrow
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What a schedule costs, from ``check_schedule``; times and memory in the units of the costs.
+    """The times and the memory of a schedule in the units of its costs, from ``check_schedule``.
 
     Attributes:
         schedule: The schedule.
-        times: The actions of each rank with their starts and ends: as early as the rank's order
-            and the inputs allow.
+        times: The entries of each rank with their start and end times, each as early as the rank's
+            order and the inputs allow.
         makespan: The end of the last action on all ranks.
-        bubbles: Per rank, the idle time between its first start and its last end.
-        peak_memory: Per rank, the most memory at any time.
+        bubbles: The idle time of each rank between its first start and its last end.
+        peak_memory: The largest memory of each rank at any time.
     """
 
     schedule: PipelineSchedule
@@ -49,17 +49,18 @@ class ScheduleReport:
 
     @property
     def period(self) -> float:
-        """The most that a rank works and idles in a step.
+        """The longest time of a rank from its first start to its last end.
 
-        Steps follow each other in this time where no collective joins the ranks.
+        This is the step time if no collective synchronizes the ranks between steps.
         """
         return max(row[-1].end - row[0].start for row in self.times)
 
     def trace(self, *, unit_s: float = 1e-6) -> Trace:
-        """The times as a trace: a chart for the terminal, a picture, a file for Perfetto.
+        """Return the times as a trace, to show in the terminal, as a picture, or in Perfetto.
 
-        Each rank is a row, each action or pair a span; ``2F`` is the forward pass of stage 2,
-        ``2F+5B`` a pair, and the iteration is the microbatch, of a pair that of its F.
+        Each rank is a row, and each action or pair is a span. The span ``2F`` is the forward pass
+        of stage 2, and ``2F+5B`` is a pair. A span's iteration is its microbatch; for a pair, the
+        microbatch of its F.
 
         Args:
             unit_s: The unit of the costs, in seconds.
@@ -72,6 +73,7 @@ class ScheduleReport:
         for rank, row in enumerate(self.times):
             before = row[0].start
             for entry, start, end in row:
+                # Communication runs in the background, and would cover the passes in the chart.
                 if isinstance(entry, Communication):
                     continue
                 parts, on = actions_of((entry,)), Row("thread", f"rank {rank}")
@@ -79,22 +81,23 @@ class ScheduleReport:
                 spans.append(
                     Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
                 )
-                before = end
+                before = end  # the end of the rank's previous span, from which the wait counts
         return Trace(spans, arrows=_arrows({span.task for span in spans}))
 
 
 def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> ScheduleReport:
-    """Check that a schedule can run, in the memory that there is, and give its times.
+    """Check that a schedule can run within the memory limit, and return its times and memory.
 
-    A result is on another rank ``costs.hop`` after the action that made it, and on its own rank at
-    once. Memory changes when an action is issued.
+    A result arrives at another rank ``costs.hop`` after its action has ended, and is available on
+    its own rank immediately. Memory changes when an action is issued.
 
     Raises:
-        ScheduleError: It cannot; the message names the action, and of a deadlock who waits for
-            what.
+        ScheduleError: The schedule cannot run. The message names the action; for a deadlock, it
+            names the ranks and the actions for which they wait.
     """
     rows = schedule.rows
     placement = check_rows(rows, schedule.n_micro)
+    # The rows are valid from here on, so that the number of stages is known.
     costs.require(len(rows), len(placement))
     times = earliest_times(rows, placement, lambda one: costs.time(one, placement), costs.hop)
     return ScheduleReport(
@@ -109,7 +112,8 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
 
 
 def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
-    """From the passes of a stage to those of its neighbours, and within a stage; none of pairs."""
+    """Yield the dependences between the passes of neighbouring stages, and within a stage."""
+    # Pairs (with "+") have no arrows: their two passes depend on different microbatches.
     for task in sorted(task for task in tasks if "+" not in task):
         stage, op = int(task[:-1]), task[-1]
         for other, producer in ((stage - 1, "F"), (stage + 1, "I"), (stage + 1, "B"), (stage, "F")):
@@ -118,6 +122,7 @@ def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
 
 
 def _follows(op: str, producer: str, same_stage: bool) -> bool:
+    # Within a stage I and B need F; between stages F needs F, and I and B need I or B.
     if same_stage:
         return op in "IB"
     return op == "F" if producer == "F" else op in "IB"
@@ -135,10 +140,13 @@ def _peak(
     used: float = 0
     peak: float = 0
     for action in row:
+        # B is I and then W, as in the costs. The limit is checked at each issue with the memory
+        # that the pass needs while it runs, which it partly frees at its end.
         for op in "IW" if action.op == "B" else action.op:
             one = action._replace(op=op)  # type: ignore[arg-type]
             peak = max(peak, most := used + costs.need(one, placement))
             used += costs.memory(one, placement)
+            # ``limit`` has a margin for rounding; the message shows the limit without it.
             if most > limit:
                 raise ScheduleError(
                     f"{action} takes rank {rank} to a memory of {shown(most)}, above max_mem = "

@@ -1,4 +1,4 @@
-"""Compare pipeline-parallel schedules of one model under the same costs."""
+"""The comparison of pipeline-parallel schedules for one model under the same costs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ComparedSchedule:
     """One schedule of a comparison.
 
     Attributes:
-        name: Such as "1F1B".
-        report: What it costs; None where there is none.
-        note: Why there is none, or that it takes more memory than there is.
+        name: The name of the schedule, for example "1F1B".
+        report: The times and memory of the schedule; None if it does not exist.
+        note: The reason why the schedule does not exist, or a remark that it exceeds the memory.
     """
 
     name: str
@@ -35,16 +35,16 @@ class ComparedSchedule:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScheduleComparison(Rows):
-    """Schedules of one model, from ``compare_schedules``, in the units of the costs."""
+    """The result of ``compare_schedules``, with times and memory in the units of the costs."""
 
     compared: tuple[ComparedSchedule, ...]
 
     def __getitem__(self, name: str) -> ComparedSchedule:
-        """The schedule of a name."""
+        """Return the schedule with this name."""
         return next(one for one in self.compared if one.name == name)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per schedule."""
+        """Return one record per schedule; its values are None if the schedule does not exist."""
         return [
             {
                 "schedule": one.name,
@@ -57,6 +57,7 @@ class ScheduleComparison(Rows):
         ]
 
     def as_text(self) -> str:
+        # Imported here: only the table needs the package.
         from tabulate import tabulate
 
         rows = [list(record.values()) for record in self.records()]
@@ -73,24 +74,26 @@ def compare_schedules(
     effort: float = 1.0,
     seed: int = 0,
 ) -> ScheduleComparison:
-    """Compare 1F1B, interleaved 1F1B, ZBV, DualPipe-V, the published V, and a planned one.
+    """Compare 1F1B, interleaved 1F1B, ZBV, DualPipe-V, the published V and a planned V.
 
-    All run one model of 2 * n_stage parts. A stage of 1F1B is two neighbouring parts, with the
-    times and the memory of both.
+    All schedules run the same model of 2 * n_stage parts. A stage of 1F1B consists of two
+    neighbouring parts, with the times and the memory of both.
 
     Args:
         n_stage: The number of ranks.
         n_micro: The number of microbatches.
-        costs: What a part costs: a number, or one per rank, or one per part.
-        objective: As for ``plan_v_schedule``.
-        effort: For the planned one.
-        seed: For the planned one.
+        costs: The costs of a part: one number for all, or one per rank, or one per part.
+        objective: The objective of the planned schedule; see ``plan_v_schedule``.
+        effort: The effort of the planned schedule; see ``plan_v_schedule``.
+        seed: The seed of the planned schedule.
 
     Raises:
-        ScheduleError: As for ``plan_v_schedule``.
+        ScheduleError: An argument is invalid; see ``plan_v_schedule``.
     """
+    # Planned first: it checks the arguments, which the other schedules would report as notes.
     plan = plan_v_schedule(n_stage, n_micro, costs, objective=objective, effort=effort, seed=seed)
 
+    # Functions, so that a schedule that does not exist becomes a note in ``_compared``.
     def of_torch(order: Any) -> Callable[[], PipelineSchedule]:
         return lambda: torch_schedule(order, n_stage, n_micro)
 
@@ -109,6 +112,7 @@ def compare_schedules(
         ("V (published)", published, costs),
         ("V (planned)", lambda: plan.schedule, costs),
     ]
+    # One limit for all, also for 1F1B: its stages are half as many and twice as large.
     limit = costs.limit(2 * n_stage)
     return ScheduleComparison(
         tuple(_compared(name, make, its_costs, limit) for name, make, its_costs in schedules)
@@ -119,17 +123,21 @@ def _compared(
     name: str, make: Callable[[], PipelineSchedule], costs: PipelineCosts, limit: float
 ) -> ComparedSchedule:
     try:
+        # Without a time for pairs, DualPipe-V's overlapped passes are counted one after the other.
         schedule = make().in_sequence if costs.pair is None else make()
+        # Without a limit: a schedule that exceeds the memory is shown with a note.
         report = check_schedule(schedule, replace(costs, max_mem=math.inf))
     except ScheduleError as error:
         return ComparedSchedule(name, None, str(error))
+    # The note tells such a schedule apart from one that cannot run at all.
     over = max(report.peak_memory) > limit
     return ComparedSchedule(name, report, "more memory than max_mem" if over else "")
 
 
 def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
-    """The costs of stages that are two neighbouring parts each."""
+    """Return the costs of stages that consist of two neighbouring parts each."""
 
+    # Costs per rank are those of each of the rank's two parts.
     def times(value: Values | None) -> Values | None:
         if not isinstance(value, Sequence):
             return value and 2 * value

@@ -1,4 +1,4 @@
-"""The orders that torch.distributed.pipelining has built in, taken from its public classes."""
+"""The orders that torch.distributed.pipelining provides, made by its public classes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ TorchOrder: TypeAlias = Literal[
 
 
 class _Kind(NamedTuple):
-    """The class, its stages per rank, and the least number of microbatches per rank.
+    """The torch class of an order and its properties.
 
-    ``renumbered``: microbatches are numbered in the order in which each stage takes them.
+    Attributes:
+        torch_class: The name of the class in torch.distributed.pipelining.
+        stages: The number of stages per rank.
+        least: The minimal number of microbatches, per rank of the job.
+        renumbered: Whether swpipe renumbers the microbatches in the order in which each stage takes
+            them.
     """
 
     torch_class: str
@@ -38,6 +43,8 @@ class _Kind(NamedTuple):
     renumbered: bool = False
 
 
+# The minima hold in torch 2.13 to 2.15. Torch's DualPipe-V needs 2 microbatches per rank, its 1F1B
+# one; the other classes raise ValueError themselves.
 _KINDS: dict[TorchOrder, _Kind] = {
     "1f1b": _Kind("Schedule1F1B", 1, 1, renumbered=True),
     "interleaved": _Kind("ScheduleInterleaved1F1B", 2, 0),
@@ -51,7 +58,10 @@ _KINDS: dict[TorchOrder, _Kind] = {
 
 @dataclass(slots=True)
 class _StandInStage:
-    """What torch's classes ask of a stage to make their orders; no process group is needed."""
+    """The attributes of a stage that torch's classes read to make their orders.
+
+    A real ``PipelineStage`` would need a process group.
+    """
 
     stage_index: int
     num_stages: int
@@ -63,19 +73,20 @@ class _StandInStage:
 
 
 def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSchedule:
-    """An order of torch.distributed.pipelining.
+    """Return a schedule with an order of torch.distributed.pipelining.
 
     Args:
-        order: ``1f1b`` and ``gpipe``, a stage per rank; ``interleaved``, ``interleaved_zb`` and
-            ``looped_bfs``, stages r and n + r on rank r; ``zbv`` and ``dualpipev``, two stages per
-            rank in a V. DualPipe-V has pairs; of GPipe and looped BFS, backward passes are in the
-            order of the microbatches.
+        order: The name of the order. ``1f1b`` and ``gpipe`` have one stage per rank;
+            ``interleaved``, ``interleaved_zb`` and ``looped_bfs`` have the stages r and n + r on
+            rank r; ``zbv`` and ``dualpipev`` have two stages per rank in a V. DualPipe-V has pairs.
+            The backward passes of GPipe and looped BFS run in the order of the microbatches, in
+            contrast to torch.
         n_ranks: The number of ranks.
         n_micro: The number of microbatches.
 
     Raises:
-        ScheduleError: There is no such order, or it has no schedule for these numbers.
-        ImportError: torch has no such class.
+        ScheduleError: The order is unknown, or has no schedule for these numbers.
+        ImportError: torch.distributed.pipelining cannot be imported.
     """
     if order not in get_args(TorchOrder):
         raise ScheduleError(f"order is {shown(order)}: one of {', '.join(get_args(TorchOrder))}")
@@ -87,12 +98,15 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
             f"torch's {kind.torch_class} on {n_ranks} ranks needs at least {least} microbatches, "
             f"and n_micro is {n_micro}: use more of them, or another schedule"
         )
+    # Imported here: only these orders need it.
     import torch.distributed.pipelining as pipelining
 
     make = getattr(pipelining, kind.torch_class)
     n_stages = kind.stages * n_ranks
     stages = [_StandInStage(s, n_stages, n_ranks) for s in range(kind.stages)]
     try:
+        # Classes for one stage per rank make their order in a private method, the others in their
+        # constructor (torch 2.13 to 2.15).
         if kind.stages == 1:
             by_rank = make(stages[0], n_micro)._get_pipeline_order()
         else:
@@ -102,14 +116,15 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
         raise ScheduleError(f"torch's {kind.torch_class} has no such schedule: {text}") from error
     rows = [tuple(_entries(by_rank[rank])) for rank in range(n_ranks)]
     if kind.renumbered:
-        # Torch counts the last rank's forward passes of 1F1B from 1, and takes the backward passes
-        # of LoopedBFS and GPipe from the last microbatch on, in which order nothing else depends.
+        # In torch, 1F1B numbers the forward passes of the last rank from 1, and LoopedBFS and GPipe
+        # run backward passes from the last microbatch to the first. Renumbering keeps all
+        # dependences.
         rows = [tuple(in_order_of_stages(row)) for row in rows]
     return PipelineSchedule(tuple(rows), n_micro)
 
 
 def _entries(entries: Iterable[Any]) -> Iterable[Entry]:
-    """The computations among torch's entries, which may be None, a pair, or communication."""
+    """Yield the passes and pairs among torch's entries, which may also be None or communication."""
     for entry in entries:
         if entry is None:
             continue

@@ -1,12 +1,14 @@
-"""Orders of a V for little memory, made by repeating a building block.
+"""Orders of a V that need little memory, made by repeating a building block.
 
-A building block has a slot for each F and I of one microbatch; microbatch k is 6k slots later. On a
-rank each kind (as in ``v_order``) has a list of slots, in the order of the microbatches; W go to
-free slots. Before the first I1 of rank 0 and after its last F0, passes move to earlier free slots,
-as far as their inputs and the block's memory allow (an F takes one unit, which its W frees).
+A building block assigns a time slot to each F and I of one microbatch. Microbatch k runs 6k slots
+later, because a rank runs six passes per microbatch. On a rank, each kind of pass (see ``v_order``)
+has a list of slots in the order of the microbatches. W passes take free slots. In the prologue
+(before the first I1 of rank 0) and the epilogue (after its last F0), passes move to earlier free
+slots as far as their inputs and the block's memory allow. An F takes one unit of memory, which its
+W frees.
 
 V-Min and V-Half are the blocks that need a third and a half of the memory of 1F1B. In a uniform
-block, the slots modulo 6 move by a constant from one rank to the next.
+block, the slots modulo 6 change by a constant from one rank to the next.
 
 Source: P. Qi et al., "Pipeline parallelism with controllable memory" (2024).
 """
@@ -19,14 +21,16 @@ from itertools import combinations_with_replacement, permutations
 from swpipe.plans.pipeline_parallel.v_order import Order, VOrders
 
 Block = tuple[tuple[int, ...], ...]
-"""By rank and kind, the slot of the first microbatch."""
+"""The slot of each pass of the first microbatch, by rank and kind."""
 
 Slots = list[list[int]]
-"""Of one rank: by kind and microbatch; the fifth list is of W, the sixth of W1."""
+"""The slots of one rank, by kind and microbatch. The fifth list is W (or W0), the sixth is W1."""
 
 
 def block_orders(n: int, m: int) -> tuple[Order, Order]:
-    """Return V-Min and V-Half on n ranks, for m microbatches."""
+    """Return the orders of V-Min and V-Half on n ranks, for m microbatches."""
+    # The formulas of the paper. The gaps keep passes of different kinds out of the same slot modulo
+    # 6, where they would collide for these n.
     gap = 2 if n % 3 == 0 else 0
     least = tuple((r, 2 * n - 1 - r, 2 * n + gap + r, 4 * n + gap - 1 - r) for r in range(n))
     gap = 3 if n % 2 == 0 else 0
@@ -36,12 +40,12 @@ def block_orders(n: int, m: int) -> tuple[Order, Order]:
 
 
 def uniform_orders(orders: VOrders) -> Iterator[Order]:
-    """Yield the order of each uniform block that fits the memory, the most promising one first.
+    """Yield the order of each uniform block that fits the memory, the most promising block first.
 
-    Blocks are ranked by the time of their plain repetition: moving the passes of one block takes
-    longer than ranking all of them. With the memory of 1F1B there are none, since the published
-    method is better there.
+    Yields nothing if the memory suffices for 1F1B, because the published method is better there.
     """
+    # Blocks are ranked by the time of their plain repetition, without moved passes: moving the
+    # passes of one block takes longer than ranking all blocks.
     n = orders.n_ranks
     if orders.max_mem >= 2 * n * max(row[0] for row in orders.memory):
         return
@@ -58,7 +62,9 @@ def uniform_orders(orders: VOrders) -> Iterator[Order]:
 
 
 def _mean_memory(orders: VOrders, block: Block) -> float:
-    """Return the mean memory from F to I on the fullest rank, which the peak cannot be below."""
+    """Return a lower bound of a block's peak memory: the mean memory of the fullest rank."""
+    # By Little's law: a new microbatch every 6 slots, each of which keeps its activations at least
+    # from F to I. Chunk 0 goes from F0 to I1, chunk 1 from F1 to I0.
     return max(
         memory[0] * (i1 - f0 + 1) / 6 + memory[1] * (i0 - f1 + 1) / 6
         for memory, (f0, f1, i0, i1) in zip(orders.memory, block, strict=True)
@@ -68,8 +74,9 @@ def _mean_memory(orders: VOrders, block: Block) -> float:
 def _uniform_blocks(n: int) -> Iterator[Block]:
     """Yield blocks in which a pass of each kind moves by a constant step from rank to rank.
 
-    F0 and I0 move by ``large`` slots up to the rank ``change``, and by ``small`` slots after it; F1
-    and I1 go the other way by one slot. A block may come up more than once.
+    F0 and I0 move forward by ``large`` slots per rank up to the rank ``change``, and by ``small``
+    slots per rank after it. F1 and I1 move back by one slot per rank. The same block may be yielded
+    more than once.
     """
     for first in permutations(range(1, 6), 3):
         for small, large in combinations_with_replacement(range(1, 6), 2):
@@ -79,6 +86,7 @@ def _uniform_blocks(n: int) -> Iterator[Block]:
                     [way % 6 for way in (moved[r], first[0] - r, first[1] + moved[r], first[2] - r)]
                     for r in range(n)
                 ]
+                # A rank runs one pass at a time: its four kinds need different residues.
                 if all(len(set(row)) == 4 for row in residues):
                     yield _earliest(residues)
 
@@ -101,7 +109,14 @@ def _repeated(block: Block, m: int) -> list[Slots]:
 
 
 def _order(block: Block, m: int, *, steady: bool = True) -> Order:
-    """Return the order of a repeated block; unless ``steady``, passes may move in between."""
+    """Return the order of a repeated block.
+
+    Args:
+        block: The building block.
+        m: The number of microbatches.
+        steady: Whether the passes of the steady state keep their slots.
+    """
+    # The W are placed anew after each move, since moved passes leave other slots free.
     rows = _reordered([_with_weights(row) for row in _repeated(block, m)], steady=steady)
     rows = _reordered([row[:4] for row in _squeezed(rows)])
     rows = _squeezed([_with_weights(row) for row in rows])
@@ -113,7 +128,7 @@ def _kinds(rows: list[Slots]) -> Order:
 
 
 def _events(rows: list[Slots]) -> list[tuple[int, int, int, int]]:
-    """Slot, rank, kind and microbatch of each pass, in the order of the slots."""
+    """Return the slot, rank, kind and microbatch of each pass, sorted by slot."""
     return sorted(
         (slot, rank, kind, micro)
         for rank, row in enumerate(rows)
@@ -123,7 +138,13 @@ def _events(rows: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _with_weights(row: Slots, *, split: bool = False) -> Slots:
-    """The row with W in free slots: of both chunks in one list, or of each in its own."""
+    """Return a row with each W in the first free slot after its I.
+
+    Args:
+        row: The slots of the four other kinds.
+        split: Whether W0 and W1 get a list each, instead of one list for both.
+    """
+    # Pending W wait for a free slot; W0 goes before W1.
     taken = {slot: kind for slot, _, kind, _ in _events([row])}
     found: Slots = [[], []]
     pending, slot = [0, 0], 0
@@ -140,7 +161,7 @@ def _with_weights(row: Slots, *, split: bool = False) -> Slots:
 
 
 def _peak(row: Slots) -> int:
-    """The most memory, where W are in free slots."""
+    """Return the peak memory of a row in units of one F, with W in free slots."""
     used = peak = 0
     for _, _, kind, _ in _events([row if len(row) > 4 else _with_weights(row)]):
         used += (1, 1, 0, 0, -1)[kind]
@@ -149,7 +170,10 @@ def _peak(row: Slots) -> int:
 
 
 def _needs(rows: list[Slots], rank: int, kind: int, micro: int) -> Iterator[int]:
-    """The slots of what a pass comes after."""
+    """Yield the slots of the passes that must come before a pass."""
+    # W comes after the I with its number among all I of the rank. Other kinds come after the pass
+    # of the neighbouring rank (down for even kinds, up for odd ones), after the kind before, and
+    # after the microbatch before.
     row, near = rows[rank], rank - 1 if kind % 2 == 0 else rank + 1
     if kind == 4:
         yield sorted(row[2] + row[3])[micro]
@@ -162,10 +186,15 @@ def _needs(rows: list[Slots], rank: int, kind: int, micro: int) -> Iterator[int]
 
 
 def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
-    """Move passes to earlier slots: with W at the beginning and the end, without at the end alone.
+    """Move passes to earlier free slots, without exceeding the peak memory of the given rows.
 
-    Unless ``steady``, rows with W move in between, too.
+    Rows with W move in the prologue and the epilogue, and rows without W only in the epilogue.
+
+    Args:
+        rows: The slots of each rank; they are changed.
+        steady: Whether passes between the prologue and the epilogue keep their slots.
     """
+    # phase: 0 in the prologue, 1 in the steady state, 2 in the epilogue.
     limit, last, phase = max(map(_peak, rows)), len(rows[0][0]) - 1, 0
     taken: list[set[int]] = [set() for _ in rows]
     for slot, rank, kind, micro in _events(rows):
@@ -175,6 +204,7 @@ def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
         if (kind, micro, phase) == (0, last, 1):
             phase = 2
         first = slot if stays else 1 + max([-1, *_needs(rows, rank, kind, micro)])
+        # The first free slot after the inputs that keeps the memory; at the latest its own slot.
         for free in (one for one in range(first, slot + 1) if one not in taken[rank]):
             rows[rank][kind][micro] = free
             if free == slot or _peak(rows[rank]) <= limit:
@@ -184,7 +214,7 @@ def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
 
 
 def _squeezed(rows: list[Slots]) -> list[Slots]:
-    """The same order, each pass as early as it can be."""
+    """Give each pass the earliest slot that keeps the order of its rank."""
     last = [-1] * len(rows)
     for _, rank, kind, micro in _events(rows):
         needs = () if kind == 4 else _needs(rows, rank, kind, micro)

@@ -1,8 +1,9 @@
-"""Plan a zero-bubble V: published, torch's and greedy orders, improved by local search.
+"""The planner of zero-bubble V schedules: known orders, improved by local search.
 
-A search moves one entry of a rank at a time. A move is taken if the result is no worse than the
-present order, or than the one some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The late
-acceptance hill-climbing heuristic", 2017).
+The planner starts from the published order, torch's ZBV, building blocks and greedy orders. A local
+search then moves one entry of a rank at a time. It accepts a move if the result is no worse than
+the present order, or than the order some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The
+late acceptance hill-climbing heuristic", 2017).
 """
 
 from __future__ import annotations
@@ -36,49 +37,52 @@ from swpipe.plans.pipeline_parallel.v_order import (
 )
 from swpipe.plans.pipeline_parallel.v_starts import published_order, starts, torch_order
 
+# The search is limited by the passes that it times, not by seconds: the same arguments give the
+# same schedule on every machine.
 _PASSES = 20_000_000
-"""Passes in the orders of a search with effort 1: some seconds, whatever the size."""
+"""The number of passes to time with effort 1, which takes some seconds for jobs of any size."""
 
 _START_MOVES = 35
-"""Moves that take as long as making one start."""
+"""The number of moves that take as long as making one start."""
 
 _STARTS = 0.4
-"""The share of the moves in place of which starts are tried."""
+"""The share of the moves that is spent on starts."""
 
 _MOST_STARTS = 400
 
 _FIRST_UNIFORM = 8
-"""How many uniform blocks are tried whatever the effort."""
+"""The number of uniform blocks to try with any effort."""
 
 _SEARCHES = 6
-"""How many of the best starts are searched from, in turns."""
+"""The number of best starts from which to search, in alternation."""
 
 _TURN = 50
-"""Moves in one turn of a search."""
+"""The number of moves in one turn of a search."""
 
 _PATIENCE = 3000
-"""Moves without a better order after which a search makes room for another start."""
+"""The number of moves without improvement after which another start replaces a search."""
 
 _HISTORY = 50
-"""How many moves ago the order was that a new one is compared with."""
+"""The age in moves of the order with which late acceptance compares a new order."""
 
 _MEAN_DISTANCE = 4
-"""How far an entry is moved, on average."""
+"""The mean distance of a move, in entries."""
 
 _SHARE = 0.1
-"""The weight of the mean over the ranks beside the maximum: it leads over plateaus."""
+"""The weight of the mean over the ranks, which tells orders with equal maxima apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class VPlan:
-    """A schedule for a V, from ``plan_v_schedule``; times in the unit of the costs.
+    """A schedule for a V from ``plan_v_schedule``, with times in the unit of the costs.
 
     Attributes:
-        schedule: The best schedule found.
-        objective: What it is best in: "makespan", "period" or "bubble".
-        value: Its makespan, its period, or its largest bubble.
-        lower_bound: No schedule has a smaller value.
-        published: The value of the published method; None where it finds no schedule in the memory.
+        schedule: The best schedule that was found.
+        objective: The objective: "makespan", "period" or "bubble".
+        value: The value of the objective for the schedule.
+        lower_bound: A lower bound of the value for all schedules.
+        published: The value for the published method; None if this method finds no schedule within
+            the memory.
     """
 
     schedule: PipelineSchedule
@@ -89,12 +93,12 @@ class VPlan:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the schedule is proved to be the best."""
+        """Whether the value equals the lower bound, so that no schedule is better."""
         return is_at(self.value, self.lower_bound)
 
 
 def is_at(value: float, bound: float) -> bool:
-    """Whether a value has reached its lower bound, but for the rounding of floats."""
+    """Return whether a value has reached its lower bound, up to the rounding of floats."""
     return value <= bound or math.isclose(value, bound, rel_tol=1e-9)
 
 
@@ -107,27 +111,27 @@ def plan_v_schedule(
     effort: float = 1.0,
     seed: int = 0,
 ) -> VPlan:
-    """Plan a schedule of two chunks per rank, in a V.
+    """Plan a schedule of two chunks per rank in a V.
 
-    It is never worse than the published method, which is ``PipelineGraph``, or than torch's ZBV
-    where that fits the memory.
+    The schedule is at least as good as the published method's (``PipelineGraph``), and as torch's
+    ZBV if that fits the memory.
 
     Args:
-        n_stage: The number of ranks: stages in the sense of ``PipelineGraph``.
+        n_stage: The number of ranks, which are the stages of ``PipelineGraph``.
         n_micro: The number of microbatches.
-        costs: What the passes cost. Every ``max_mem`` in which one microbatch can run has a
-            schedule: 2 * f_mem, where nothing is computed once more.
-        objective: "makespan": the step's time where a collective joins the ranks between steps,
-            such as the clipping of gradients. "period": the time of a step where no collective
-            does, which is the most that a rank works and idles between its first start and its
-            last end. "bubble": the largest idle time alone, as published figures have it.
-        effort: How many moves to try, if the lower bound is not reached before: those of 1 take
-            about 5 s, whatever the size. The published method and torch's order are tried in any
-            case. Moves are counted, so that the same arguments give the same schedule.
-        seed: Of the search.
+        costs: The costs of the passes. There is a schedule for every ``max_mem`` in which one
+            microbatch can run: 2 * f_mem, if nothing is recomputed.
+        objective: The value to minimize. "makespan" is the step time if a collective, for example
+            gradient clipping, synchronizes the ranks between steps. "period" is the step time if
+            no collective does: the longest time of a rank from its first start to its last end.
+            "bubble" is the largest idle time of a rank, which publications report.
+        effort: The amount of search, unless the lower bound is reached before; 1 takes about 5 s
+            for jobs of any size. The published method and torch's order are always tried. The same
+            arguments give the same schedule, since moves are counted instead of seconds.
+        seed: The seed of the search.
 
     Raises:
-        ScheduleError: A size or cost makes no sense, or ``max_mem`` is too small.
+        ScheduleError: A size or cost is invalid, or ``max_mem`` is too small.
     """
     require_counts({"n_stage": n_stage, "n_micro": n_micro})
     costs.require(n_stage, 2 * n_stage)
@@ -143,9 +147,12 @@ def plan_v_schedule(
     first_uniform = islice(uniform, _FIRST_UNIFORM)
     for known in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
         pool.add(known)
+    # ``starts`` is infinite, so that ``next(further)`` always succeeds; its first order is greedy,
+    # which exists for every memory in which one microbatch can run.
     further = chain(uniform, starts(orders, pool.rng))
     if not pool.found:
         pool.add(next(further))
+    # An error of the search's arithmetic is found before the seconds that the search takes.
     pool.checked(costs)
     moves = math.ceil(effort * _PASSES / (6 * n_stage * n_micro))
     for order in islice(further, min(_MOST_STARTS, int(_STARTS * moves / _START_MOVES))):
@@ -155,6 +162,7 @@ def plan_v_schedule(
         moves -= _START_MOVES
     pool.improve(further, moves)
     found, value = pool.checked(costs), pool.value
+    # The search knows no pairs: they are joined afterwards.
     if costs.pair is not None:
         starting = [found, *_dual_pipe(orders)]
         paired = [pair_passes(schedule, costs, objective) for schedule in starting]
@@ -163,7 +171,7 @@ def plan_v_schedule(
 
 
 def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
-    """DualPipe-V, an order that is made for pairs; none where torch or the memory has no such."""
+    """Return DualPipe-V, an order made for pairs, or nothing if it does not exist or fit."""
     try:
         schedule = torch_schedule("dualpipev", orders.n_ranks, orders.n_micro)
         check_schedule(schedule, orders.costs)
@@ -173,12 +181,21 @@ def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
 
 
 class LocalSearch:
-    """A search from one order.
+    """A local search from one order.
+
+    Args:
+        orders: The job.
+        objective: The value to minimize.
+        order: The order to start from.
+        rng: The random generator of the moves.
 
     Attributes:
         order: The best order so far.
-        value: Its makespan, period, or largest bubble.
-        idle_moves: Moves since it was found.
+        value: The value of the objective for this order.
+        idle_moves: The number of moves since this order was found.
+
+    Raises:
+        ValueError: The order deadlocks.
     """
 
     def __init__(self, orders: VOrders, objective: Objective, order: Order, rng: Random) -> None:
@@ -188,17 +205,20 @@ class LocalSearch:
             raise ValueError("a search starts from an order that can run")
         self.order, self.value = order, times.value(objective)
         self._present, self._energy = order, self._energy_of(times)
+        # The energies of the last orders, at first all that of the start.
         self._history = [self._energy] * _HISTORY
         self._moves = self.idle_moves = 0
 
     def _energy_of(self, times: OrderTimes) -> float:
+        # Most moves change a rank that is not the worst, so that the maximum alone stays equal.
         values = times.values(self.objective)
         return max(values) + _SHARE * sum(values) / len(values)
 
     def move(self) -> None:
-        """Try one move."""
+        """Try one random move, and accept or reject it."""
         changed = self._drawn()
         times = None if changed is None else self.orders.times(changed)
+        # A ring buffer: the entry at this place is _HISTORY moves old.
         place = self._moves % _HISTORY
         self._moves += 1
         self.idle_moves += 1
@@ -212,10 +232,11 @@ class LocalSearch:
         self._history[place] = self._energy
 
     def _drawn(self) -> Order | None:
-        """The present order with one entry moved; None if that is no other valid order."""
+        """Return the present order with one random entry moved; None if it is invalid or equal."""
         rng, present = self.rng, self._present
         rank = rng.randrange(len(present))
         row = present[rank]
+        # The first entry stays: nothing can come before the first F0.
         source = rng.randrange(1, len(row))
         distance = 1 + int(rng.expovariate(1 / _MEAN_DISTANCE))
         target = source + distance * rng.choice((-1, 1))
@@ -223,13 +244,14 @@ class LocalSearch:
             return None
         moved = row.copy()
         moved.insert(target, moved.pop(source))
+        # Entries of one kind are interchangeable: moving past equal entries changes nothing.
         if moved == row or not self.orders.is_valid(moved, rank):
             return None
         return [*present[:rank], moved, *present[rank + 1 :]]
 
 
 class _Pool:
-    """The orders found so far, and the searches from the best of them."""
+    """The best orders that were found so far, best first, and the searches from them."""
 
     def __init__(self, orders: VOrders, objective: Objective, rng: Random) -> None:
         self.orders, self.objective, self.rng = orders, objective, rng
@@ -238,26 +260,33 @@ class _Pool:
 
     @property
     def value(self) -> float:
-        """Of the best order."""
+        """The value of the best order."""
         return self.found[0][0]
 
     @property
     def is_at_bound(self) -> bool:
-        """Whether nothing can be better."""
+        """Whether the best order has reached the lower bound."""
         return is_at(self.value, self.bound)
 
     def add(self, order: Order | None) -> float | None:
-        """Time an order that fits the memory, and keep it if it is one of the best; its value."""
+        """Keep an order if it is one of the best, and return its value; None if it cannot run."""
         times = None if order is None or not self.orders.fits(order) else self.orders.times(order)
         if order is None or times is None:
             return None
         value = times.value(self.objective)
+        # Two searches from the same order would waste one of few places.
         if all(order != other for _, other in self.found):
             self.found = sorted([*self.found, (value, order)], key=lambda one: one[0])[:_SEARCHES]
         return value
 
     def improve(self, further: Iterator[Order], moves: int) -> None:
-        """Search from each order in turns; one that gets no better makes room for another start."""
+        """Search from all orders in alternation, and replace searches that no longer improve.
+
+        Args:
+            further: The starts that replace them; it must be infinite.
+            moves: The number of moves in all searches together.
+        """
+        # In alternation, because nobody knows in advance from which start a search gets furthest.
         searches = [self._search(order) for _, order in self.found]
         while True:
             for place, search in enumerate(searches):
@@ -267,6 +296,7 @@ class _Pool:
                         return
                     search.move()
                     moves -= 1
+                    # The other places of the pool no longer matter: the searches have their orders.
                     if search.value < self.value:
                         self.found.insert(0, (search.value, search.order))
                 if search.value == before and search.idle_moves >= _PATIENCE:
@@ -277,9 +307,14 @@ class _Pool:
         return LocalSearch(self.orders, self.objective, order, self.rng)
 
     def checked(self, costs: PipelineCosts) -> PipelineSchedule:
-        """The best schedule, as the checker agrees, which shares no code with the search."""
+        """Return the best schedule, after the checker has confirmed its value.
+
+        Raises:
+            InternalError: The checker, which shares no code with the search, gets another value.
+        """
         schedule = self.orders.schedule_of(self.found[0][1])
         report = check_schedule(schedule, costs)
+        # The objectives have the names of the report's properties.
         value: float = getattr(report, self.objective)
         if not math.isclose(value, self.value, rel_tol=1e-9, abs_tol=1e-9 * report.makespan):
             raise InternalError(f"a schedule has the {self.objective} {value}, not {self.value}")

@@ -1,10 +1,11 @@
-"""Orders of a V to start a search from: published, torch's, greedy.
+"""The orders of a V from which a search starts: published, torch's, and greedy orders.
 
-Greedy orders are made in the order of time, within any memory. Each rank takes the pass that can
-start first, and W passes in waits. F0 and F1 are taken only where memory is left for
-the rest of a microbatch, counting what the pending W passes free. So the oldest microbatch can
-always go on: where its F1 is due, everything older is done and freed, and the memory that its last
-F0 left is there. Therefore an order is found for every ``max_mem`` in which one microbatch can run.
+A greedy order is made in the order of time. Each rank runs the pass that can start first, and W
+passes while it waits. It runs F0 and F1 only if the memory suffices for the rest of a microbatch,
+counting the memory that pending W passes will free. Therefore the oldest microbatch can always
+proceed: when its F1 is due, everything older has run and is freed, and the memory that was left
+after its last F0 is available. It follows that there is a greedy order for every ``max_mem`` in
+which one microbatch can run.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _RATIOS = (
     (1, 1.5, 0.5),
     (1, 2, 1),
 )
-"""Times of F, B and W with which the published method is restarted."""
+"""The times of F, B and W with which the published method is restarted, in units of F."""
 
 _HOPS = (0.001, 0.05, 0.4)
-"""Latencies with which it is restarted, in units of F."""
+"""The latencies with which the published method is restarted, in units of F."""
 
 
 def published_order(orders: VOrders) -> Order | None:
-    """What the published method makes; None where it finds nothing within the memory."""
+    """Return the order of the published method; None if it finds no order within the memory."""
     try:
         return _order_of(_published(orders).best_attempt())
     except ScheduleError:
@@ -44,7 +45,7 @@ def published_order(orders: VOrders) -> Order | None:
 
 
 def torch_order(orders: VOrders) -> Order | None:
-    """Torch's ZBV, in whatever memory; None where this torch does not have it."""
+    """Return the order of torch's ZBV, whatever memory it needs; None if torch lacks it."""
     try:
         return orders.order_of(torch_schedule("zbv", orders.n_ranks, orders.n_micro))
     except ImportError:
@@ -52,7 +53,8 @@ def torch_order(orders: VOrders) -> Order | None:
 
 
 def starts(orders: VOrders, rng: Random) -> Iterator[Order]:
-    """Further orders, without an end: the published method with other costs, and greedy ones."""
+    """Yield orders without end: the published method's for varied costs, and greedy orders."""
+    # The first order is greedy: it exists for every memory in which one microbatch can run.
     yield GreedyOrder(orders, GreedyRules.plain(orders)).make()
     graph = _published(orders)
     f = graph.f_cost
@@ -63,7 +65,7 @@ def starts(orders: VOrders, rng: Random) -> Iterator[Order]:
     rng.shuffle(tries)
     for costs, hop, way in chain(tries, _drawn(f, ways, rng)):
         other = replace(graph, f_cost=costs[0], b_cost=costs[1], w_cost=costs[2], c_cost=hop)
-        with suppress(ScheduleError):  # the published method needs more memory
+        with suppress(ScheduleError):  # the published method may find no order in this memory
             yield _order_of(other.try_v_schedule(*way))
         yield GreedyOrder(orders, GreedyRules.drawn(orders, rng)).make()
 
@@ -77,15 +79,18 @@ def _drawn(
 
 
 def _published(orders: VOrders) -> PipelineGraph:
-    """What the published method is told: it knows one value of each pass, here the mean."""
+    """Return the published method's generator, with the mean costs of all ranks and chunks."""
 
+    # The method has one number for each op.
     def means(rows: list[list[float]]) -> Iterator[float]:
+        # Equal numbers are not summed, so that they keep their type and are not rounded.
         for kind in (0, 2, 4):
             both = [row[kind] + row[kind + 1] for row in rows]
             yield (both[0] if len(set(both)) == 1 else sum(both) / len(both)) / 2
 
     (f_cost, b_cost, w_cost), (f, b, w) = means(orders.cost), means(orders.memory)
-    # What it makes of the mean may exceed the memory; here it is told what it needs at least.
+    # The limit must suffice for the mean costs, or the generator is refused. The order is checked
+    # with the true costs later, and may exceed the memory.
     memory = (f, b, w, max(orders.costs.limit(2 * orders.n_ranks), 2 * (f + max(0, b))))
     sizes = orders.n_ranks, orders.n_micro
     return PipelineGraph(*sizes, f_cost, b_cost, w_cost, orders.hop, *memory)
@@ -97,12 +102,12 @@ def _order_of(attempt: AttemptResult) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class GreedyRules:
-    """How a rank chooses.
+    """The rules by which each rank chooses its next pass.
 
     Attributes:
-        preference: The kinds 0 to 3; of those that can start at once, the first one is taken.
-        lead: Per rank, how many microbatches may be between F0 and I1.
-        slack: By how much a W pass may delay another pass.
+        preference: The kinds 0 to 3, in the order of preference among passes with equal starts.
+        lead: The largest number of microbatches between F0 and I1, by rank.
+        slack: The time by which a W pass may delay another pass.
     """
 
     preference: tuple[int, ...]
@@ -111,12 +116,12 @@ class GreedyRules:
 
     @classmethod
     def plain(cls, orders: VOrders) -> GreedyRules:
-        """Backward passes first; memory alone limits the lead."""
+        """Return rules that prefer backward passes, and limit the lead only by memory."""
         return cls((2, 3, 1, 0), (orders.n_micro,) * orders.n_ranks, 0)
 
     @classmethod
     def drawn(cls, orders: VOrders, rng: Random) -> GreedyRules:
-        """Rules drawn at random."""
+        """Return random rules."""
         n = orders.n_ranks
         backward = [2, 3] if rng.random() < 0.5 else [3, 2]
         preference = [*backward, 1, 0] if rng.random() < 0.7 else [1, *backward, 0]
@@ -127,7 +132,12 @@ class GreedyRules:
 
 
 class GreedyOrder:
-    """An order as far as it is made."""
+    """An unfinished greedy order.
+
+    Args:
+        orders: The job.
+        rules: The rules by which each rank chooses its next pass.
+    """
 
     def __init__(self, orders: VOrders, rules: GreedyRules) -> None:
         n = orders.n_ranks
@@ -138,7 +148,9 @@ class GreedyOrder:
         self.rows: Order = [[] for _ in range(n)]
 
     def make(self) -> Order:
-        """The whole order."""
+        """Return the complete order."""
+        # Events in the order of time: the rank whose next pass starts first runs it. This changes
+        # only its own next pass and those of its neighbours.
         n = self.orders.n_ranks
         next_of = [self._next(rank) for rank in range(n)]
         for _ in range(6 * n * self.orders.n_micro):
@@ -157,7 +169,7 @@ class GreedyOrder:
         self.rows[rank].append(kind)
 
     def _arrival(self, rank: int, kind: int) -> float | None:
-        """When the input of the next pass of a kind is there; None: not yet known."""
+        """Return the time at which the input of a kind's next pass arrives; None if unknown yet."""
         if kind >= 4:
             return 0
         source = rank + 1 if kind % 2 else rank - 1
@@ -167,7 +179,7 @@ class GreedyOrder:
         return ends[micro] + self.orders.hop if micro < len(ends) else None
 
     def _next(self, rank: int) -> tuple[float, int, int] | None:
-        """Start, rank and kind of what a rank does next, as far as is known."""
+        """Return the start, rank and kind of a rank's next pass; None if no pass is ready."""
         orders, own, clock = self.orders, self.ends[rank], self.clock[rank]
         pending = [kind for kind in (4, 5) if len(own[kind]) < len(own[kind - 2])]
         weight = min(pending, key=lambda kind: own[kind - 2][len(own[kind])], default=None)
@@ -179,6 +191,8 @@ class GreedyOrder:
             if arrival is not None:
                 best = min(best or (float("inf"), 0, 0), (max(clock, arrival), place, kind))
         if weight is not None:
+            # W runs if it ends before the next pass can start, or if the next pass lacks memory. It
+            # may delay by ``slack`` only a pass that has to wait in any case.
             fits = best is None or clock + orders.cost[rank][weight] <= best[0] + (
                 self.rules.slack if best[0] > clock else 0
             )
@@ -188,7 +202,7 @@ class GreedyOrder:
         return None if best is None else (best[0], rank, best[2])
 
     def _is_due(self, rank: int, kind: int) -> bool:
-        """Whether the microbatch is there, and the memory for it once the pending W have run."""
+        """Return whether a rank may run a kind's next pass once its pending W have freed memory."""
         orders, own = self.orders, self.ends[rank]
         done, need = len(own[kind]), NEEDS[kind]
         if done >= (orders.n_micro if need is None else len(own[need])):
@@ -198,9 +212,12 @@ class GreedyOrder:
         if kind == 0 and done - len(own[3]) >= self.rules.lead[rank]:
             return False
         _, of_f1, of_i0, of_i1, *freed = memory = orders.memory[rank]
-        rest = max(of_f1 + max(0, of_i0), of_i1)  # of a microbatch whose F0 is taken
+        # The memory that a microbatch still needs after its F0: F1 and then I0, or I1.
+        rest = max(of_f1 + max(0, of_i0), of_i1)
         if kind == 1:
-            waits = len(own[2]) > len(own[3])  # an older one, for its I1
+            # After F1 the microbatch needs less. If an older microbatch has still to run I1, the
+            # memory of that I1 is needed as well.
+            waits = len(own[2]) > len(own[3])
             rest = max(0, of_i0, of_i1) if waits else rest - of_f1
         pending = (len(own[k]) - len(own[k + 2]) for k in (2, 3))
         left = self._left(rank) - sum(n * w for n, w in zip(pending, freed, strict=True))

@@ -1,4 +1,4 @@
-"""Planners published by others, from NVIDIA's recsys-examples, under swpipe's simulator."""
+"""Planners from the literature and from NVIDIA's recsys-examples, with swpipe's simulator."""
 
 from swpipe.plans.published.joint import JointSearch, joint_search
 from swpipe.plans.published.list_scheduling import ListSchedule, list_schedule

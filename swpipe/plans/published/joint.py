@@ -1,25 +1,30 @@
-"""Joint search: beam search over threads, streams and the order of the period.
+"""Joint search: a beam search over threads, streams and the order of the period.
 
-    round   each layout in the beam
-              |- with each thread preset                      (roles)
-              |- with each bundle on each other stream        (its tasks move together)
-              `- with each policy, and each swap of two neighbours of the order
-            evaluate each new one: assign lookaheads, simulate
-            keep the best of those with the same threads, streams and lookaheads
-            the best of these are the next beam
-    until   the number of rounds is reached, or ``patience`` rounds bring no better score
+Each round runs these steps::
 
-Lookaheads are not searched, but assigned by ``lookahead``. A score is the simulated interval; among
-equals, fewer threads are better, then fewer iterations in flight. The search starts from the given
-plan and from the default preset's threads, so the result is never worse than the given plan, nor
-than ``assign_lookaheads`` of it, if these are within the limits.
+    (1) vary each layout in the beam
+          |- each thread preset                      (``task_roles``)
+          |- each bundle on each other stream        (the tasks of a bundle move together)
+          `- each policy, and each swap of two neighbours in the order
+    (2) evaluate each new layout: assign lookaheads, and simulate
+    (3) of all layouts with the same threads, streams and lookaheads, keep the best
+    (4) the best of the kept layouts are the next beam
 
-A policy ranks the tasks: of those that can be next in a period, the one ranked first is. It removes
-no edge, and communicators keep their order. Frozen tasks and the caller's tasks keep thread, stream
-and lookahead. The plan must declare all dependences. The search is deterministic.
+The search ends after the given number of rounds, or after ``patience`` rounds without a better
+score. Lookaheads are assigned by ``lookahead`` instead of searched. Scores compare the simulated
+interval first, then the number of threads, and then the iterations in flight; less is better. The
+search starts from the given plan and from the default preset's threads. Therefore the result is at
+least as good as the given plan and as the result of ``assign_lookaheads``, if these are within the
+limits.
 
-Source: the joint search of the schedulable engine in NVIDIA's recsys-examples, made there for the
-fourteen tasks of one model by name, with limits of 4 threads and 5 iterations in flight.
+A policy ranks the tasks: of all tasks that can be next in a period, the task with the first rank
+is. A policy removes no edge, and communicators keep their order. Frozen tasks and the caller's
+tasks keep their thread, stream and lookahead. The plan must declare all dependences. The search is
+deterministic.
+
+Source: the joint search of the schedulable engine in NVIDIA's recsys-examples. It is written for
+the fourteen tasks of one model, which it lists by name, with limits of 4 threads and 5 iterations
+in flight.
 """
 
 from __future__ import annotations
@@ -48,14 +53,14 @@ from swpipe.plans.published.task_roles import GIVEN, IO, PRESETS, TaskRoles
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of the search.
+    """The figures of one round of the search.
 
     Attributes:
-        number: From 1; 0 is the start of the search.
-        tried: Number of layouts evaluated.
-        kept: How many of them were not dominated.
-        best_us: The shortest interval in this round; microseconds.
-        so_far_us: The shortest until now, this round included; microseconds.
+        number: The number of the round, from 1; 0 for the start of the search.
+        tried: The number of layouts evaluated in this round.
+        kept: The number of layouts kept in step (3).
+        best_us: The shortest interval in this round, in microseconds.
+        so_far_us: The shortest interval up to and including this round, in microseconds.
     """
 
     number: int
@@ -71,12 +76,12 @@ class JointSearch:
 
     Attributes:
         plan: The best plan.
-        ii_us: Its simulated interval; microseconds.
-        given_ii_us: The simulated interval of the given plan; microseconds.
-        threads: Name of its thread preset, or "as given".
-        rejected: Thread preset to its number of threads, for those above the limit.
+        ii_us: The simulated interval of the best plan, in microseconds.
+        given_ii_us: The simulated interval of the given plan, in microseconds.
+        threads: The name of the best plan's thread preset, or "as given".
+        rejected: The number of threads of each thread preset above the limit, by name.
         history: The rounds, from round 0.
-        why: What was chosen, and why the search ended, in words.
+        why: A sentence about the chosen plan and the end of the search.
     """
 
     plan: PipelinePlan
@@ -101,20 +106,22 @@ def joint_search(
     """Search threads, streams and order together, and assign lookaheads.
 
     Args:
-        plan: Serial or pipelined; it may name tasks without functions. Tasks that may run ahead
-            have a stream or a thread group other than the caller's.
-        costs: A cost for each of its tasks.
-        limits: The planner's limits; by default ``Limits()``.
-        beam_width: How many layouts each round continues from; 1 or more.
-        rounds: The most rounds; with 0 only the initial layouts are evaluated.
-        patience: The search ends after so many rounds without a better score; 1 or more.
-        streams: Plan for a device with streams; on a CPU all cost is host time, and no task is
-            moved to another stream.
+        plan: The plan to start from, serial or pipelined. It may name tasks without functions.
+            Tasks that may run ahead have a stream, or a thread group other than the caller's.
+        costs: The cost of each task, in microseconds.
+        limits: The planner's limits; None for ``Limits()``.
+        beam_width: The number of layouts from which each round continues, 1 or more.
+        rounds: The maximal number of rounds; with 0 only the initial layouts are evaluated.
+        patience: The number of rounds without a better score after which the search ends, 1 or
+            more.
+        streams: Whether to plan for a device with streams. Otherwise all cost is host time, and
+            tasks keep their streams.
 
     Raises:
-        PlanError: The plan cannot run, a task has no cost, a frozen task is unknown; or the limits
-            allow no plan: the message names the limit and the least value that would do.
-        ValueError: A number that is out of range.
+        PlanError: The plan cannot run, a task has no cost, a frozen task is unknown, or the limits
+            allow no plan. In the last case the message names the limit and the least value that
+            allows a plan.
+        ValueError: A number is out of range.
     """
     for what, value, least in (
         ("beam_width", beam_width, 1),
@@ -131,12 +138,14 @@ def joint_search(
     history = [Round(0, len(initial), len(initial), best.ii_us, best.ii_us)]
     ended = "all rounds were used"
     for number in range(1, rounds + 1):
+        # Layouts that an earlier round has evaluated are skipped, so that this may be empty.
         evaluated = space.evaluate(near for one in beam for near in space.neighbours(one))
         kept = prune(evaluated)
         if not kept:
             ended = "nothing was left to try"
             break
         beam = sorted(kept, key=lambda one: one.score)[:beam_width]
+        # The beam may get worse than the best so far, which leads out of local minima.
         without += 1
         if beam[0].score < best.score:
             best, without = beam[0], 0
@@ -144,6 +153,7 @@ def joint_search(
         if without == patience:
             ended = "patience ran out"
             break
+    # The given plan may exceed the limits, so that it need not be among the layouts.
     given_us = interval_us(plan, costs, streams=streams)
     need = space.threads_needed
     rejected = {name: need[name] for name in PRESETS if need[name] > limits.threads}
@@ -160,9 +170,9 @@ class Layout(NamedTuple):
     """A choice of threads, streams and order.
 
     Attributes:
-        threads: Name of a thread preset, or "as given".
-        streams: Each task's stream, in the order of the schedule.
-        priority: All tasks; of those that can be next in a period, the first in this list is.
+        threads: The name of a thread preset, or "as given".
+        streams: The stream of each task, in the order of the plan's schedule.
+        priority: All tasks in the order of priority among tasks that can be next in a period.
     """
 
     threads: str
@@ -171,7 +181,13 @@ class Layout(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """A layout, with the plan's order as its priority; its plan, and the simulated interval."""
+    """An evaluated layout.
+
+    Attributes:
+        layout: The layout, with the order of the plan as its priority.
+        plan: The plan with this layout and the assigned lookaheads.
+        ii_us: The simulated interval of the plan, in microseconds.
+    """
 
     layout: Layout
     plan: PipelinePlan
@@ -179,17 +195,18 @@ class Evaluated(NamedTuple):
 
     @property
     def score(self) -> tuple[float, int, int]:
-        """Interval, threads, iterations in flight; less is better."""
+        """The interval, the number of threads, and the iterations in flight; less is better."""
+        # Rounded to nanoseconds, so that float noise does not decide before threads and depth.
         return (round(self.ii_us, 3), len(self.plan.thread_groups), self.plan.depth)
 
     @property
     def places(self) -> tuple[object, ...]:
-        """Threads, streams and lookaheads, without the order."""
+        """The thread group, stream and stage of each task, without the order."""
         return tuple((e.thread_group, e.stream, e.stage) for e in self.plan.schedule.values())
 
 
 def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
-    """Keep the best of those with the same threads, streams and lookaheads."""
+    """Return the best of all evaluated layouts with the same threads, streams and lookaheads."""
     best: dict[object, Evaluated] = {}
     for one in evaluated:
         if one.places not in best or one.score < best[one.places].score:
@@ -198,9 +215,9 @@ def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
 
 
 class SearchSpace:
-    """The layouts of one plan, and which have been evaluated.
+    """The layouts of one plan, and the record of the layouts that have been evaluated.
 
-    Arguments and errors are those of ``joint_search``.
+    See ``joint_search`` for the arguments and errors.
     """
 
     def __init__(
@@ -213,6 +230,7 @@ class SearchSpace:
         self._roles = TaskRoles.of(resolved, limits.frozen)
         self.policies = policies(resolved, costs, self._roles)
         self._seen: set[object] = set()
+        # The plan without changes; all layouts are derived from it.
         streams_now = tuple(stream_of(plan, name) for name in plan.schedule)
         self._first = Layout(GIVEN, streams_now, resolved.period_order)
         self.threads_needed = {
@@ -221,11 +239,12 @@ class SearchSpace:
         }
 
     def initial(self) -> Iterator[Layout]:
-        """The given and the default preset's threads, each in the given and the engine's order.
+        """Yield the given and the default threads, each in the given and in the engine's order.
 
         Raises:
-            PlanError: Both exceed the limit on threads.
+            PlanError: Both the given and the default threads exceed the limit.
         """
+        # ``evaluate`` drops the one above the limit if only one is.
         need = {name: self.threads_needed[name] for name in (GIVEN, "default")}
         if min(need.values()) > self._limits.threads:
             both = ", ".join(f"{name}: {count}" for name, count in need.items())
@@ -240,22 +259,24 @@ class SearchSpace:
             yield self._first._replace(threads=name, priority=ties)
 
     def neighbours(self, one: Evaluated) -> Iterator[Layout]:
-        """Layouts that differ in the threads, in one bundle's stream, or in the order."""
+        """Yield the layouts that differ in the threads, in one bundle's stream, or in the order."""
         for preset in PRESETS:
             yield one.layout._replace(threads=preset)
         if self._on_device:
             yield from self._on_other_streams(one.layout)
         order = one.layout.priority
+        # Sorting is stable: where a policy ranks tasks equally, the present order decides.
         for rank in self.policies.values():
             yield one.layout._replace(priority=tuple(sorted(order, key=rank)))
         for swapped in swaps(one.plan, order, self.rules.queues):
             yield one.layout._replace(priority=swapped)
 
     def evaluate(self, layouts: Iterable[Layout]) -> list[Evaluated]:
-        """Evaluate the layouts that are new and within the limits."""
+        """Return the evaluations of all layouts that are new and within the limits."""
         evaluated = []
         for layout in layouts:
             shaped = self._shaped(layout)
+            # By thread groups, since several presets may give a plan the same threads.
             groups = tuple(entry.thread_group for entry in shaped.schedule.values())
             key = (groups, layout.streams, layout.priority)
             if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
@@ -265,6 +286,7 @@ class SearchSpace:
                 shaped, self._costs, self.rules, layout.priority, streams=self._on_device
             )
             if found is not None:
+                # The priority is only a wish; the plan's order also keeps all edges.
                 chosen = layout._replace(priority=tuple(found.plan.order))
                 evaluated.append(Evaluated(chosen, found.plan, found.ii_us))
         return evaluated
@@ -283,7 +305,7 @@ class SearchSpace:
                     yield layout._replace(streams=moved)
 
     def _shaped(self, layout: Layout) -> PipelinePlan:
-        """The given plan with a layout's streams and threads."""
+        """Return the given plan with a layout's streams and threads."""
         stream = dict(zip(self._plan.schedule, layout.streams, strict=True))
         given = self._plan.schedule
         if layout.threads == GIVEN:
@@ -296,50 +318,53 @@ class SearchSpace:
             schedule={
                 n: replace(e, stream=stream[n], thread_group=groups[n]) for n, e in given.items()
             },
+            # A plan with a stream that no task uses would be refused.
             streams={s: spec for s, spec in self._plan.streams.items() if s in layout.streams},
         )
 
 
 Policy = Callable[[str], tuple[float, ...]]
-"""Task to its rank; the least comes first."""
+"""A function from a task's name to its rank; the least rank comes first."""
 
 
 def policies(resolved: ResolvedPlan, costs: CostModel, roles: TaskRoles) -> dict[str, Policy]:
-    """Name to policy. Ties are broken by the longest remaining path.
+    """Return the policies by name; all of them prefer longer remaining paths among equals.
 
-    Two measures along dependences of distance 0: a task's *remaining path*, the longest from its
-    start to the end of the iteration, and its *slack*, how much later it can start without
-    lengthening the iteration's longest path.
+    Policies use two measures along dependences of distance 0, in microseconds. The *remaining path*
+    of a task is the longest path from its start to the end of the iteration. Its *slack* is the
+    time by which it can start later without lengthening the iteration's longest path.
     """
     serial, schedule = resolved.serial_order, resolved.plan.schedule
     us = {name: costs.tasks[name].total_us for name in serial}
     edges = [(dep.consumer, dep.producer) for dep in resolved.within_iteration]
     remaining = remaining_us(serial, costs, edges)
+    # The earliest start of each task if nothing but dependences delays it.
     begin: dict[str, float] = {}
     for name in serial:
         begin[name] = max((begin[p] + us[p] for c, p in edges if c == name), default=0.0)
     ordered = [n for n in resolved.period_order if schedule[n].globally_ordered]
     position = {name: place for place, name in enumerate(ordered)}
     shared = {r for n in ordered for r in costs.tasks[n].resources}
-    # What uses a copy engine: a resource that is no communicator, or the role io.
+    # Tasks that use a copy engine: a resource that is no communicator, or the role io.
     copies = {n for n in serial if {*costs.tasks[n].resources} - shared or roles.role.get(n) == IO}
     return {
         # The caller's tasks first.
         "critical chain first": lambda n: (n not in roles.caller, -remaining[n]),
-        # The caller's tasks last, the others by their own time.
+        # The caller's tasks last, and before them all other tasks by their own time.
         "longest elsewhere first": lambda n: (
             (True, -remaining[n]) if n in roles.caller else (False, -us[n])
         ),
         "collectives early": lambda n: (position.get(n, len(position)), -remaining[n]),
         "copies early": lambda n: (n not in copies, -remaining[n]),
+        # The slack is the longest path less begin and remaining; the longest path is a constant.
         "least slack first": lambda n: (-remaining[n] - begin[n], -remaining[n]),
     }
 
 
 def swaps(plan: PipelinePlan, order: Sequence[str], queues: Queues) -> Iterator[tuple[str, ...]]:
-    """Orders of a period in which two neighbours of ``order`` are swapped.
+    """Yield the orders of a period in which two neighbours of ``order`` are swapped.
 
-    The plan's edges of lag 0 and the communicators' queues are kept.
+    All orders keep the plan's edges of lag 0 and the communicators' queues.
     """
     tied = {*period_edges(plan, queues)}
     for place, (sooner, later) in enumerate(pairwise(order)):

@@ -1,26 +1,28 @@
-"""Lookahead assignment: how many iterations ahead of training each preparing task runs.
+"""Lookahead assignment: the number of iterations that each preparing task runs ahead of training.
 
-A task with lookahead k works k iterations ahead of the last stage L: its stage is L - k. Rules:
+A task with lookahead k works k iterations ahead of the last stage L: its stage is L - k. The rules
+are:
 
 - **Lookaheads are only raised**, never lowered below those of the given plan.
-- **Fixed tasks keep their lookahead**: the caller's tasks, which have no stream and run on the
-  caller's thread, and frozen tasks, at lookahead 0.
+- **Fixed tasks keep their lookahead.** These are the caller's tasks, which have no stream and run
+  on the caller's thread, and the frozen tasks, whose lookahead is 0.
 - **Dependences hold.** For a dependence of distance d, the producer's lookahead is at least the
-  consumer's minus d. So raising a task raises its producers, and a fixed producer limits its
-  consumers. A dependence within a period counts with the distance that it has in the given plan: a
-  raise may make it smaller, which is stricter, but not greater.
-- **Communicators keep their order.** Of two tasks of one communicator the later one is never raised
-  above the earlier one, so an iteration's collectives keep their order.
-- **Depth** stays within the limit: at most so many iterations are in flight.
+  consumer's minus d. Therefore raising a task raises its producers, and a fixed producer limits its
+  consumers. A dependence within a period counts with its distance in the given plan: a raise may
+  make this distance smaller, which is stricter, but never greater.
+- **Communicators keep their order.** Of two tasks of one communicator, the later task is never
+  raised above the earlier task, so that an iteration's collectives keep their order.
+- **The depth stays within the limit** on iterations in flight.
 
-For each task, the time of the longest path from its start to the first fixed task that needs it is
-computed. Spread over n periods, the task runs ceil(n * its time / the longest time) periods ahead.
-Each n up to the limit gives an assignment. The best one in simulation is chosen, the given plan
-included; among equals, the one with the fewest iterations in flight.
+The time of a task's path is that of the longest path from its start to the first fixed task that
+needs it. For each number of periods n up to the limit, one assignment lets each task run
+ceil(n * its path's time / the longest path's time) periods ahead. The assignment with the shortest
+simulated interval is chosen, where the given plan counts as an assignment. Among equals, the
+assignment with the fewest iterations in flight is chosen.
 
 Source: the lookahead scheduler of the schedulable engine in NVIDIA's recsys-examples, which its
-joint search calls for each candidate. The rules are the published ones; how far tasks are raised is
-not published, and is swpipe's own choice.
+joint search calls for each candidate. The rules are published. How far tasks are raised is not
+published, and is swpipe's own choice.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from swpipe.plans.published.queue_rules import (
 )
 
 _SAME = 1e-9
-"""Relative difference below which two intervals count as equal."""
+"""The relative difference below which two intervals count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,10 @@ class Lookaheads:
 
     Attributes:
         plan: The given plan with new stages, depth and order.
-        ii_us: Its simulated interval; microseconds.
-        lookahead: Task to the number of periods that it runs ahead of the last stage.
-        tried: How many assignments were simulated.
-        why: What was chosen, in words.
+        ii_us: The simulated interval of this plan, in microseconds.
+        lookahead: The number of periods that each task runs ahead of the last stage, by name.
+        tried: The number of assignments that were simulated.
+        why: A sentence about the chosen assignment.
     """
 
     plan: PipelinePlan
@@ -71,7 +73,7 @@ class Lookaheads:
 
 
 class Scored(NamedTuple):
-    """A plan, its simulated interval in microseconds, and how many plans were simulated."""
+    """A plan, its simulated interval in microseconds, and the number of simulated plans."""
 
     plan: PipelinePlan
     ii_us: float
@@ -81,16 +83,16 @@ class Scored(NamedTuple):
 def assign_lookaheads(
     plan: PipelinePlan, costs: CostModel, *, limits: Limits | None = None, streams: bool = True
 ) -> Lookaheads:
-    """Raise lookaheads as far as that shortens the interval.
+    """Raise the lookaheads of a plan's tasks as far as this shortens the interval.
 
     Args:
-        plan: As for ``joint_search``; streams and thread groups do not change.
-        costs: A cost for each of its tasks.
-        limits: The planner's limits; by default ``Limits()``.
-        streams: Plan for a device with streams; on a CPU all cost is host time.
+        plan: The plan to start from; see ``joint_search``. Its streams and thread groups stay.
+        costs: The cost of each task, in microseconds.
+        limits: The planner's limits; None for ``Limits()``.
+        streams: Whether to plan for a device with streams. Otherwise all cost is host time.
 
     Raises:
-        PlanError: As for ``joint_search``.
+        PlanError: The plan, the costs or the limits cannot be used; see ``joint_search``.
     """
     limits = limits or Limits()
     rules = Rules(check_inputs(plan, costs, limits), costs, limits)
@@ -99,6 +101,7 @@ def assign_lookaheads(
     given = rules.plan
     best = Scored(given, interval_us(given, costs, streams=streams), 1)
     given_us, tried = best.ii_us, 1
+    # Two orders to stay close to: the given one, and the engine's for a plan without an order.
     for order in dict.fromkeys([rules.order, resolve_plan(replace(plan, order=())).period_order]):
         found = best_assignment(given, costs, rules, order, streams=streams)
         if found is not None:
@@ -111,18 +114,20 @@ def assign_lookaheads(
 
 
 def lookaheads(plan: PipelinePlan) -> dict[str, int]:
-    """Task to the number of periods that it runs ahead of the last stage."""
+    """Return the number of periods that each task runs ahead of the last stage, by name."""
     return {name: plan.max_stage - entry.stage for name, entry in plan.schedule.items()}
 
 
 def best_assignment(
     plan: PipelinePlan, costs: CostModel, rules: Rules, priority: Sequence[str], *, streams: bool
 ) -> Scored | None:
-    """The best plan over all assignments, with an order of the period closest to ``priority``.
+    """Return the best plan over all assignments, with an order close to ``priority``.
 
-    None if no assignment has an order: communicator order contradicts the plan's edges of lag 0.
-    Assignments with fewer iterations in flight are tried first, until the lower bound is reached.
+    Returns None if no assignment has an order, because the order of a communicator's tasks
+    contradicts the plan's edges of lag 0.
     """
+    # Assignments with fewer iterations in flight come first, and a later one must be better. The
+    # loop ends early if the lower bound is reached.
     least_us = lower_bounds(plan, costs, streams=streams).ii_us
     best: Scored | None = None
     tried = 0
@@ -144,6 +149,7 @@ def _with(
     plan: PipelinePlan, levels: Mapping[str, int], priority: Sequence[str], queues: Queues
 ) -> PipelinePlan:
     most = max(plan.max_stage, *levels.values())
+    # The depth is left out at first, since the plan's own may be too small for the new stages.
     depth = plan.pipeline_depth
     raised = replace(
         plan,
@@ -160,7 +166,7 @@ class _Path(NamedTuple):
     """The paths from the start of a task to the first fixed tasks that need it.
 
     Attributes:
-        time_us: The longest one, in microseconds.
+        time_us: The time of the longest path, in microseconds.
         base: The greatest lookahead among these fixed tasks.
     """
 
@@ -169,15 +175,15 @@ class _Path(NamedTuple):
 
 
 class Rules:
-    """Constraints on the lookaheads of one plan.
+    """The constraints on the lookaheads of one plan.
 
     Attributes:
         plan: The plan, with its depth reduced to the limit.
-        order: The order of its period.
+        order: The order of the plan's period.
         queues: The tasks of each communicator.
 
     Raises:
-        PlanError: The plan's stages exceed the limits: lookaheads are only raised.
+        PlanError: The plan's stages exceed the limits, and lookaheads are only raised.
     """
 
     def __init__(self, resolved: ResolvedPlan, costs: CostModel, limits: Limits) -> None:
@@ -197,10 +203,14 @@ class Rules:
             if floor[later] <= floor[sooner]:
                 self._bounds.append((later, sooner, 0))
             else:
-                self._fixed.add(later)  # it is already ahead of the earlier one: no further
+                # The given plan has the later task ahead of the earlier one. That is kept, but
+                # raising it further would break the rule.
+                self._fixed.add(later)
+        # Caps are the greatest and levels the least solution of the bounds; both are computed by
+        # repetition until nothing changes. This ends, because caps only fall and levels only rise.
         self._cap = {n: k if n in self._fixed else limits.in_flight - 1 for n, k in floor.items()}
         changed = True
-        while changed:  # a producer's cap limits its consumers, and theirs
+        while changed:  # a producer's cap limits its consumers, whose caps limit their consumers
             changed = False
             for consumer, producer, distance in self._bounds:
                 if self._cap[consumer] > self._cap[producer] + distance:
@@ -208,24 +218,27 @@ class Rules:
                     changed = True
 
     def assignments(self) -> list[dict[str, int]]:
-        """The assignments to simulate, each once, the fewest iterations in flight first."""
+        """Return the distinct assignments to simulate, fewest iterations in flight first."""
         paths = self._paths()
         longest = max((path.time_us for path in paths.values()), default=0.0) or 1.0
         found = [self._raised({})]
         for periods in range(1, self._limits.in_flight):
+            # A little less, so that a quotient that rounds up to just above an integer gives that
+            # integer.
             share = periods * (1 - _SAME) / longest
             found.append(
                 self._raised(
                     {n: p.base + max(1, math.ceil(p.time_us * share)) for n, p in paths.items()}
                 )
             )
+        # A task at lookahead 0 is the last stage. Without one, every task could run later.
         unique = {tuple(levels.values()): levels for levels in found if not min(levels.values())}
         return sorted(
             unique.values(), key=lambda levels: (max(levels.values()), sum(levels.values()))
         )
 
     def _raised(self, target: Mapping[str, int]) -> dict[str, int]:
-        """The least lookaheads that meet the targets as far as the caps allow."""
+        """Return the least lookaheads that meet the targets as far as the caps allow."""
         level = {n: max(f, min(self._cap[n], target.get(n, 0))) for n, f in self._floor.items()}
         changed = True
         while changed:  # raising a consumer raises its producers
@@ -237,7 +250,8 @@ class Rules:
         return level
 
     def _paths(self) -> dict[str, _Path]:
-        """The paths of each task that may be raised and that a fixed task needs."""
+        """Return the paths of all tasks that may be raised and that a fixed task needs."""
+        # In reverse serial order, so that the paths of a task's consumers are known.
         paths: dict[str, _Path] = {}
         for name in reversed(self._serial):
             if name in self._fixed:

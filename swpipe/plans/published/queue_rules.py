@@ -1,11 +1,12 @@
-"""What the planners must not change: the caller's tasks, and the order of a communicator's tasks.
+"""The properties of a plan that planners keep: the caller's tasks, and the communicators' queues.
 
-**The caller's tasks** have no stream and run on the caller's thread. They train the model; planners
-leave them there and let the others run ahead of them.
+**The caller's tasks** have no stream and run on the caller's thread. They train the model. Planners
+leave them on this thread, and let all other tasks run ahead of them.
 
-**A communicator's queue** is the globally ordered tasks that use it, in the order in which the
-given plan submits them within a period. They keep this order. A communicator is a resource in the
-cost model; globally ordered tasks without a resource share an unnamed one.
+**A communicator's queue** consists of the globally ordered tasks that use the communicator, in the
+order in which the given plan submits them within a period. Planners keep this order. A communicator
+is a resource in the cost model; globally ordered tasks without a resource share an unnamed
+communicator.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 
 Queues = tuple[tuple[str, ...], ...]
-"""Each communicator's tasks in period order, for communicators of two or more tasks."""
+"""The tasks of each communicator with two or more tasks, in the order of the period."""
 
 
 def check_inputs(plan: PipelinePlan, costs: CostModel, limits: Limits) -> ResolvedPlan:
-    """Refuse a plan, costs or limits that a planner cannot use; resolve the plan.
+    """Check that a planner can use a plan, its costs and the limits, and return the resolved plan.
 
     Raises:
-        PlanError: The plan cannot run, or names a stream by a ``torch.Stream``; a task has no cost;
-            a frozen task is unknown.
+        PlanError: The plan cannot run, or has a ``torch.Stream`` in place of a stream's name; a
+            task has no cost; or a frozen task is unknown.
     """
+    # A torch.Stream has no name by which a planner could give it to another task. The error lists
+    # all tasks that have one.
     if objects := [n for n, e in plan.schedule.items() if isinstance(e.stream, torch.Stream)]:
         rule = "its stream is a torch.Stream, and planners move tasks between streams by name"
         mend = "name the stream instead"
@@ -46,13 +49,13 @@ def check_inputs(plan: PipelinePlan, costs: CostModel, limits: Limits) -> Resolv
 
 
 def stream_of(plan: PipelinePlan, name: str) -> str | None:
-    """The name of a task's stream, or None."""
+    """Return the name of a task's stream, or None for the caller's stream."""
     stream = plan.schedule[name].stream
     return stream if isinstance(stream, str) else None
 
 
 def caller_tasks(plan: PipelinePlan) -> frozenset[str]:
-    """The tasks without a stream on the caller's thread."""
+    """Return the tasks that have no stream and run on the caller's thread."""
     return frozenset(
         name
         for name, entry in plan.schedule.items()
@@ -61,7 +64,9 @@ def caller_tasks(plan: PipelinePlan) -> frozenset[str]:
 
 
 def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> Queues:
-    """The queues of a plan."""
+    """Return the communicators' queues of a plan."""
+    # Two communicators are independent of each other, so each has a queue of its own. A task that
+    # uses several is in several queues.
     queues: dict[str, list[str]] = defaultdict(list)
     for name in resolved.period_order:
         if resolved.plan.schedule[name].globally_ordered:
@@ -71,15 +76,19 @@ def communicator_queues(resolved: ResolvedPlan, costs: CostModel) -> Queues:
 
 
 def period_edges(plan: PipelinePlan, queues: Queues) -> list[Pair]:
-    """(consumer, producer) within a period: the plan's edges of lag 0, and the queues'."""
+    """Return the edges within a period as (consumer, producer): those of lag 0, and the queues'."""
+    # Only lag 0 orders two tasks of the same period; a lag of 1 or more is an earlier period.
     edges = [dep[:2] for dep in dependences_of(plan) if dep.lag == 0]
     return edges + [(later, sooner) for queue in queues for sooner, later in pairwise(queue)]
 
 
 def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) -> dict[str, float]:
-    """Each task's longest path along (consumer, producer) edges, its own time counted.
+    """Return the time of each task's longest path to the end, its own time included.
 
-    ``order`` has all tasks, producers first.
+    Args:
+        order: All tasks, producers before consumers.
+        costs: The cost of each task, in microseconds.
+        edges: The edges of the paths, as (consumer, producer).
     """
     consumers: dict[str, list[str]] = defaultdict(list)
     for consumer, producer in edges:
@@ -92,7 +101,7 @@ def remaining_us(order: Sequence[str], costs: CostModel, edges: Iterable[Pair]) 
 
 
 def closest_order(plan: PipelinePlan, priority: Sequence[str], queues: Queues) -> tuple[str, ...]:
-    """The valid order of a period that is closest to ``priority``, in which the first go first.
+    """Return a valid order of the period: of all tasks that can be next, the first in ``priority``.
 
     The plan's own order is ignored.
 

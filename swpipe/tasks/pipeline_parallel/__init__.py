@@ -1,6 +1,7 @@
-"""Pipeline-parallel training: a schedule over the ranks' chunks of a model, on torch's runtime.
+"""Pipeline-parallel training of a model whose chunks are on several ranks, on torch's runtime.
 
-The command line imports this package in any case, so names are loaded when asked for.
+Each public name is imported on first access: every swpipe command imports this package, and most
+commands do not need torch.distributed.
 """
 
 from importlib import import_module
@@ -26,7 +27,7 @@ __all__ = [
 
 _MODULES = ("measured_costs", "pipeline_runtime", "train_tasks")
 
-if not TYPE_CHECKING:  # which would take each name for Any
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes each public name for Any
 
     def __getattr__(name: str) -> Any:
         for module in _MODULES if name in __all__ else ():

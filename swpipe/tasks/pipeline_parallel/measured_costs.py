@@ -1,4 +1,4 @@
-"""What the passes of a model's chunks cost on this machine, measured before the training."""
+"""Measurement of the time and memory of each stage's passes, before the training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
 from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
 
 LEAST_MS = 1e-3
-"""What a pass costs at least: stage 0 does nothing in I."""
+"""The smallest cost of a pass, in ms: stage 0 does nothing in I, and a cost must be positive."""
 
 Example: TypeAlias = Callable[[int], Tensor | tuple[Tensor, ...]]
 Seen = TypeVar("Seen")
@@ -43,25 +43,28 @@ def measure_costs(
     group: dist.ProcessGroup | None = None,
     rounds: int = 5,
 ) -> PipelineCosts:
-    """Measure each stage's passes over one microbatch, and how long a result is under way.
+    """Measure each stage's passes over one microbatch, and the time of a hop between two ranks.
 
-    A collective; all ranks get the same costs. Parameters, gradients and buffers stay as they are.
+    This is a collective; all ranks get the same costs. Parameters, gradients and buffers keep their
+    values.
 
     Args:
-        chunks: Stage to module, of this rank's stages.
-        n_stages: On all ranks together.
-        example: Stage to an input of one microbatch, on the chunk's device: a tensor, or a tuple.
-        loss_fn: As of ``PipelineRuntime``.
-        target: Of one microbatch.
+        chunks: The module of each stage of this rank, by stage, from 0.
+        n_stages: The number of stages on all ranks together.
+        example: Returns a stage's input for one microbatch, on the chunk's device: a tensor, or a
+            tuple of tensors.
+        loss_fn: See ``PipelineRuntime``.
+        target: The target of one microbatch.
         group: The ranks; None for the default group.
-        rounds: How often each pass is timed, after a first time that does not count; the median
-            is taken.
+        rounds: The number of measurements of each pass, after one warm-up run; the result is their
+            median.
 
     Returns:
-        Costs per stage, in ms and bytes. Bytes are those of activations: what operators make, and
-        the inputs of stages but the first. Where all chunks have ``build_schedule_plan``, ``pair``
-        is the time of their F over the B of another stage of the rank. As torch's runtime has it,
-        I of stage 0 costs (next to) nothing, and its W what its whole backward pass costs.
+        The costs per stage, in ms and bytes. Bytes count activations: the results of operators, and
+        the inputs of all stages except the first. If all chunks have ``build_schedule_plan``,
+        ``pair`` is the time of a stage's F overlapped with the B of another stage of the rank. As
+        in torch's runtime, I of stage 0 costs (next to) nothing, and its W costs its whole backward
+        pass.
     """
     own: dict[int, dict[str, float]] = {}
     parameters = [parameter for chunk in chunks.values() for parameter in chunk.parameters()]
@@ -74,11 +77,15 @@ def measure_costs(
             other = next((one for one in chunks if one != stage), stage)
             timed = []
             for _ in range(rounds + 1):
+                # Without old gradients, as in the first microbatch of a step.
                 chunk.zero_grad(set_to_none=True)
                 looks = _passes(chunk, given, is_first, of_loss, partial(_now_ms, given[0].device))
                 times = [end - begin for begin, end in pairwise(looks)]
+                # OF_STAGES names F, I, W and the pair, in this order; without plans the zip ends
+                # before the pair.
                 times += [_pair_ms(chunks, stage, other, example)] if have_plans else []
                 timed.append(dict(zip(OF_STAGES, times, strict=False)))
+            # The first round is slower: it loads kernels and fills the allocator's cache.
             own[stage] = {
                 name: max(LEAST_MS, statistics.median(times[name] for times in timed[1:]))
                 for name in timed[0]
@@ -86,10 +93,11 @@ def measure_costs(
             own[stage] |= _memory(chunk, given, is_first, of_loss)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    # Stage 1's input is what stage 0 sends; a pipeline of one stage sends nothing.
     largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda one: one.nbytes)
     hop_ms = measure_hop(largest, group=group)
     costs = {stage: values for held in gather(own, group) for stage, values in held.items()}
-    known = set.intersection(*map(set, costs.values()))  # some ranks may have no plans
+    known = set.intersection(*map(set, costs.values()))  # ranks without plans measure no pairs
     of_stages = {name: [costs[stage][name] for stage in range(n_stages)] for name in known}
     return PipelineCosts(hop=hop_ms, **of_stages)  # type: ignore[arg-type]
 
@@ -97,9 +105,15 @@ def measure_costs(
 def measure_hop(
     tensor: Tensor, *, group: dist.ProcessGroup | None = None, rounds: int = 20
 ) -> float:
-    """Half of the time, in ms, in which ranks 0 and 1 send a tensor to and fro: the median.
+    """Return the median time of one send of a tensor between ranks 0 and 1, in ms.
 
-    A collective; all ranks get the same. With one rank nothing is sent.
+    This is a collective; all ranks get the same result. A group of one rank sends nothing, and gets
+    ``LEAST_MS``.
+
+    Args:
+        tensor: A tensor of the size to send, on the device to send from.
+        group: The ranks; None for the default group.
+        rounds: The number of round trips; a send takes half of one.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     times = []
@@ -129,7 +143,8 @@ def _passes(
     loss_fn: Callable[[Any], Tensor] | None,
     look: Callable[[], Seen],
 ) -> list[Seen]:
-    """Run F, I and W of a chunk, once each; what is seen before, between and after them."""
+    """Run F, I and W of a chunk, and return the results of ``look`` before, between and after."""
+    # Detached, so that each round builds a graph of its own.
     given = [one.detach() for one in given]
     for one in () if is_first else given:
         one.requires_grad_(one.is_floating_point())
@@ -141,6 +156,7 @@ def _passes(
     left = None
     if not is_first:
         left = input_pass(outputs, grads, given)[1]
+        # A stage has handed on its outputs by now: they do not count as memory of W.
         del output, outputs
     seen.append(look())
     if is_first:
@@ -156,16 +172,25 @@ def _memory(
     is_first: bool,
     loss_fn: Callable[[Any], Tensor] | None,
 ) -> dict[str, float]:
-    """What the passes of a chunk add, in bytes, where its parameters have gradients."""
+    """Return the memory that each pass of a chunk adds, in bytes.
+
+    Call after a first backward pass: the memory of the parameters' gradients does not count.
+    """
     watch = Bytes(() if is_first else given)
     with watch:
         _, (f, of_f), (i, of_i), (_, of_w) = _passes(chunk, given, is_first, loss_fn, watch.look)
+    # The working memory: while a pass runs, it may need more than before it (W), after it (F), or
+    # at either end (I). The schedule accounts for the memory at the ends: F adds at least 1 byte,
+    # and W frees all that F and I have added.
     work = max(0, of_f - f, of_i - max(f, i), of_w - i)
     return {"f_mem": max(1, f), "b_mem": i - max(1, f), "w_mem": -i, "work_mem": work}
 
 
 class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of these tensors, and of what operators make, while they are there."""
+    """A dispatch mode that counts the bytes of given tensors and of operators' results.
+
+    A storage counts as long as it is alive.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,7 +198,7 @@ class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(tensors, ())
 
     def look(self) -> tuple[int, int]:
-        """How many there are, and the most since this was asked before."""
+        """Return the present number of bytes, and the largest since the previous call."""
         now, most = self._held(), self._most
         self._most = now
         return now, max(now, most)
@@ -183,6 +208,7 @@ class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._sizes.values())
 
     def _add(self, tensors: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        # An operator that returns a view, or writes in place, makes no new memory.
         known = {number for one in given for number in nbytes(one)}
         for tensor in tensors:
             for number, is_new in self._storages.add(tensor):
@@ -197,7 +223,8 @@ class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _pair_ms(chunks: Mapping[int, nn.Module], f: int, b: int, example: Example) -> float:
-    """The F of a stage over the B of another one."""
+    """Return the time in ms of stage ``f``'s F, overlapped with the B of stage ``b``."""
+    # Only the overlapped call is timed: the B needs a forward pass of its own before.
     back, ahead = (
         plan_of(chunks[stage], (given if stage == 0 else given.requires_grad_(),), stage == 0)
         for stage, given in ((one, as_tuple(example(one))[0].detach()) for one in (b, f))

@@ -1,13 +1,15 @@
-"""Runs the pairs of a schedule: a chunk's forward over another microbatch's backward.
+"""Execution of a schedule's pairs: a forward pass overlapped with another microbatch's backward.
 
-What torch does around a stage's module (receive, compute the loss, hand on) is done for both parts
-of a pair, the one within the other; where both come to their modules, plans of their layers run::
+Both passes of a pair receive, compute the loss and send as in torch's stage, with the forward pass
+inside the backward pass. When both have reached their modules, the plans of their layers run
+together::
 
-    B   receive, gradient of the loss ── F ───────────────────────── hand on
-    F                                    receive ── run ── loss, hand on
+    B   (1) receive, gradient of the loss ─┐                      ┌─ (4) send
+    F                     (2) receive ── (3) run both plans ── loss, send
 
-A chunk has such plans if it has ``build_schedule_plan``, with the arguments of Megatron's: token
-ids for stage 0, ``decoder_input`` for others. A pair of others, or with hooks, runs F and then B.
+A chunk has plans of its layers if it has ``build_schedule_plan`` with the arguments of Megatron's
+method: token ids for stage 0, ``decoder_input`` for other stages. A pair of chunks without plans,
+or with hooks, runs F and then B.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from swpipe.tasks.pipeline_parallel.torch_pipelining import wait_for
 
 
 def has_plans(chunk: nn.Module) -> bool:
-    """Whether a chunk has plans of its layers, and no hooks of modules, which these do not call."""
+    """Return whether a chunk has plans of its layers, and no module hooks."""
+    # The plans call the layers' functions directly, without ``Module.__call__``, which runs the
+    # hooks. The names of the dicts of hooks are private in torch (2.13 to 2.15).
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return hasattr(chunk, "build_schedule_plan") and not any(
         getattr(module, name) for module in chunk.modules() for name in hooks
@@ -32,7 +36,7 @@ def has_plans(chunk: nn.Module) -> bool:
 
 
 def plan_of(chunk: Any, args: Any, is_first: bool, **keywords: Any) -> Any:
-    """The plan for what the chunk of the first stage, or of another, is given."""
+    """Build the plan of a chunk's layers for the positional arguments of its stage."""
     if is_first:
         return chunk.build_schedule_plan(*args, **keywords)
     return chunk.build_schedule_plan(None, decoder_input=args[0], **keywords)
@@ -41,10 +45,10 @@ def plan_of(chunk: Any, args: Any, is_first: bool, **keywords: Any) -> Any:
 class PlannedMicrobatch:
     """A microbatch that a stage runs by a plan of its layers.
 
-    Its ``whole_pass``, ``input_pass`` and ``run`` are what ``split_backward`` has for others.
+    The methods ``whole_pass``, ``input_pass`` and ``run`` replace those of ``split_backward``.
 
     Args:
-        plan: What the chunk's ``build_schedule_plan`` gave.
+        plan: The result of the chunk's ``build_schedule_plan``.
     """
 
     def __init__(self, plan: Any) -> None:
@@ -54,13 +58,13 @@ class PlannedMicrobatch:
         self._found: list[Tensor | None] = []
 
     def run_forward(self, over: PlannedMicrobatch | None) -> Any:
-        """Run it forward, over a backward that is due or alone; what the chunk gives."""
+        """Run the forward pass, alone or overlapped with ``over``'s backward; return its output."""
         plan = self._plan
         self._output = plan.run(plan, None) if over is None else over._run_backward(plan)
         return self._output
 
     def whole_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any], due: Due | None) -> Grads:
-        """Run it backward; ``due``, where there is one, runs it with a forward instead."""
+        """Run the backward pass, or let ``due`` run it, and return the gradients of the inputs."""
         self._begin(outputs, grads)
         if due is None:
             self._run_backward()
@@ -69,16 +73,18 @@ class PlannedMicrobatch:
         return self._of_inputs(inputs)
 
     def input_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> tuple[Grads, Any]:
-        """Run it backward, but for delayed weight gradients."""
+        """Run I, and return the gradients of the inputs, and this object, whose ``run`` is W."""
         self._begin(outputs, grads)
         self._found.append(self._plan.run_backward_input(self._grad))
         return self._of_inputs(inputs), self
 
     def run(self) -> None:
-        """Compute these."""
+        """Run W: compute the delayed gradients of the weights."""
         self._plan.run_backward_dw()
 
     def _begin(self, outputs: Any, grads: Any) -> None:
+        # On the last stage ``outputs`` is the loss, which autograd computes outside of the plan:
+        # first get the gradient of the plan's output from it.
         given = whole_pass(outputs, None, [self._output]) if grads is None else grads
         self._grad, self._output = given[0], None
 
@@ -88,6 +94,7 @@ class PlannedMicrobatch:
         )
 
     def _of_inputs(self, inputs: Sequence[Any]) -> Grads:
+        # A plan gives the gradient of its first input only.
         grads = self._found if isinstance(inputs[0], Tensor) and inputs[0].requires_grad else []
         return (*grads, *[None] * (len(inputs) - len(grads)))
 
@@ -96,13 +103,13 @@ Due: TypeAlias = Callable[[PlannedMicrobatch], None]
 
 
 class PairedPasses:
-    """What torch's runtime calls for a pair.
+    """The function that torch's runtime calls for a pair.
 
     Args:
-        stages: Those of this rank, ``OncePerMicrobatch``.
+        stages: The stages of this rank, each a ``OncePerMicrobatch``.
 
     Attributes:
-        with_output: Whether the last stage keeps what it gives.
+        with_output: Whether the last stage keeps its outputs.
     """
 
     def __init__(self, stages: Sequence[Any]) -> None:
@@ -110,12 +117,13 @@ class PairedPasses:
         self.with_output = False
 
     def __call__(self, action: Any, context: Any) -> None:
-        """Run both passes."""
+        """Run both passes of a pair."""
         f, b = action.sub_actions
         ahead, back = self._stages[f.stage_index], self._stages[b.stage_index]
         forward = partial(self._forward, ahead, f.microbatch_index, context)
         if b.microbatch_index in back.planned:
-
+            # Called within the backward pass, at (3): the forward pass runs up to its module, where
+            # the stage runs both plans.
             def due(microbatch: PlannedMicrobatch) -> None:
                 ahead.over = microbatch
                 forward()
@@ -126,6 +134,8 @@ class PairedPasses:
         self._backward(back, b.microbatch_index, context)
 
     def _forward(self, stage: Any, micro: int, context: Any) -> None:
+        # The same steps as the runtime's ``_step_microbatches`` takes for FORWARD, with the same
+        # private members (torch 2.13 to 2.15).
         runtime, number = context.schedule_ref, stage.stage_index
         runtime._assert_unsharded(stage)
         wait_for(runtime.fwd_recv_ops.pop((number, micro), []))
@@ -136,6 +146,7 @@ class PairedPasses:
             self._stages[number + 1].set_local_fwd_input(output, micro)
 
     def _backward(self, stage: Any, micro: int, context: Any) -> None:
+        # The same for FULL_BACKWARD.
         runtime, number = context.schedule_ref, stage.stage_index
         runtime._assert_unsharded(stage)
         wait_for(runtime.bwd_recv_ops.pop((number, micro), []))
@@ -150,7 +161,11 @@ class PairedPasses:
 def planned_micros(
     schedule: PipelineSchedule, stage: int, chunks: Mapping[int, nn.Module]
 ) -> dict[int, bool]:
-    """The microbatches of a stage in pairs of chunks with plans; whether their backward is I, W."""
+    """Return the microbatches that a stage runs by a plan, each with whether its backward is split.
+
+    These are the microbatches in pairs whose two chunks have plans; ``planned`` of
+    ``OncePerMicrobatch`` takes the result.
+    """
     actions = set(schedule.actions[schedule.placement[stage]])
     return {
         part.micro: Action(stage, "I", part.micro) in actions

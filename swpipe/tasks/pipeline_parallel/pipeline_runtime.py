@@ -1,20 +1,22 @@
-"""A schedule over the chunks of a model, run step by step on torch's runtime; or in one process.
+"""Runtimes that train and evaluate a model in chunks: on torch's runtime, or in one process.
 
 Guarantees
-    - Losses and gradients are those of a single process that runs the microbatches one after the
-      other, bit for bit (``SerialRuntime``).
-    - What cannot run is refused when the runtime is made, on all ranks alike; what one rank refuses
-      later, or fails at, all ranks raise that wait for it (``step_link``).
-    - An evaluation between two training steps changes nothing of the training.
+    - Losses and gradients equal, bit for bit, those of a single process that runs the microbatches
+      one after the other (``SerialRuntime``).
+    - A schedule or chunk that cannot run is refused on all ranks when the runtime is made. If a
+      rank refuses its arguments or fails later, all ranks that wait for it raise (``step_link``).
+    - An evaluation between two training steps does not change the training.
 
 How torch's runtime is used
-    - Stages of one rank pass tensors directly; all others send and receive. The order of receives
-      is that of the sends (``defer_pp_recv`` breaks it, and with it the gradients).
-    - Stage 0 does nothing in I, and its whole backward pass in W.
-    - Each microbatch runs once, from the first on: see ``pipeline_stage``.
-    - An evaluation has a runtime and ``PipelineStage`` objects of its own: if they were shared, the
-      next training step would lose gradients. Its I, W, B and reductions do nothing, since the
-      runtime's ``eval`` fails on schedules in which a rank has neighbouring stages.
+    - Stages on the same rank pass tensors directly; all other stages send and receive. A rank
+      receives in the order in which its peer sends (torch's option ``defer_pp_recv`` breaks this
+      order, and with it the gradients).
+    - Stage 0 does nothing in I, and runs its whole backward pass in W.
+    - Each microbatch runs exactly once, including the first one: see ``pipeline_stage``.
+    - An evaluation has its own runtime and its own ``PipelineStage`` objects: if they were shared,
+      the next training step would lose gradients. The evaluation runs the training schedule with
+      I, W, B and reductions that do nothing, because the ``eval`` of torch's runtime fails on
+      schedules in which a rank has neighbouring stages.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ NONE: Keywords = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gives.
+    """The losses of a step, and its output if requested.
 
     Attributes:
-        losses: (n_micro,), one per microbatch, without a graph; None on ranks without the last
-            stage.
-        output: What the last stage gave for the whole batch, without a graph; None on other ranks,
-            and where it was not asked for.
+        losses: Shape (n_micro,): the loss of each microbatch, detached; None on ranks without the
+            last stage.
+        output: The last stage's output for the whole batch, detached; None on ranks without the
+            last stage, and if it was not requested.
     """
 
     losses: Tensor | None = None
@@ -78,14 +80,14 @@ class StepResult:
 
 
 class SerialRuntime:
-    """Train and evaluate a whole model in one process, microbatch after microbatch.
+    """A runtime that trains and evaluates a whole model in one process, microbatch by microbatch.
 
-    Gradients are those of the mean over microbatches of their loss.
+    Gradients are those of the mean of the microbatches' losses.
 
     Args:
-        chunks: The model's chunks, in the order of their stages; or the model, alone.
+        chunks: The model's chunks, in the order of their stages; or the whole model as one chunk.
         n_micro: The number of microbatches.
-        loss_fn: (output, target) to a scalar, for one microbatch.
+        loss_fn: Maps (output, target) of one microbatch to a scalar.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], n_micro: int, loss_fn: LossFn) -> None:
@@ -99,15 +101,17 @@ class SerialRuntime:
         accumulate: bool = False,
         keywords: Keywords = NONE,
     ) -> StepResult:
-        """Run one batch; its gradients replace those of the model.
+        """Run the forward and backward passes of one batch, and replace the model's gradients.
 
-        Arguments as of ``PipelineRuntime.train``.
+        See ``PipelineRuntime.train`` for the arguments.
 
         Raises:
-            ValueError: The microbatches do not divide the batch.
+            ValueError: The number of rows of the batch is no multiple of ``n_micro``.
         """
         with _gradients_of_step(self.modules, accumulate):
             result = self._run(inputs, target, with_output, keywords, backward=True)
+            # Torch's runtime divides once, after the last microbatch. Dividing each loss instead
+            # would round differently.
             for parameter in (p for chunk in self.modules for p in chunk.parameters()):
                 if parameter.grad is not None:
                     parameter.grad.div_(self.n_micro)
@@ -120,7 +124,7 @@ class SerialRuntime:
         with_output: bool = False,
         keywords: Keywords = NONE,
     ) -> StepResult:
-        """The forward passes alone, without gradients."""
+        """Run the forward passes of one batch without gradients."""
         with torch.no_grad():
             return self._run(inputs, target, with_output, keywords, backward=False)
 
@@ -139,9 +143,10 @@ class SerialRuntime:
         for micro in range(self.n_micro):
             named = {name: parts[name][micro] for name in keywords}
             given = [part[micro] for name, part in parts.items() if name not in keywords]
-            *first, wanted = given
+            *first, wanted = given  # check_batch puts the target after the inputs
             output: Any = tuple(first)
             for chunk in self.modules:
+                # As in ``as_tuple``, by which a pipeline stage calls its module.
                 is_several = isinstance(output, tuple | list)
                 output = chunk(*output, **named) if is_several else chunk(output, **named)
             loss: Any = self._loss_fn(output, wanted)
@@ -155,26 +160,28 @@ class SerialRuntime:
 
 
 class PipelineRuntime:
-    """Train and evaluate a model whose chunks are on the ranks of a process group.
+    """A runtime that trains and evaluates a model whose chunks are on the ranks of a process group.
 
-    Every rank makes one, and calls the same methods in the same order; making one is a collective.
-    Gradients are those of the mean over microbatches of their loss; optimizers are the caller's.
+    Every rank makes a runtime, and all ranks call the same methods in the same order. Making a
+    runtime is a collective. Gradients are those of the mean of the microbatches' losses. The caller
+    makes and runs the optimizers.
 
     Args:
         schedule: The order of passes. On a V of n ranks, rank r has stages r and 2n - 1 - r.
-        chunks: Stage to module, of this rank's stages. What can be pickled goes from stage to
-            stage. A chunk has parameters of its own, and starts no collectives but with ranks of
-            other pipelines; it may be wrapped as a whole by ``fully_shard``, or
-            ``DistributedDataParallel``, over these.
-        loss_fn: (output of the last stage, target) to a scalar, for one microbatch.
-        device: Where the chunks are.
+        chunks: The module of each stage of this rank, by stage, from 0. A chunk may return any
+            value that can be pickled. A chunk shares no parameters with other chunks, and starts
+            collectives only with ranks of other pipelines. ``fully_shard`` or
+            ``DistributedDataParallel`` over ranks of other pipelines may wrap a chunk as a whole.
+        loss_fn: Maps (output of the last stage, target) of one microbatch to a scalar.
+        device: The device of the chunks.
         group: The ranks; None for the default group.
-        varying_shapes: Whether what stages hand on, and batches, may have other shapes, or another
-            structure, from one microbatch to the next. Each then has a header of its own.
+        varying_shapes: Whether batches, and the values that stages pass on, may change shape or
+            structure from one microbatch to the next. If so, every microbatch is sent with its own
+            header.
 
     Raises:
         ScheduleError: The schedule cannot run on these ranks and chunks, or the ranks have
-            different ones; raised on all of them.
+            different schedules; raised on all ranks.
         RuntimeError: There is no process group.
     """
 
@@ -204,8 +211,10 @@ class PipelineRuntime:
         self._connect()
 
     def _connect(self) -> None:
-        """Join the ranks, and begin without anything under way."""
+        """Create the link between the ranks, and a training runtime with no step under way."""
         self.link = StepLink(self.group, self._device)
+        # At exit the process may have destroyed the default group already, or other ranks may be
+        # gone: the operating system closes the connections then.
         self._release = weakref.finalize(self, self.link.release)
         self._release.atexit = False
         self._training = _Passes(self, self._make(()))
@@ -213,7 +222,7 @@ class PipelineRuntime:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The chunks of this rank, in the order of their stages."""
+        """This rank's chunks, in the order of their stages."""
         return tuple(self.chunks.values())
 
     def train(
@@ -224,20 +233,24 @@ class PipelineRuntime:
         accumulate: bool = False,
         keywords: Keywords = NONE,
     ) -> StepResult:
-        """Run the schedule on one batch; its gradients replace those of the chunks.
+        """Run the schedule on one batch, and replace the gradients of the chunks.
 
         Args:
-            *inputs: What stage 0 takes, rows of the batch in dimension 0. Ranks without stage 0 may
-                leave them out.
-            target: What the loss function takes; ranks without the last stage may leave it out.
-            with_output: Keep the output of the whole batch.
-            accumulate: Add to the gradients of the chunks instead, as between the steps of an
-                optimizer that takes several batches.
-            keywords: By name, what each stage of this rank takes besides, rows of the batch.
+            *inputs: The positional inputs of stage 0, with the rows of the batch in dimension 0.
+                Ranks without stage 0 may omit them.
+            target: The second argument of the loss function, with the rows of the batch in
+                dimension 0. Ranks without the last stage may omit it.
+            with_output: Whether to return the output of the whole batch.
+            accumulate: Whether to add to the gradients of the chunks instead of replacing them, for
+                an optimizer that steps once per several batches.
+            keywords: The keyword arguments of every stage of this rank, with the rows of the batch
+                in dimension 0.
 
         Raises:
-            ValueError: The microbatches do not divide the batch, or its shapes are not those of the
-                first one. Nothing was run.
+            ValueError: The number of rows of the batch is no multiple of the number of
+                microbatches, or its shapes differ from those of the first batch. Nothing was run.
+            RuntimeError: An earlier step failed after it had started, or another rank failed in
+                this one.
         """
         self._reconnect()
         with _gradients_of_step(self.modules, accumulate):
@@ -250,10 +263,10 @@ class PipelineRuntime:
         with_output: bool = False,
         keywords: Keywords = NONE,
     ) -> StepResult:
-        """The forward passes alone, without gradients; arguments and errors as ``train``.
+        """Run the forward passes of one batch without gradients.
 
-        The modules are in the mode, training or evaluation, in which the caller has put them. A
-        batch may have another size than in training.
+        See ``train`` for the arguments and errors. The modules stay in the mode (train or eval)
+        that the caller has set. The batch size may differ from that of the training batches.
         """
         self._reconnect()
         if self._evaluation is None:
@@ -262,7 +275,12 @@ class PipelineRuntime:
             return self._evaluation.run(inputs, target, with_output, keywords)
 
     def _reconnect(self) -> None:
-        """Begin anew where a call refused its arguments, which all ranks know; else say why not."""
+        """Reconnect the ranks if the last call refused its arguments.
+
+        Raises:
+            RuntimeError: The last call failed within the step.
+        """
+        # All ranks have read the same failure, so all take the same branch here.
         if self._failure is None:
             return
         if not self._failure.before:
@@ -275,20 +293,26 @@ class PipelineRuntime:
         self._connect()
 
     def fail(self, error: BaseException, *, before: bool) -> None:
-        """Raise on this rank what the rank that failed first says; its own error goes on by itself.
+        """Publish an error of this rank, and wake the ranks that wait for this rank.
 
-        The others wait for what this rank would send, and wake.
+        Returns if this rank failed first, or refused its arguments; the caller then raises
+        ``error``, with the failure as a note.
+
+        Raises:
+            RuntimeError: Another rank failed first, and the step had started.
         """
         first = self.link.fail(error, before=before)
         self._failure = first
+        # This rank's error is then a mere consequence, usually of a closed connection.
         if first.rank != self.rank and not before:
             raise RuntimeError(str(first)) from error
         add_note(error, f"swpipe: {first}")
 
     def _make(self, left_out: tuple[Any, ...]) -> Any:
-        """A runtime of torch's, with stages of its own, in which some ops do nothing.
+        """Make a torch runtime with new stages, in which the given ops do nothing.
 
-        Without any of these, pairs overlap.
+        If ops are left out, pairs run as single passes: a pair without its backward pass has
+        nothing to overlap.
         """
         schedule = self.schedule.in_sequence if left_out else self.schedule
         stages = [
@@ -314,7 +338,7 @@ class PipelineRuntime:
 
 
 class _Passes:
-    """A runtime of torch's for training or for evaluation, and the shapes it was prepared for."""
+    """A torch runtime for training or evaluation, with the shapes of its first batch."""
 
     def __init__(self, owner: PipelineRuntime, runtime: Any, *, training: bool = True) -> None:
         self._owner, self._runtime, self._training = owner, runtime, training
@@ -330,6 +354,7 @@ class _Passes:
     ) -> StepResult:
         owner, runtime = self._owner, self._runtime
         try:
+            # Before anything is sent: if this fails, the ranks can reconnect and go on.
             self._check(inputs, target, keywords)
         except ValueError as error:
             owner.fail(error, before=True)
@@ -337,9 +362,13 @@ class _Passes:
         inputs = inputs if owner.has_first else ()
         target = target if owner.has_last else None
         losses: list[Tensor] | None = [] if owner.has_last else None
+        # The runtime's private map from ops to functions (torch 2.13 to 2.15) holds the
+        # PairedPasses that _make registered.
         runtime._comp_type_to_function_map[OVERLAP].with_output = with_output
         step = runtime.step if self._training else runtime.eval
         try:
+            # A dispatch mode slows every operator down. The passes of later steps start the same
+            # collectives, so that checking the first complete step is enough.
             with nullcontext() if self._ready else CollectivesBeside(owner.group):
                 output = step(
                     *inputs, target=target, losses=losses, return_outputs=with_output, **keywords
@@ -350,10 +379,12 @@ class _Passes:
             owner.fail(error, before=False)
             raise
         self._ready = True
-        # What backward passes would have used up; an evaluation has none.
+        # Backward passes remove their receives from this private dict. An evaluation has no
+        # backward passes, and the runtime's next RECV_B would fail on the leftovers.
         runtime.bwd_recv_ops.clear()
         if losses is None:
             return StepResult()
+        # Attached results would keep the graphs of all microbatches alive.
         output = output if output is None else tree_map(Tensor.detach, output)
         return StepResult(torch.stack(losses).detach(), output)
 
@@ -367,6 +398,8 @@ class _Passes:
                 raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
         for name, tensor in check_batch(inputs, target, owner.schedule.n_micro, keywords).items():
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            # Only its own shapes: training and evaluation have one object each, so that their
+            # batch sizes may differ.
             before = self._shapes.setdefault(name, found)
             if before != found and not owner.varying_shapes:
                 raise ValueError(
@@ -378,7 +411,9 @@ class _Passes:
 
 @contextmanager
 def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterator[None]:
-    """A step begins without gradients, since it scales all that it finds at its end."""
+    """Hide existing gradients from a step, and add them again afterwards if ``accumulate``."""
+    # At the end of a step the runtime scales all gradients that it finds by 1 / n_micro, and would
+    # scale those of earlier steps a second time.
     parameters = [parameter for module in modules for parameter in module.parameters()]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -391,13 +426,14 @@ def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterat
 
 def _of_torch(entry: Entry) -> Any:
     if isinstance(entry, Pair):
+        # Torch's own overlapped action has stage -1 and no microbatch: both are in its parts.
         return TorchAction(-1, OVERLAP, None, tuple(map(_of_torch, entry)))
     ops = COMMUNICATION if isinstance(entry, Communication) else OPS
     return TorchAction(entry.stage, ops[entry.op], entry.micro)
 
 
 def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
-    """Whether a stage's I come in the order of the microbatches."""
+    """Return whether a stage runs its I and B passes in the order of the microbatches."""
     micros = [a.micro for row in schedule.actions for a in row if a.stage == stage and a.op in "IB"]
     return micros == sorted(micros)
 
@@ -405,13 +441,19 @@ def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:
 def _check_together(
     schedule: PipelineSchedule, chunks: Mapping[int, nn.Module], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise on all ranks what is wrong on one; else some would wait for the others."""
+    """Check the schedule and the chunks on each rank, and raise on all ranks if one rank fails.
+
+    Raises:
+        ScheduleError: A rank cannot run its part, or the ranks have different schedules.
+    """
+    # A rank that raised before the collective would leave the other ranks waiting in it.
     rank, problem = dist.get_rank(group), ""
     try:
         check_runnable(schedule, dist.get_world_size(group))
         check_chunks(schedule, rank, chunks, dist.get_process_group_ranks(group))
     except ScheduleError as error:
         problem = str(error)
+    # The gathered values travel as pickles; a digest is shorter than a long schedule.
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()
     digests, problems = zip(*gather((digest, problem), group), strict=True)
     if any(problems):
@@ -426,4 +468,4 @@ def _check_together(
 
 
 def _do_nothing(action: Any, context: Any) -> None:
-    """What an evaluation does in place of a backward pass."""
+    """Replace a backward pass or a reduction in an evaluation."""

@@ -1,10 +1,12 @@
-"""A stage of torch's runtime that runs each microbatch once, and whose W does what a backward does.
+"""A stage for torch's runtime that runs each microbatch once, and computes W by autograd.
 
-Torch's own stage runs a first microbatch once more, forward and backward, to find shapes: hooks,
-counters, lazy parameters and ``.grad`` see that. Here shapes go with the first tensors, and values
-of any structure arrive: see ``stage_wires``.
+Torch's own stage differs in two ways (torch 2.13 to 2.15):
 
-Its W adds to gradients without autograd, which hooks do not see: see ``split_backward``.
+- It runs the first microbatch twice, forward and backward, to find the shapes. Hooks, counters,
+  lazy parameters and ``.grad`` see the additional run. Here the shapes are sent with the first
+  tensors, and values of any structure can be sent: see ``stage_wires``.
+- Its W adds to ``.grad`` itself, so that hooks do not see the gradients. Here autograd does it: see
+  ``split_backward``.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ from swpipe.tasks.pipeline_parallel.wire import Packed, layouts_of, pack, unpack
 
 
 class OncePerMicrobatch(Stage):  # type: ignore[misc]
-    """A stage.
+    """A torch ``PipelineStage`` that runs each microbatch once.
 
     Args:
-        module: What it runs.
-        stage: Its number, from 0.
-        n_stages: Of all ranks.
-        device: Where its tensors are.
-        link: Joins the ranks.
-        in_order: Whether its I come in the order of the microbatches.
-        varying: Whether what stages hand on may differ from microbatch to microbatch.
-        planned: The microbatches that it runs by plans of the module's layers; whether their
-            backward pass is I and W.
+        module: The stage's chunk.
+        stage: The stage's number, from 0.
+        n_stages: The number of stages on all ranks together.
+        device: The device of the stage's tensors.
+        link: The process group for sends and receives.
+        in_order: Whether the stage runs its I passes in the order of the microbatches.
+        varying: Whether shapes and structures may change from microbatch to microbatch.
+        planned: The microbatches, from 0, that run by a plan of the module's layers, each with
+            whether its backward pass is split into I and W.
 
     Attributes:
-        over: What the next forward pass is run over; None to run it alone.
-        due: Called with the next backward pass, instead of running it, when it is due.
+        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
+            forward pass alone.
+        due: A function that runs the next backward pass of a planned microbatch, overlapped with a
+            forward pass; None to run the backward pass alone.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
     ) -> None:
         super().__init__(module, stage, n_stages, device, group=link.group)
         self._link = link
-        self._runtime_validate = False  # by torch's records of shapes, of which there are none
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's stage would compare each tensor with the
+        # shapes that its additional run found.
+        self._runtime_validate = False
         self._outputs, self._input_grads = (
             Sender(self, stage + away, what, varying)
             for away, what in ((1, "outputs"), (-1, "gradients of inputs"))
@@ -79,7 +85,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self._micro = 0
 
     def finish(self) -> None:
-        """Wait until what was sent has left, and release a step's tensors."""
+        """Wait until all headers have been sent, and release the tensors of the step."""
         for sender in (self._outputs, self._input_grads):
             sender.finish()
         self._arrived_inputs.clear()
@@ -87,56 +93,68 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self._arrived_grads.clear()
         self.clear_runtime_states()
 
-    # ------------------------------------------------------------------ what arrives, and what goes
+    # ------------------------------------------------------------------ sends and receives
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
     ) -> None:
-        """Torch's place to run the stage once more."""
+        """Skip torch's additional forward run, which finds shapes."""
+        # The rest of torch's method is kept: what later calls read of its result.
         self.chunks = num_microbatches
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
 
     def _prepare_backward_infra(self, num_microbatches: int, **more: Any) -> None:
-        """Torch's place to run its backward pass."""
+        """Skip torch's additional backward run."""
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Torch's place to drop the gradients that the additional run left; there was none."""
+        # Torch's method sets the gradients of FSDP modules to None, also those of earlier steps.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        """Return what receives the inputs; their header comes first."""
+        """Wait for the header of the inputs if one is sent, and return the inputs' receives."""
         self._link.place = f"stage {self.stage_index}, the inputs of microbatch {fwd_chunk_id}"
         return self._inputs.start(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the inputs of the stage before on the same rank."""
+        """Store the outputs of the previous stage on this rank as the inputs of this stage."""
+        # Packed, so that tensors within structures are detached, too: each stage has a graph of its
+        # own. Their memory is shared, not copied.
         packed = pack(prev_stage_outputs)
         leaves = [tensor.detach() for tensor in packed.tensors]
         self._arrived_inputs[mb_index] = Arrived(packed.header, leaves)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        """Return what sends the outputs; their header goes first."""
+        """Send the header of the outputs if needed, and return the sends of the outputs."""
         return self._outputs.start(fwd_chunk_id, self._packed.pop(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        """Return what receives the gradients of the outputs; which ones there are comes first."""
+        """Wait for the header of the outputs' gradients, and return the receives of the gradients.
+
+        The header says which outputs have gradients.
+        """
         if not self.has_backward:
             return []
         self._link.place = f"stage {self.stage_index}, the gradients of microbatch {bwd_chunk_id}"
         return self._output_grads.start(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take the gradients of the outputs of the stage after on the same rank."""
+        """Store the gradients of this stage's outputs, from the next stage on this rank."""
         self._arrived_grads[mb_index] = next_stage_bwd_outputs
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        """Return what sends the gradients of the inputs; which ones there are goes first."""
+        """Send the header of the inputs' gradients, and return the sends of the gradients.
+
+        The header says which inputs have gradients.
+        """
         if not self.has_backward:
             return []
         return self._input_grads.start(bwd_chunk_id, pack(self.bwd_cache.pop(bwd_chunk_id)))
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        """Return the arguments of the module, of what has arrived."""
+        """Return the module's positional arguments from the received or stored inputs."""
         arrived = self._arrived_inputs.pop(fwd_chunk_id, None) or self._inputs.take(fwd_chunk_id)
+        # Only leaves that require gradients in the previous stage, as in one process: otherwise
+        # autograd would compute gradients that nobody uses.
         gets_grads = self.has_backward and torch.is_grad_enabled()
         for leaf, layout in zip(arrived.tensors, layouts_of(arrived.header), strict=True):
             leaf.requires_grad_(layout.requires_grad and gets_grads)
@@ -144,7 +162,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         return as_tuple(unpack(arrived.header, arrived.tensors))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        """Return the gradients of the outputs."""
+        """Return the received or stored gradients of the outputs."""
         if bwd_chunk_id in self._arrived_grads:
             return self._arrived_grads.pop(bwd_chunk_id)
         arrived = self._output_grads.take(bwd_chunk_id)
@@ -153,32 +171,34 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
     # ------------------------------------------------------------------ forward
 
     def forward_maybe_with_nosync(self, *args: Any, **keywords: Any) -> Any:
-        """Torch's place to run the module."""
+        """Run the module, or the plan of its layers for a planned microbatch."""
         if self._micro not in self.planned:
             return super().forward_maybe_with_nosync(*args, **keywords)
         if self.planned[self._micro]:
             keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
         planned = PlannedMicrobatch(plan_of(self.submod, args, self.is_first, **keywords))
         self._plans[self._micro] = planned
+        # ``over`` holds for one forward pass only.
         over, self.over = self.over, None
         return planned.run_forward(over)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **more: Any
     ) -> Any:
-        """Run it forward."""
+        """Run the forward pass of a microbatch, and keep what its sends and backward pass need."""
         self._begin("F", fwd_chunk_id)
         if self.is_first:
             self._given[fwd_chunk_id] = tuple(args)
         try:
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **more)
         except RuntimeError as error:
-            # Torch replaces an error of the module by ten lines of the shapes of its arguments.
+            # Torch replaces an error of the module by ten lines about the shapes of its arguments.
+            # The error's type and message are restored.
             if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise
             raise error.__cause__ from None
         given = (*self._given[fwd_chunk_id], *tree_leaves(kwargs or {}))
-        if self.is_last:  # of any type, for the loss function
+        if self.is_last:  # the loss function may take values that cannot be sent
             tensors = tuple(one for one in tree_leaves(output) if isinstance(one, Tensor))
         else:
             packed = pack(output)
@@ -199,29 +219,32 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
     # ------------------------------------------------------------------ backward
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        """Run it backward."""
+        """Run the backward pass of a microbatch: all of it, or I."""
         self._begin("B" if more.get("full_backward", True) else "I", bwd_chunk_id)
-        # Torch takes as many gradients, for the stage before, as there are inputs in its records.
+        # Torch's stage passes on as many gradients as its record of shapes (``_stage_meta``, torch
+        # 2.13 to 2.15) has inputs.
         self._stage_meta.inputs = (None,) * len(self._given.pop(bwd_chunk_id))
         return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
-        """What is left of it."""
+        """Run W of a microbatch."""
         self._begin("W", bwd_chunk_id)
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Torch's place to run autograd: all of a backward pass, its I, or its W."""
+        """Run autograd for a whole backward pass, for its I, or for its W."""
         if isinstance(
             self.submod, FSDPModule
-        ):  # all microbatches are reduced at once, by an action
+        ):  # the schedule's REDUCE_GRAD action reduces all microbatches at once
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
         if isinstance(self.submod, DistributedDataParallel) and last_backward:
-            # What runs now completes the gradients: its hooks are to reduce them.
+            # This pass completes the gradients, so the hooks of DistributedDataParallel reduce
+            # them. The wrapper's forward pass does not prepare its private ``reducer`` for that,
+            # because torch's stage runs it under ``no_sync``.
             outputs = find_tensors(bwd_kwargs["stage_output"])
             self.submod.reducer.prepare_for_backward(list(outputs))
         if backward_type == "weight":
@@ -242,6 +265,9 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
                 due, self.due = self.due, None
                 return planned.whole_pass(outputs, bwd_kwargs["output_grads"], given, due), None
             return whole_pass(outputs, bwd_kwargs["output_grads"], given), None
+        # A backward pass that cannot be split adds to the weights' gradients in I already. If the I
+        # are out of order, the gradients are then added up in another order than in one process,
+        # and differ in their last bits. The identity and version of ``.grad`` show such additions.
         own = [] if self._in_order else list(self.submod.parameters())
         before = [_state(parameter) for parameter in own]
         split = input_pass if planned is None else planned.input_pass
@@ -253,12 +279,12 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
                 "are not in the order of the microbatches, in which gradients are added up: use a "
                 "schedule in which they are, or B instead of I and W"
             )
-        bwd_kwargs["stage_output"] = ()  # torch would keep it, and so its graph, until W
+        bwd_kwargs["stage_output"] = ()  # torch would keep the outputs, and their graph, until W
         return grads, left
 
 
 def as_tuple(values: Any) -> Any:
-    """What a stage is given, or gives, as a tuple."""
+    """Return the inputs or outputs of a stage as a tuple."""
     return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 

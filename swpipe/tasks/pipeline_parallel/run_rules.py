@@ -1,4 +1,4 @@
-"""What must hold before a schedule, a chunk or a batch runs on torch's runtime."""
+"""Checks of schedules, chunks and batches before they run on torch's runtime."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from swpipe.plans.pipeline_parallel import (
 )
 
 UNLIMITED = PipelineCosts(max_mem=math.inf)
-"""Costs under which the checker looks at the order alone."""
+"""Costs without a memory limit, under which the checker checks only the order."""
 
 
+# Parameters of the runtime's ``step`` and ``eval``, which pass other keywords on to the stages.
 _TAKEN = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 
 def check_runnable(schedule: PipelineSchedule, n_ranks: int) -> None:
-    """Check that torch's runtime can run a schedule on so many ranks.
+    """Check that torch's runtime can run a schedule on ``n_ranks`` ranks.
 
-    Besides the checker's rules, the last stage has its forward passes in the order of the
-    microbatches: the runtime finds losses and outputs by how many came before.
+    In addition to the rules of ``check_schedule``, the last stage must run its forward passes in
+    the order of the microbatches.
 
     Raises:
-        ScheduleError: It cannot.
+        ScheduleError: The runtime cannot run the schedule.
     """
     check_schedule(schedule, UNLIMITED)
     if schedule.n_ranks != n_ranks:
@@ -51,6 +52,8 @@ def check_runnable(schedule: PipelineSchedule, n_ranks: int) -> None:
             f"the schedule has {counted(schedule.n_stages, 'stage')} on "
             f"{counted(n_ranks, 'rank')}: torch's runtime takes a multiple of the ranks"
         )
+    # The runtime appends losses and outputs to lists, and looks up the loss of microbatch i at
+    # index i.
     last = schedule.n_stages - 1
     row = schedule.actions[schedule.placement[last]]
     forwards = [action for action in row if action.stage == last and action.op == "F"]
@@ -72,17 +75,17 @@ def check_chunks(
     chunks: Mapping[int, nn.Module],
     ranks: Sequence[int],
 ) -> None:
-    """Check the chunks of the model that a rank has.
+    """Check that a rank's chunks match its stages, share nothing, and can run split passes.
 
     Args:
         schedule: The schedule.
-        rank: In the group of the pipeline.
-        chunks: Stage to module.
-        ranks: Of the pipeline, in the default group.
+        rank: This rank, in the group of the pipeline, from 0.
+        chunks: The module of each stage, by stage, from 0.
+        ranks: The ranks of the pipeline, in the default group.
 
     Raises:
-        ScheduleError: They are not those of the rank's stages, share a parameter, or are wrapped
-            for data parallelism in a way in which ranks would wait for each other.
+        ScheduleError: The chunks are not those of the rank's stages, share a parameter, or are
+            wrapped for data parallelism in a way that would make ranks wait for each other.
     """
     stages = [stage for stage, place in enumerate(schedule.placement) if place == rank]
     if sorted(chunks) != stages:
@@ -93,6 +96,7 @@ def check_chunks(
     owner: dict[int, str] = {}
     for stage in stages:
         forwards = [a for a in schedule.actions[rank] if a.stage == stage and a.op == "F"]
+        # A running mean, for example, depends on the order of the forward passes.
         buffer = next((name for name, _ in chunks[stage].named_buffers()), None)
         if buffer is not None and (early := next(_out_of_order(forwards), None)) is not None:
             raise ScheduleError(
@@ -103,6 +107,7 @@ def check_chunks(
         has_split = any(a.stage == stage and a.op == "I" for a in schedule.actions[rank])
         _check_data_parallel(chunks[stage], stage, ranks, has_split=has_split)
         for name, parameter in chunks[stage].named_parameters():
+            # By identity: ``tied.weight is embedding.weight`` across two stages of this rank.
             own = f"{name} of stage {stage}"
             if (other := owner.setdefault(id(parameter), own)) != own:
                 raise ScheduleError(
@@ -114,7 +119,14 @@ def check_chunks(
 def _check_data_parallel(
     chunk: nn.Module, stage: int, ranks: Sequence[int], *, has_split: bool
 ) -> None:
-    """A chunk may be wrapped as a whole, over ranks that have the same stage in other pipelines."""
+    """Check that data parallelism wraps the whole chunk, over ranks of other pipelines.
+
+    Raises:
+        ScheduleError: A wrapper is inside the chunk, or spans ranks of this pipeline, or looks at
+            whole backward passes while the schedule splits them.
+    """
+    # ``fully_shard`` on modules within a chunk is allowed if the chunk itself is sharded: the stage
+    # switches the reduction off for the chunk and its modules together.
     for name, module in chunk.named_modules():
         is_wrapper = isinstance(module, DistributedDataParallel | FSDPModule)
         inside = name and not (isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule))
@@ -125,6 +137,7 @@ def _check_data_parallel(
             )
     if not isinstance(chunk, DistributedDataParallel):
         return
+    # Ranks of the same pipeline have different stages, so their reductions would not match.
     shared = set(ranks).intersection(dist.get_process_group_ranks(chunk.process_group))
     if len(shared) > 1:
         raise ScheduleError(
@@ -146,10 +159,13 @@ def check_batch(
     n_micro: int,
     keywords: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Check that a batch can be split into microbatches of equal size; its tensors by name.
+    """Check that a batch can be split into equal microbatches, and return its tensors by name.
+
+    The names are ``input 0``, ``input 1``, ..., ``target``, and the keywords, in this order. All
+    tensors have the rows of the batch in dimension 0.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The batch cannot be split, or a keyword is a parameter of torch's runtime.
     """
     tensors = {f"input {number}": tensor for number, tensor in enumerate(inputs)}
     tensors |= {} if target is None else {"target": target}
@@ -168,6 +184,7 @@ def check_batch(
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
         raise ValueError(f"{told}: give all of them the same rows")
+    # Unequal microbatches would make the mean of their losses differ from the batch's mean.
     for name, size in sizes.items():
         if size < 1 or size % n_micro:
             raise ValueError(
@@ -178,14 +195,14 @@ def check_batch(
 
 
 class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse collectives in which two ranks of a pipeline take part.
+    """A dispatch mode that refuses collectives among several ranks of a pipeline.
 
-    Each of its ranks is at another pass than the others, which would wait for ever. Ranks that
-    share a stage, as those of experts or tensors across pipelines, run the same passes in the same
-    order, and pass.
+    The ranks of a pipeline run different passes at the same time, so that they would wait for each
+    other forever. Collectives among ranks of different pipelines that have the same stage, as in
+    expert or tensor parallelism, are allowed: these ranks run the same passes in the same order.
 
     Args:
-        group: The pipeline's ranks.
+        group: The ranks of the pipeline; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -193,6 +210,8 @@ class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ranks = set(dist.get_process_group_ranks(group))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # ``c10d`` has the operators of torch.distributed, ``_c10d_functional`` those of functional
+        # collectives. Sends and receives between ranks of a pipeline are its own.
         space, _, name = func.overloadpacket._qualified_op_name.partition("::")
         if space in ("c10d", "_c10d_functional") and not name.startswith(("send", "recv", "wait")):
             names = (argument.name for argument in func._schema.arguments)
@@ -210,7 +229,9 @@ class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _ranks_of(given: Mapping[str, Any]) -> set[int]:
-    """Of the group that a collective's operator is given: the group itself, or its name."""
+    """Return the ranks of the process group among the arguments of a collective's operator."""
+    # ``c10d`` operators take the group itself, functional ones its name. The name's resolver is
+    # private in torch 2.13 to 2.15.
     if "process_group" in given:
         group = dist.ProcessGroup.unbox(given["process_group"])
     elif "group_name" in given:
@@ -223,8 +244,9 @@ def _ranks_of(given: Mapping[str, Any]) -> set[int]:
 
 @contextmanager
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give buffers, such as running means, the values back that they had before the block."""
+    """Restore the buffers of modules, such as running means, after the block."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
+    # Restored in place, so that other references to the buffers stay valid.
     before = [buffer.detach().clone() for buffer in buffers]
     try:
         yield

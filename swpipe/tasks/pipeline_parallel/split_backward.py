@@ -1,19 +1,20 @@
-"""A stage's backward pass in two parts: the gradients of its inputs first, of its weights later.
+"""A stage's backward pass in two parts: I, the gradients of its inputs, and W, of its weights.
 
-    outputs ─ ... ─ n ─ ... ─ inputs        n: a node on the way to the inputs, with an edge that
-                    └─ ... ─ weights           leaves this way: there I keeps what W begins with
+    outputs ─ ... ─ n ─ ... ─ inputs        n: a branch node, which lies on a path to the inputs and
+                    └─ ... ─ weights           has an edge that leaves all of these paths
 
-``I`` runs the nodes on the way to the inputs, and keeps the gradients that come to each n. ``W`` is
-a backward pass from each n to its leaves, so that gradients are added, and hooks called, by
-autograd itself, and nothing is computed again between one n and the next. Where several n lead to
-one leaf, they have one pass, in which their contributions are added as in the whole. What I keeps
-is then given to each n again, whatever has come to it from above: a node below another one would
-get a part of its gradient twice.
+``I`` runs the nodes on the paths to the inputs, and keeps the gradients that arrive at each branch
+node. ``W`` runs a backward pass from each branch node to its leaves, with the kept gradients.
+Autograd itself adds the gradients and calls the hooks, and no node between two branch nodes runs
+again. Branch nodes that lead to the same leaf share one backward pass, in which autograd adds their
+contributions in the order of the undivided pass. In a shared pass, a branch node below another one
+would get the gradient from above a second time. Therefore each branch node is given exactly the
+kept gradients, whatever arrives.
 
-A node n runs in both parts. One that is written in Python may do more than give gradients (add to
-``.grad`` itself, as fused kernels do), and a compiled one computes everything each time; under
-reentrant checkpoints autograd computes no gradients of chosen inputs at all. A backward pass with
-such a node is not split: I does the whole of it, and W nothing.
+A branch node runs in both parts. A node written in Python may have side effects (fused kernels add
+to ``.grad`` themselves), a compiled node computes all its gradients each time, and under reentrant
+checkpoints autograd cannot compute the gradients of chosen inputs. A backward pass with these nodes
+is not split: I runs all of it, and W does nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from torch.utils.checkpoint import CheckpointFunction
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Root: TypeAlias = tuple[GradientEdge, Tensor]
-"""Where a backward pass begins, and with which gradient."""
+"""The start of a backward pass, and the gradient there."""
 
+# The autograd node of a reentrant checkpoint; ``_backward_cls`` is private in torch 2.13 to 2.15.
 _REENTRANT: Any = CheckpointFunction._backward_cls
 
 
 @dataclass(slots=True)
 class WeightPass:
-    """What W has still to do.
+    """The part of a backward pass that I has left for W.
 
     Attributes:
-        roots: Outputs on which no input depends.
-        kept: Node on the way to the inputs, to what came to it.
-        below: Where each of these backward passes begins, to the leaves that it leads to.
+        roots: The outputs that depend on no input, with their gradients.
+        kept: The gradients that arrived at each branch node.
+        below: The leaves that W reaches from each node where a backward pass starts.
     """
 
     roots: list[Root]
@@ -51,20 +53,24 @@ class WeightPass:
     below: dict[Node, set[Tensor]]
 
     def run(self) -> None:
-        """Add to the gradients of all leaves but the stage's inputs."""
+        """Add to the gradients of all leaves except the stage's inputs."""
         edges: dict[Node, list[Root]] = {}
         for edge, grad in self.roots:
             edges.setdefault(edge.node, []).append((edge, grad))
         for node, kept in self.kept.items():
             edges[node] = [(GradientEdge(node, i), g) for i, g in enumerate(kept) if g is not None]
         handles = [node.register_prehook(partial(_again, g)) for node, g in self.kept.items()]
+        # The prehooks now hold the kept gradients; a second reference here would keep them in
+        # memory until the next step.
         self.kept = {}
         try:
             for nodes, leaves in _apart({node: self.below[node] for node in edges}):
                 begins = [one for node in nodes for one in edges[node]]
                 if begins and leaves:
                     roots, grads = zip(*begins, strict=True)
-                    several = len(nodes) > 1  # whose pass goes through nodes of others
+                    # The pass of several nodes may run through branch nodes that have a pass of
+                    # their own later, and must not free their buffers.
+                    several = len(nodes) > 1
                     torch.autograd.backward(roots, grads, retain_graph=several, inputs=list(leaves))
         finally:
             for handle in handles:
@@ -72,7 +78,9 @@ class WeightPass:
 
 
 def _apart(below: dict[Node, set[Tensor]]) -> list[tuple[list[Node], set[Tensor]]]:
-    """Groups of nodes that have no leaf in common; those of several nodes first."""
+    """Return the nodes in groups without common leaves, with groups of several nodes first."""
+    # Groups of several nodes come first: their passes retain the graph, which a single node's pass
+    # frees.
     groups: list[tuple[list[Node], set[Tensor]]] = []
     for node, leaves in below.items():
         nodes, found = [node], set(leaves)
@@ -89,12 +97,12 @@ def input_pass(
     """Compute the gradients of a stage's inputs.
 
     Args:
-        outputs: What the stage gave; or its loss.
-        grads: Their gradients; None for a loss.
-        inputs: What the stage was given: leaves, and values that are no tensors.
+        outputs: The outputs of the stage, or its loss.
+        grads: The gradients of the outputs; None for a loss.
+        inputs: The inputs of the stage: leaf tensors, and values that are not tensors.
 
     Returns:
-        The gradients of the inputs; and what is left for W, None where all is done.
+        The gradients of the inputs, and the remaining work for W, or None if no work remains.
     """
     roots, ours = _roots(outputs, grads), _requiring(inputs)
     ends = {get_gradient_edge(one).node for one in ours}
@@ -104,11 +112,12 @@ def input_pass(
     found: dict[int, Tensor | None] = {}
     kept: dict[Node, Grads] = {}
     handles = [node.register_prehook(partial(_keep, kept, node)) for node in graph.branches]
-    on_way = graph.above | ends  # a stage may give what it was given
+    on_way = graph.above | ends  # a stage may return an input unchanged
     above = [root for root in roots if root[0].node in on_way]
     try:
         if above:
             edges, values = zip(*above, strict=True)
+            # retain_graph: W runs the branch nodes again.
             results = torch.autograd.grad(edges, ours, values, retain_graph=True, allow_unused=True)
             found = {id(one): grad for one, grad in zip(ours, results, strict=True)}
     finally:
@@ -124,14 +133,18 @@ def input_pass(
 def whole_pass(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> Grads:
-    """Compute the gradients of a stage's inputs, and add to those of its weights.
+    """Compute the gradients of a stage's inputs, and add to the gradients of its weights.
 
-    Arguments, and gradients of the inputs, as of ``input_pass``.
+    See ``input_pass`` for the arguments.
+
+    Returns:
+        The gradients of the inputs.
     """
     roots, ours = _roots(outputs, grads), _requiring(inputs)
     before = [one.grad for one in ours]
     found: dict[int, Tensor] = {}
-    # A hook sees the gradient with the strides that it comes with; ``.grad`` has the input's.
+    # A hook gets the gradient with its own strides; ``.grad`` would have the strides of the input.
+    # Kernels choose the order of their sums by the strides.
     handles = [
         one.register_hook(partial(found.__setitem__, id(one)))  # type: ignore[no-untyped-call]
         for one in ours
@@ -163,22 +176,24 @@ def _requiring(inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _let_go(outputs: Sequence[Tensor]) -> None:
-    """Of what is above the nodes that are kept; a view cannot be detached in place."""
+    """Detach the outputs in place, so that they do not keep the graph above the branch nodes."""
+    # torch does not detach views in place; a view keeps its graph until the caller drops it.
     for output in outputs:
         if not output._is_view():
             output.detach_()
 
 
 class _Graph:
-    """What of an autograd graph decides how it is split.
+    """The nodes of an autograd graph that determine how its backward pass is split.
 
     Attributes:
-        above: The nodes on a way to the inputs.
-        branches: Those of them with an edge that leaves all such ways.
-        can_be_split: Whether the two parts do what the whole does.
+        above: The nodes on a path to the inputs.
+        branches: The nodes of ``above`` with an edge that leaves all paths to the inputs.
+        can_be_split: Whether I and W together compute the same as the undivided pass.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
+        # Reverse the edges: autograd nodes only know their successors.
         users: dict[Node, list[Node]] = {node: [] for node in roots}
         todo = list(users)
         while todo:
@@ -189,6 +204,7 @@ class _Graph:
                         users[below] = []
                         todo.append(below)
                     users[below].append(node)
+        # Walk up from the inputs.
         self.above: set[Node] = set()
         todo = [node for node in inputs if node in users]
         while todo:
@@ -209,7 +225,7 @@ class _Graph:
 
 
 def _leaves_below(begin: Node, on_way: set[Node]) -> set[Tensor]:
-    """What gets a gradient from a node, but by the way to the inputs."""
+    """Return the leaves that a node reaches without the nodes on the paths to the inputs."""
     leaves, seen, todo = set(), set(on_way), [begin]
     while todo:
         node = todo.pop()

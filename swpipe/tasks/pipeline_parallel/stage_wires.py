@@ -1,12 +1,13 @@
-"""The four ways of a stage's tensors: outputs and gradients of inputs go, the others come.
+"""Senders and receivers of a stage's outputs, inputs, and their gradients.
 
 ::
 
-    sender      F ── header, once ──> ── tensors ──>      receiver: waits for the header, makes
-                I <── header, once ── <── gradients ──      memory, and receives
+    stage s     F ── (1) header ──> ── (2) tensors ──>    stage s + 1: waits for the header,
+                I <── (1) header ── <── (2) gradients ──    allocates memory, and receives
 
-The header has structure, shapes and strides (``wire``). It goes with the first microbatch; later
-ones have to be alike, since the receiver makes its memory by it. Where they may vary, each has one.
+The header has the structure, shapes and strides (``wire``). It is sent with the first microbatch.
+All later microbatches must have the same header, because the receiver allocates memory by it. If
+shapes may vary, each microbatch is sent with its own header.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from swpipe.tasks.pipeline_parallel.wire import Packed, TensorLayout, layouts_of
 
 
 class Arrived(NamedTuple):
-    """What a stage was given for a microbatch: a header, and the tensors."""
+    """The header and the tensors that a stage has received for a microbatch."""
 
     header: bytes
     tensors: list[Tensor]
 
 
 class Sender:
-    """One of the ways out.
+    """The sender of a stage's outputs, or of the gradients of its inputs.
 
     Args:
-        stage: That it belongs to, a ``PipelineStage``.
-        to: The stage that receives.
-        what: Goes this way, for messages.
-        varying: Whether each microbatch has a header.
+        stage: The ``PipelineStage`` that sends.
+        to: The number of the stage that receives, from 0.
+        what: The name of the values, for error messages.
+        varying: Whether each microbatch is sent with its own header.
     """
 
     def __init__(self, stage: Any, to: int, what: str, varying: bool) -> None:
@@ -43,10 +44,10 @@ class Sender:
         self._headers_sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def start(self, micro: int, packed: Packed) -> list[dist.P2POp]:
-        """Send the header if there is need, without waiting; return what sends the tensors.
+        """Start to send the header if needed, and return the sends of the tensors.
 
         Raises:
-            ValueError: The structure, or a shape, is another one than before.
+            ValueError: The structure or a shape differs from that of the first microbatch.
         """
         if self._header is None or self._varying:
             self._send_header(packed.header)
@@ -59,6 +60,7 @@ class Sender:
             )
         self._header = packed.header
         layouts = layouts_of(packed.header)
+        # Empty tensors are not sent: the header says all about them.
         memory = [
             layout.memory_of(tensor).to(self._stage.device)
             for layout, tensor in zip(layouts, packed.tensors, strict=True)
@@ -67,7 +69,9 @@ class Sender:
         return _operations(dist.isend, memory, self._stage, self._to)
 
     def _send_header(self, header: bytes) -> None:
-        """The receiver may come to it much later."""
+        """Start to send a header without waiting for the receiver."""
+        # Waiting could be a deadlock: the receiver may have passes to run first that wait for this
+        # rank. The tensors are kept until ``finish``, because the sends read their memory.
         content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         to = self._stage._resolve_peer_global_rank(self._to)
         for part in (torch.tensor([len(header)]), content):
@@ -75,20 +79,21 @@ class Sender:
             self._headers_sent.append((dist.isend(sent, to, self._stage.group), sent))
 
     def finish(self) -> None:
-        """Wait for the headers."""
+        """Wait until all headers have been sent."""
         for work, _ in self._headers_sent:
+            # ``isend`` returns None on a rank outside of the group.
             if work is not None:
                 work.wait()
         self._headers_sent.clear()
 
 
 class Receiver:
-    """One of the ways in.
+    """The receiver of a stage's inputs, or of the gradients of its outputs.
 
     Args:
-        stage: That it belongs to.
-        source: The stage that sends.
-        varying: Whether each microbatch has a header.
+        stage: The ``PipelineStage`` that receives.
+        source: The number of the stage that sends, from 0.
+        varying: Whether each microbatch is sent with its own header.
     """
 
     def __init__(self, stage: Any, source: int, varying: bool) -> None:
@@ -97,7 +102,8 @@ class Receiver:
         self._arriving: dict[int, tuple[bytes, list[Tensor]]] = {}
 
     def start(self, micro: int) -> list[dist.P2POp]:
-        """Wait for the header if there is one; return what receives the tensors."""
+        """Wait for the header if one is sent, and return the receives of the tensors."""
+        # Sender and receiver decide alike: a header with the first microbatch, or with each.
         header = self._header
         if header is None or self._varying:
             header = self._header = self._receive_header()
@@ -109,13 +115,14 @@ class Receiver:
             )
             for layout in layouts_of(header)
         ]
+        # By microbatch: torch starts the receives of several microbatches before the first is used.
         self._arriving[micro] = header, memory
         return _operations(
             dist.irecv, [one for one in memory if len(one)], self._stage, self._source
         )
 
     def take(self, micro: int) -> Arrived:
-        """Return what has been received."""
+        """Return the header and the tensors of a microbatch whose receives have ended."""
         header, memory = self._arriving.pop(micro)
         pairs = zip(layouts_of(header), memory, strict=True)
         return Arrived(header, [layout.tensor_of(part) for layout, part in pairs])
@@ -123,6 +130,7 @@ class Receiver:
     def _receive_header(self) -> bytes:
         stage = self._stage
         source = stage._resolve_peer_global_rank(self._source)
+        # Its length first: a receive needs memory of the right size.
         length = torch.empty(1, dtype=torch.int64, device=stage.device)
         dist.recv(length, source, stage.group)
         content = torch.empty(int(length), dtype=torch.uint8, device=stage.device)

@@ -1,13 +1,14 @@
-"""A process group for the tensors of a pipeline, which ends a step on all ranks if one rank fails.
+"""A process group for a pipeline's tensors that ends a step on all ranks if one rank fails.
 
 Guarantees
-    - If one rank raises in a step, or refuses its arguments before it, every rank that waits for it
-      raises at once, and names the rank that failed first, the pass, and the error.
-    - The caller's own group stays as it is: it is not used in a step.
+    - If a rank raises in a step, or refuses its arguments before the step, every rank that waits
+      for this rank raises at once, and names the rank that failed first, the pass, and the error.
+    - The caller's own group stays usable: steps do not use it.
 
 Assumptions
-    - All ranks reach the job's store; a rank that cannot still raises, but knows no cause.
-    - A rank that has done its part of the step does not wait. It raises in its next step.
+    - All ranks can reach the job's store; a rank that cannot reach it still raises, but does not
+      name the cause.
+    - A rank that has finished its part of the step does not wait. It raises in its next step.
 
 ::
 
@@ -15,11 +16,12 @@ Assumptions
     rank 0    waits for rank 1 ................. (3) woken, reads the record, closes, raises
     rank 2    waits for rank 0 ........................ (3) the same
 
-The record is written before the connections are closed, so that a rank that is woken by them finds
-it. It is the first one that counts: whoever comes later reads it.
+A failing rank writes its record (1) before it closes its connections (2), so that a rank that
+wakes (3) finds the record. Only the first record counts: a rank that fails later reads it instead
+of writing one.
 
-Gloo's waits cannot be aborted from Python; but a wait that times out closes all connections of its
-group, which ends the waits of the other ranks, too. Others (NCCL) have ``abort``.
+Gloo's waits cannot be aborted from Python, but a wait that times out closes all connections of its
+group, which also ends the waits of the other ranks. Other backends (NCCL) have ``abort``.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from swpipe.tasks.pipeline_parallel.torch_pipelining import group_like
 
 
 class StepFailure(NamedTuple):
-    """What the rank that failed first says of it.
+    """The record of the first failure in a step.
 
     Attributes:
-        rank: In the group.
-        place: The stage and the pass, or "before the step".
-        error: Its type and message.
-        before: Whether it refused its arguments before the step.
+        rank: The rank that failed first, in the pipeline's group.
+        place: The stage and the pass that failed, or "before the step".
+        error: The type and message of the error.
+        before: Whether the rank refused its arguments before the step.
     """
 
     rank: int
@@ -60,20 +62,21 @@ class StepFailure(NamedTuple):
 
 
 class StepLink:
-    """A process group of its own over the ranks of a pipeline; making one is a collective.
+    """A separate process group over the ranks of a pipeline; making one is a collective.
 
     Args:
         parent: The ranks; None for the default group.
-        device: Where the tensors are that are sent.
+        device: The device of the tensors to send.
 
     Attributes:
-        group: For sends and receives.
-        place: The stage and the pass that this rank is at.
+        group: The process group for sends and receives.
+        place: The stage and the pass that this rank is running, for messages.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, device: torch.device) -> None:
         self._parent, self._device = parent, device
         whole = parent or distributed_c10d._get_default_group()
+        # All ranks need the same name, which no earlier link may have had: rank 0 draws it.
         name = f"swpipe_pipeline_{gather(uuid.uuid4().hex, parent)[0]}"
         self._key = f"swpipe/{name}"
         self.group = group_like(whole, device, name)
@@ -81,10 +84,10 @@ class StepLink:
         self._closed = False
 
     def fail(self, error: BaseException, *, before: bool) -> StepFailure:
-        """Record that this rank failed, unless another one did before, and wake the others.
+        """Record this rank's failure unless another rank failed first, and wake the other ranks.
 
         Returns:
-            The failure that came first.
+            The first failure of the step.
         """
         place = "before the step" if before else f"at {self.place or 'its start'}"
         told = f"{type(error).__name__}: {error}"
@@ -99,11 +102,12 @@ class StepLink:
         return first
 
     def _record(self, own: StepFailure) -> StepFailure:
+        # Atomic: it stores the value only if the key is unset, and returns the stored value.
         held = job_store().compare_set(self._key, "", json.dumps(own)).decode()
         return StepFailure(*json.loads(held))
 
     def close(self) -> None:
-        """End all that waits in the group, here and on other ranks."""
+        """End all waits in the group, on this rank and on the others."""
         if self._closed or dist.get_world_size(self.group) == 1:
             return
         self._closed = True
@@ -112,18 +116,18 @@ class StepLink:
             return
         buffer = torch.empty(1)
         for other in range(dist.get_world_size(self.group)):
-            # One of these waits has to time out: with a rank that has left it fails at once, and
-            # would leave the connections to the others open.
-            with suppress(RuntimeError, ValueError):  # it fails in any case; one is this rank
+            # At least one of these waits has to time out. A receive from a rank that has left
+            # fails at once, and leaves the connections to the other ranks open.
+            with suppress(RuntimeError, ValueError):  # each fails; ValueError is for this rank
                 work = dist.irecv(buffer, group=self.group, group_src=other, tag=_NEVER)
                 if work is not None:
                     work.wait(dt.timedelta(milliseconds=1))
 
     def release(self) -> None:
-        """Destroy the group, unless the default group was, which took it along."""
+        """Destroy the group, unless it was destroyed together with the default group."""
         if dist.is_initialized() and self.group in distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
 
 
 _NEVER = 0x5157
-"""A tag under which nothing is sent."""
+"""A tag under which no rank sends."""

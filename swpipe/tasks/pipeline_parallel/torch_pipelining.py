@@ -1,7 +1,7 @@
-"""Everything used of torch's runtime. Most of it is private, so the version is checked first.
+"""The parts of torch.distributed.pipelining that swpipe uses, for the tested releases of torch.
 
-``torch.distributed.pipelining`` runs a schedule by ``_PipelineScheduleRuntime``, whose methods and
-rules change from release to release.
+Most of these parts are private. ``_PipelineScheduleRuntime``, which runs a schedule, changes its
+methods and rules from release to release. Therefore the version is checked on import.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 TESTED = ("2.13", "2.14", "2.15")
-"""The releases of torch whose runtime was tested."""
+"""The releases of torch with which swpipe is tested."""
 
 
 def check_torch(version: str) -> None:
-    """Refuse a torch whose runtime was not tested.
+    """Check that swpipe is tested with a version of torch.
 
     Raises:
-        ImportError: It is another release.
+        ImportError: The version belongs to another release.
     """
     series = re.match(r"\d+\.\d+", version)
     if series is None or series[0] not in TESTED:
@@ -33,6 +33,7 @@ def check_torch(version: str) -> None:
         )
 
 
+# Before the imports below, which fail with a less helpful error if a private name has moved.
 check_torch(torch.__version__)
 
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
@@ -48,7 +49,7 @@ OPS: Any = {
     "W": schedules.BACKWARD_WEIGHT,
     "B": schedules.FULL_BACKWARD,
 }
-"""swpipe's op to torch's."""
+"""Torch's op for each op of swpipe."""
 
 COMMUNICATION: Any = {
     op.value: op
@@ -62,19 +63,24 @@ COMMUNICATION: Any = {
         schedules.RECV_B,
     )
 }
-"""The same of communication."""
+"""Torch's op for each communication of swpipe."""
 
 BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
-"""Ops that an evaluation leaves out."""
+"""The ops that do nothing in an evaluation."""
 
 OVERLAP: Any = schedules.OVERLAP_F_B
 
 
 def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) -> None:
-    """Have a runtime run these rows, to which the communication is added that they lack.
+    """Set the rows that a runtime runs, after adding the kinds of communication that they lack.
 
-    Torch's own ``_prepare_schedule_with_comms`` takes rows with all communication, or with none.
+    Args:
+        runtime: The torch runtime, which is changed.
+        rows: The actions of each rank, by rank, from 0.
+        placement: The rank of each stage.
     """
+    # Torch's ``_prepare_schedule_with_comms`` (2.13 to 2.15) takes rows with all communication, or
+    # with none. These are its steps, each of which runs only if its kind is missing.
     passes = {rank: [one for one in row if one.is_compute_op] for rank, row in rows.items()}
     runtime._validate_and_set_stage_mapping(passes)
     there = {one.computation_type for row in rows.values() for one in row}
@@ -89,18 +95,25 @@ def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) ->
 
 
 find_tensors: Any = distributed._find_tensors
-"""In values of any structure, as DistributedDataParallel looks for them."""
+"""The function by which DistributedDataParallel finds the tensors in a value of any structure."""
 
 wait_for: Any = schedules._wait_batch_p2p
-"""For sends or receives that were started."""
+"""The function by which torch's runtime waits for a batch of sends or receives."""
 
 
 def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
-    """Make another group of the same ranks, all of which call this with the same name.
+    """Make a process group with the ranks and the backend of another group.
 
-    ``new_group`` does so for a part of the ranks under a name that it derives from how many groups
-    each of them is in: where these numbers differ, the ranks wait for each other for ever.
+    This is a collective: all ranks of the group call this function, with the same name.
+
+    Args:
+        group: The group whose ranks and backend to use.
+        device: A device whose backend in ``group`` has the time-out to use.
+        name: A name that no other group of the job has.
     """
+    # ``new_group`` derives the name of a group of some of the job's ranks from how many groups each
+    # rank is in. If these numbers differ, the ranks wait for each other forever. The private helper
+    # takes a name (torch 2.13 to 2.15).
     ranks = dist.get_process_group_ranks(group)
     options: Any = group._get_backend(device).options
     helper: Any = distributed_c10d._new_process_group_helper
@@ -114,5 +127,6 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
         name,
         timeout=options._timeout,
     )
+    # The helper leaves this table to its caller.
     distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
     return made

@@ -1,11 +1,11 @@
-"""A training step on a pipeline-parallel model, as tasks.
+"""The tasks of a training step on a pipeline-parallel model.
 
-What goes through the context, attribute by attribute::
+The tasks read and write these attributes of the context::
 
     ctx.batch -- load --> inputs, target -- step --> losses, (gradients)
     (gradients) -- update --> (parameters)
 
-What stands in parentheses lies outside the context: in the chunks, in the optimizer.
+States in parentheses are outside of the context: in the chunks and in the optimizer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Runtime: TypeAlias = PipelineRuntime | SerialRuntime
 
 
 class PipelineTrainTasks:
-    """Three tasks, for the plans of ``swpipe.plans.pipeline_parallel.pipeline_training`` or others.
+    """The tasks load, step and update of a pipeline-parallel training step.
 
-    On each rank ``ctx.losses`` is what ``StepResult.losses`` says.
+    Plans for these tasks are in ``swpipe.plans.pipeline_parallel.pipeline_training``. The step sets
+    ``ctx.losses`` to ``StepResult.losses``.
 
     Args:
-        runtime: Runs the schedule.
-        optimizer: Of the parameters of the runtime's modules.
-        load: What the iterator gives to (inputs, target), on the runtime's device. It runs ahead,
-            on another thread: it uses its argument and what nobody changes.
+        runtime: The runtime that runs the schedule.
+        optimizer: The optimizer of the parameters of the runtime's modules.
+        load: Maps the loader's batch to (inputs, target) on the runtime's device. It runs ahead on
+            another thread, and may use only its argument and state that nothing changes.
     """
 
     def __init__(
@@ -46,19 +47,19 @@ class PipelineTrainTasks:
         self._runtime, self._optimizer, self._load = runtime, optimizer, load
 
     def load(self, ctx: IterContext) -> None:
-        """Inputs and target of the whole batch."""
+        """Set the inputs and the target of the whole batch."""
         ctx.inputs, ctx.target = self._load(ctx.batch)
 
     def step(self, ctx: IterContext) -> None:
-        """The schedule's passes, in place of the gradients of the step before."""
+        """Run the schedule's passes, and replace the gradients of the previous step."""
         ctx.losses = self._runtime.train(*ctx.inputs, target=ctx.target).losses
 
     def update(self, ctx: IterContext) -> None:
-        """Parameters, from the gradients."""
+        """Update the parameters from their gradients."""
         self._optimizer.step()
 
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """In serial order."""
+        """Return the three tasks in serial order."""
         reads = DeclaredIO(state="parameters", mode="r", memory=list(self._runtime.modules))
         gradients = gradients_of(self._runtime.modules, "gradients")
         updates = [

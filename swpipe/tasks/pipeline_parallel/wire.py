@@ -1,15 +1,15 @@
-"""How a stage's value goes to another rank: its structure, and the memory of its tensors.
+"""The format in which a stage's value is sent: its structure, and the memory of its tensors.
 
 ::
 
     value ── pack ──> header, tensors            header ── layouts ──> memory, to receive into
-                              └─ memory_of ──> bytes on the way ──> ┘ └─ tensor_of ── unpack ──>
+                              └─ memory_of ──> bytes that are sent ─> ┘ └─ tensor_of ── unpack ──>
 
 A value is any object that can be pickled: tensors, tuples, dicts, dataclasses, None, numbers.
-Tensors keep size, strides, dtype, and whether they require gradients: kernels choose the order of
-their sums by the strides, so that gradients are equal in every bit only if strides are. What is
-sent of a tensor is the memory that it spans; of an expanded dimension that is one element, and gaps
-between the elements of a slice are left out.
+Tensors keep their size, strides, dtype and ``requires_grad``. Kernels choose the order of their
+sums by the strides, so gradients are equal in every bit only if the strides are equal. The memory
+that a tensor spans is sent; an expanded dimension is sent as one element, and the gaps between the
+elements of a slice are not sent.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Other subclasses, for example DTensor, have state beside their memory, which would get lost.
 _KINDS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class TensorLayout(NamedTuple):
-    """What a receiver has to know of a tensor.
+    """The properties of a tensor that a receiver needs to rebuild it from bytes.
 
     Attributes:
-        size: Of each dimension.
-        stride: Of each dimension, in elements.
-        dtype: Of the elements.
-        requires_grad: Whether it is to get a gradient.
-        device: The type of its device.
-        is_conj: Whether its memory has the conjugates of its elements.
-        is_neg: Whether its memory has their negatives.
+        size: The size of each dimension.
+        stride: The stride of each dimension, in elements.
+        dtype: The type of the elements.
+        requires_grad: Whether the tensor requires a gradient.
+        device: The type of the tensor's device.
+        is_conj: Whether the memory holds the conjugates of the elements.
+        is_neg: Whether the memory holds the negatives of the elements.
     """
 
     size: tuple[int, ...]
@@ -51,7 +52,7 @@ class TensorLayout(NamedTuple):
         """Return the layout of a tensor.
 
         Raises:
-            TypeError: It is no dense tensor in memory.
+            TypeError: The tensor is not a plain dense tensor in memory.
         """
         if type(tensor) not in _KINDS or tensor.layout != torch.strided or tensor.is_meta:
             kind = "tensor" if type(tensor) is Tensor else type(tensor).__name__
@@ -72,12 +73,13 @@ class TensorLayout(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements are sent."""
+        """The number of elements that are sent."""
+        # The span where elements overlap, or are dense; the distinct elements where there are gaps.
         return 0 if 0 in self.size else min(self._span, self._distinct)
 
     @property
     def _base(self) -> list[int]:
-        """The size without what is expanded."""
+        """The size, with 1 for each expanded dimension, whose stride is 0."""
         return [n if stride else 1 for n, stride in zip(self.size, self.stride, strict=True)]
 
     @property
@@ -86,40 +88,45 @@ class TensorLayout(NamedTuple):
 
     @property
     def _span(self) -> int:
-        """From the first to the last element in memory."""
+        """The number of elements from the first to the last element in memory, gaps included."""
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
     def memory_of(self, tensor: Tensor) -> Tensor:
-        """Return what is sent of a tensor of this layout, as bytes, (elements * itemsize,)."""
+        """Return the bytes to send of a tensor of this layout, of shape (elements * itemsize,)."""
         tensor = self._as_in_memory(tensor.detach())
         if self._span <= self._distinct:
+            # No gaps: the memory is sent as it is, without a copy.
             flat = tensor.as_strided((self._span,), (1,))
         else:
             flat = tensor.as_strided(self._base, self.stride).contiguous().view(-1)
         return flat.view(torch.uint8)
 
     def tensor_of(self, memory: Tensor) -> Tensor:
-        """Return the tensor whose bytes were received."""
+        """Return the tensor of this layout from its received bytes."""
         flat = memory.to(self.device).view(self.dtype)
         if 0 in self.size:
             return flat.new_empty(0).as_strided(self.size, self.stride).detach()
-        if self._span > self._distinct:  # with gaps, which are not sent
+        if self._span > self._distinct:
+            # Only the elements were sent: put them between the gaps again, to keep the strides.
             base, flat = flat.view(self._base), flat.new_empty(self._span)
             flat.as_strided(self._base, self.stride).copy_(base)
         return self._as_in_memory(flat.as_strided(self.size, self.stride)).detach()
 
     def _as_in_memory(self, tensor: Tensor) -> Tensor:
-        """Switch both flags: of a tensor that has them off, of its memory on."""
+        """Undo the lazy conjugation and negation of a tensor, or apply them to its memory."""
+        # Both are their own inverses, so that sender and receiver call the same method.
+        # ``torch._neg_view`` is private; torch has no public function for it (2.13 to 2.15).
         tensor = tensor.conj() if self.is_conj else tensor
         return torch._neg_view(tensor) if self.is_neg else tensor
 
 
 class Packed(NamedTuple):
-    """A value as a structure and its tensors.
+    """A value, separated into its structure and its tensors.
 
     Attributes:
-        header: The structure and the layouts, pickled: equal bytes, equal structures.
-        tensors: In the order of the structure; one that occurs twice is there once.
+        header: The structure and the layouts, pickled. Values with equal headers have equal
+            structures.
+        tensors: The tensors in the order in which they occur, without repetitions.
     """
 
     header: bytes
@@ -127,7 +134,7 @@ class Packed(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and numbers them."""
+    """A pickler that replaces tensors by their numbers, and collects them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -136,12 +143,13 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
+        # By identity, so that a tensor that occurs twice is one tensor at the receiver, too.
         self.tensors.setdefault(id(value), value)
         return [*self.tensors].index(id(value))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors in."""
+    """An unpickler that replaces numbers by the tensors that they stand for."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -152,15 +160,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(value: Any) -> Packed:
-    """Take a value apart.
+    """Separate a value into its structure and its tensors.
 
     Raises:
-        TypeError: It cannot be sent; the message names the kind.
+        TypeError: The value cannot be pickled, or has a tensor that is not dense.
     """
     text = io.BytesIO()
     pickler = _Pickler(text)
     try:
         pickler.dump(value)
+    # Pickle raises any of these, depending on the Python version and on why it failed.
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(
             f"a {type(value).__name__} cannot be handed on, since it cannot be pickled ({error}): "
@@ -172,11 +181,11 @@ def pack(value: Any) -> Packed:
 
 
 def layouts_of(header: bytes) -> tuple[TensorLayout, ...]:
-    """Return the layouts of the tensors of a value."""
+    """Return the layouts of a value's tensors from its header."""
     layouts: tuple[TensorLayout, ...] = pickle.loads(header)[1]
     return layouts
 
 
 def unpack(header: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Put a value together of its tensors."""
+    """Rebuild a value from its header and its tensors."""
     return _Unpickler(io.BytesIO(pickle.loads(header)[0]), tensors).load()
