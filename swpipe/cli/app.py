@@ -46,8 +46,8 @@ from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
 _TRACED = 12  # steps in a timeline
-_WARM_UP = 3  # steps before it, where only these steps are run
-_TURN = 100  # steps under one plan, before the next one has its turn
+_WARM_UP = 3  # steps before a timeline, if no others are run
+_TURN = 100  # steps under one plan before the next plan's turn
 ROUNDS = 4  # visits to each task
 
 _UNTIMED = 10  # steps of each run before its turns
@@ -302,7 +302,7 @@ def diff(
 ) -> None:
     """Compare two saved profiles; exit with 1 if the later is slower.
 
-    Slower is what is beyond both intervals.
+    A difference within its 95% interval does not count.
     """
     profiles = [load_file(_profiles, path) for path in (before, after)]
     try:
@@ -390,7 +390,7 @@ def demo(
 def _profiles(path: Path) -> ProfileResults:
     """Return a saved profile, of one batch or of several."""
     text = path.read_text(encoding="utf-8")
-    # A list is the format of several batches; an object may be a single result.
+    # A list has the results of several batches; any other text is that of a single result.
     if isinstance(json.loads(text), list):
         return ProfileResults.from_json(text)
     return ProfileResults([ProfileResult.from_json(text)])
@@ -424,7 +424,7 @@ def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
     with progress_bar("training", " steps", None if seconds else steps * len(runs)) as bar:
         # The step time is measured, because it determines how many steps fit into a turn.
         if seconds:
-            for _ in range(2):  # the first time much is loaded and allocated
+            for _ in range(2):  # the first pass loads and allocates
                 begin_s = time.monotonic()
                 warm_up = 0
                 alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=bar.update)

@@ -56,10 +56,10 @@ T = TypeVar("T")
 COMMANDS = ("train", "profile", "plan", "report")
 """The commands that several ranks run together; of ``plan``, all subcommands but ``show``."""
 
-JOIN_S = 300.0  # within which all ranks must have started
-_POLL_S = 0.2  # between two looks for a verdict
-_REPORT_S = 10.0  # within which rank 0 must have printed a verdict
-_FIRST_S = 600.0  # within which a node's first rank must have done what it does before the others
+JOIN_S = 300.0  # all ranks must have started within this time
+_POLL_S = 0.2  # interval of polling for a verdict
+_REPORT_S = 10.0  # rank 0 must have printed a verdict within this time
+_FIRST_S = 600.0  # time for what a node's first rank does before the other ranks
 
 _VERDICT = "swpipe/verdict"
 _PRINTED = "swpipe/printed"
@@ -124,7 +124,7 @@ class Rank:
                 f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
                 "one process"
             ) from error
-        self._connection = self._store.clone()  # for the other thread
+        self._connection = self._store.clone()  # a connection of its own for the watching thread
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
@@ -184,11 +184,11 @@ class Rank:
 
     def fail(self, error: Exception) -> NoReturn:
         """End this process with the traceback of an exception, and exit code 1."""
-        get_error_handler().record_exception(error)  # of several ranks torchrun tells the earliest
+        get_error_handler().record_exception(error)  # torchrun reports the earliest of all ranks
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # see above
+        os._exit(1)  # no interpreter shutdown: see the module's docstring
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -227,11 +227,11 @@ class Rank:
                 store.set(_LEAVE, "yes")
             else:
                 store.wait([_LEAVE], within)
-        except RuntimeError as gone:  # a rank is, or the store, which may be in rank 0's process
-            if not printed:  # as far as is known here: better to print it twice than never
+        except RuntimeError as gone:  # a rank or the store, which rank 0 may host, has ended
+            if not printed:  # as far as known: better twice than never
                 print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
         sys.stdout.flush()
-        os._exit(verdict.code)  # without waiting for collectives that will never complete
+        os._exit(verdict.code)  # do not wait for collectives that never complete
 
     def _watch(self, done: threading.Event, stderr: TextIO) -> None:
         store = self._connection
@@ -239,10 +239,10 @@ class Rank:
             try:
                 if not store.check([_VERDICT]):
                     continue
-            except RuntimeError:  # the store is gone, and with it the job
+            except RuntimeError:  # the store has ended, and so has the job
                 return
-            if not done.wait(2 * _POLL_S):  # the main thread may be about to end by itself
-                print(file=stderr)  # a progress bar may stand there
+            if not done.wait(2 * _POLL_S):  # give the main thread time to end by itself
+                print(file=stderr)  # the line may contain a progress bar
                 self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 

@@ -65,7 +65,7 @@ _KINDS = {int: "N", str: "NAME", Path: "PATH"}
 """The placeholder of an option's value in the help, by its type."""
 
 _RANGE = re.compile(r"x>=([\d.]+)|([\d.]+)<=x<=([\d.]+)")
-_FAR = 10**6  # a limit that is not told
+_FAR = 10**6  # limits from here on are not shown
 
 
 class Command(TyperCommand):

@@ -223,7 +223,8 @@ def auto(
             raise UserError("--costs: name the plan too that carries the dependences")
         with Opened(context, workload, given) as opened:
             tuned = opened.tune(limits, seconds)
-        # The names below are the same in both branches, so that printing and saving are common.
+        # Both branches set ``text``, ``chosen`` and ``model``, which are printed and saved at the
+        # end.
         text = tuned.format()
         chosen = tuned.plan
         model = tuned.costs

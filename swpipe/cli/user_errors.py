@@ -78,7 +78,7 @@ def verdict_on(error: Any) -> Verdict:
 def exit_code(run: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; report its error in one line."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may know few characters
+        sys.stdout.reconfigure(errors="replace")  # some terminals lack characters
     try:
         # Commands return None unless they set an exit code.
         return run() or 0

@@ -190,7 +190,8 @@ class Opened:
     def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
         """Choose a plan for the job by trial."""
         others = {name: make() for name, make in self.workload.plans.items() if name != SERIAL}
-        loop = replace(self.loop(self.measured()), progress=lambda line: None)  # the bar shows them
+        # The progress bar shows the steps, so the lines of the loop's own progress are dropped.
+        loop = replace(self.loop(self.measured()), progress=lambda line: None)
         with about_plan(self.workload.name):
             return tune(loop, limits or Limits(), others, seconds, verbose=True)
 
@@ -314,7 +315,7 @@ def _call(name: str) -> Any:
     # Binding first tells a function with required arguments apart from a TypeError raised inside.
     try:
         signature(function).bind()
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # a C function without a signature
         pass
     except TypeError as error:
         raise UserError(
@@ -346,7 +347,7 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
         raise UserError(
             f"plan {plain(name)}: {reason(error)}; name a file, or one of {here}"
         ) from error
-    except (ValueError, RecursionError) as error:  # PlanError, broken TOML or JSON, no text
+    except (ValueError, RecursionError) as error:  # PlanError, broken TOML or JSON, not text
         raise UserError(f"plan {plain(name)}: {reason(error)}") from error
 
 
@@ -357,7 +358,7 @@ def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
     """Return the result of ``load`` for a file; the text ``what`` begins an error message."""
     try:
         return load(path)
-    except (OSError, ValueError, RecursionError) as error:  # PlanError, broken JSON, no text
+    except (OSError, ValueError, RecursionError) as error:  # PlanError, broken JSON, not text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
 
 
@@ -418,7 +419,7 @@ def save(context: typer.Context, *outputs: Output, quiet: bool = False) -> None:
         if path is not None and _writes(context):
             try:
                 write(path)
-            except (OSError, ValueError) as error:  # a picture may be too large
+            except (OSError, ValueError) as error:  # a picture may be too large to draw
                 failed.append(f"{plain(str(path))}: {reason(error)}")
             else:
                 if not quiet:

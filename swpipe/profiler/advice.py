@@ -68,8 +68,8 @@ EFFORT = 0.1
 MOST_AHEAD = 16
 """The maximum number of iterations in flight beyond those of the planner's plan."""
 
-_FEW = 4  # tasks that are named
-_MOST_PLACES = 2  # to which tasks are moved, each in words of its own
+_FEW = 4  # the most tasks that are listed by name
+_MOST_PLACES = 2  # the most destinations that are described one by one
 
 _NO_DEPENDENCES = (
     "the plan declares no dependences between iterations; record the loop to find them"
@@ -165,7 +165,7 @@ class _Advisor:
         # The simulated saving is limited to the range that convexity guarantees.
         then_s = self._at_least(then_us)
         saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
-        guessed_s = ERROR * (saved_s - own_s / 2)  # no less than half is certain
+        guessed_s = ERROR * (saved_s - own_s / 2)  # only half of the saving is certain
         return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s)
 
     def _at_least(self, then_us: float) -> float:
@@ -335,7 +335,7 @@ class _Advisor:
             }
             other = replace(best, schedule=schedule)
             if len(_moved(self.plan, other)) < len(_moved(self.plan, least)):
-                with suppress(PlanError):  # what is not declared stays with the loop's body
+                with suppress(PlanError):  # undeclared tasks stay with the loop's body
                     verify(other, effects=self.effects, streams=self._loop.streams)
                     least = other if self._predict(other)[0] <= most_us else least
         return least
@@ -398,7 +398,7 @@ def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
             for name, entry in plan.schedule.items()
         },
         same_period_deps=(),
-        order=(),  # that of a pipeline may contradict the dependences within an iteration
+        order=(),  # a pipeline's order may contradict the dependences within an iteration
         streams={},
         pipeline_depth=None,
         pull_group=None,

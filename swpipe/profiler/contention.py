@@ -159,7 +159,7 @@ class _Looks:
             # The directory changes while it is read, since threads start and end at any time.
             for path in _TASKS.glob("*/syscall") if _FUTEX else ():
                 # The file begins with the number of the system call, or with "running".
-                with suppress(OSError):  # the thread has ended, or the system does not tell
+                with suppress(OSError):  # the thread has ended, or the system does not report it
                     number = path.read_text().partition(" ")[0]
                     if number.isdecimal() and path.parent.name != own:
                         # Only waiting threads have a number here; the sampler itself always waits,

@@ -137,7 +137,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     times = loop.times
     # The loader is called outside of the tasks, where its lock time is not seen; ``inf`` leaves its
     # CPU time as the limit.
-    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
+    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # PULL: see above
     blocking_s, exact_s = _while_behind(timer)
     works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
     # Exact device times, where known, replace those that may include idle time.
@@ -148,7 +148,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
     # The host time of a task that blocks includes the device time of its own work, which the model
     # counts separately.
-    for name, mean_s in blocking_s.items():  # without the wait
+    for name, mean_s in blocking_s.items():  # subtract the wait for the task's own work
         host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
     return {
         name: TaskCost(

@@ -115,8 +115,8 @@ class Exposures:
             means: dict[Kind, list[dict[str, float]]] = defaultdict(list)
             for kind, took_s in each.visits:
                 kept = {n: s for n, s in took_s.items() if place in (None, n % cycle)}
-                # A kind may be missing in ``times`` if it failed after it had been visited in this
-                # round.
+                # A kind that failed in a later round was visited in this one, but is not in
+                # ``times``.
                 if kind in self.times:
                     self.times[kind].add(each.seen, kept)
                 if kind == BASE:

@@ -38,7 +38,7 @@ def core_wait_s() -> float:
     """Return how many seconds this thread has waited for a core; 0 if the kernel does not count."""
     # ``/proc/thread-self`` is resolved when the file is opened, so each thread keeps its own file.
     file: _SchedStat | None = getattr(_FILES, "file", None)
-    if file is None or file.pid != os.getpid():  # after a fork it is still the parent's
+    if file is None or file.pid != os.getpid():  # after a fork, the file is the parent's
         file = _FILES.file = _SchedStat()
     return file.read_s()
 
@@ -114,7 +114,7 @@ class HostTimes:
 
     @property
     def error_s(self) -> dict[str, float]:
-        """Task to the standard error of ``host_s``, at most the time itself, as for few runs."""
+        """Task to the standard error of ``host_s``, limited to the mean time itself."""
         found = {name: _error_s(self._visits_s.get(name, ())) for name in self._kept}
         return {name: min(found[name], mean_s) for name, mean_s in self.host_s.items()}
 

@@ -107,7 +107,7 @@ class Pulls:
         # until it was measured.
         self._ahead: bool | None = self.workers > 0 if is_torchs else None
         self._batches: Iterator[Any] | None = None
-        self._taken = 0  # of this pass
+        self._taken = 0  # batches taken in this pass
         self._length = length_of(loader)
         self._starts_s: list[float] = []
         self._on = True
@@ -172,7 +172,7 @@ class Pulls:
         """
         if not self.rate_s:
             self._measure_start()
-            times_s: list[float] = []  # without those of passes that begin
+            times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
             calls = 0
             # The number of calls doubles until the pace is steady: the first calls are served from
@@ -184,8 +184,8 @@ class Pulls:
                     all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
                         times_s.append(all_s[-1])
-            # Batches that are read in one chunk show as one slow call and many quick ones, so the
-            # usual time is the longest, without the slowest one in ``_RARE``.
+            # Batches that are read in one chunk show as one slow call and many quick ones. So the
+            # usual time is that of the slowest call, after one call in ``_RARE`` was dropped.
             self._usual_s = sorted(times_s or [0.0])[-1 - len(times_s) // _RARE]
             # Only the second half of the calls counts: by then the batches that were ready are used
             # up.
@@ -239,7 +239,7 @@ class Pulls:
             self._begin_again()
 
     def _begin_again(self) -> None:
-        self._batches = None  # its workers end
+        self._batches = None  # dropping the iterator ends its workers
         self._timed()
 
     def _timed(self) -> tuple[Any, HostRun]:
@@ -303,7 +303,7 @@ def length_of(loader: Any) -> int:
     """Return the number of batches in a pass, or 0 if the loader does not report it."""
     try:
         return len(loader)
-    except TypeError:  # none, or a DataLoader's over an IterableDataset that has none
+    except TypeError:  # no ``__len__``, or that of a DataLoader over an IterableDataset without one
         return 0
 
 
@@ -518,7 +518,7 @@ class TimedRun:
         self._pipe = pipe
         self._feed = feed
         self.numbers: list[int] = []
-        self._marks: list[Any] = []  # when each was retired
+        self._marks: list[Any] = []  # the retirements: times, or events of the device
 
     def iterate(
         self,
@@ -543,7 +543,7 @@ class TimedRun:
         # Under the plan, a worker thread may call the loader as well. The pipeline is drained
         # first, so that ``settle`` is its only caller.
         if pulls is not None:
-            self.end()  # a thread of the plan's calls the loader, too
+            self.end()  # no iteration is in flight from here on
             pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
         self._feed.prepare(self._ahead() + warmup + measure)
@@ -575,7 +575,8 @@ class TimedRun:
     def _next(self) -> int:
         """Run one iteration and return its number."""
         number: int = self._pipe.progress(self._feed).iter_idx
-        if self._on_device:  # the caller's stream waits for the retired iteration
+        # The caller's stream waits for the retired iteration, so an event there marks its end.
+        if self._on_device:
             mark: Any = self._pipe.device.new_event(timing=True)
             mark.record(self._pipe.device.current_stream())
         else:

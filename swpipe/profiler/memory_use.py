@@ -153,7 +153,7 @@ class _MemoryLog:
         self._tasks = tasks
         self._users = users
         self._keep = keep
-        self._left: dict[str, set[Key]] = {}  # by the task before, on the context
+        self._left: dict[str, set[Key]] = {}  # what the context reached after the last task
         self._before: set[Key] = set()  # what the context reached when the task began
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
@@ -178,7 +178,7 @@ class _MemoryLog:
         self._look_between({name: keys for name, keys in self._left.items() if name in kept})
         self._look(set())
         if any(piece.iteration == self._iteration for piece in self._live.values()):
-            gc.collect()  # memory that only reference cycles keep does not outlive it
+            gc.collect()  # memory kept only by reference cycles counts as freed
             self._look(set())
 
     def watch(self, task: PipelineTask) -> Callable[[Any], None]:
@@ -246,7 +246,7 @@ class _MemoryLog:
     def _find(self, ctx: Any) -> dict[str, set[Key]]:
         """Return the memory that each attribute of the context reaches."""
         found: dict[str, set[Key]] = {}
-        places = set()  # of tensors: arrays may have the same memory
+        places = set()  # addresses of tensors, whose memory arrays may share
         for name, value in vars(ctx).items():
             found[name] = set()
             for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
@@ -260,7 +260,7 @@ class _MemoryLog:
                 while isinstance(
                     getattr(base := getattr(whole, "base", None), "nbytes", None), int
                 ):
-                    whole = base  # a view counts as what it is a view of
+                    whole = base  # a view counts as its base
                 # The address identifies memory that an array shares with a tensor, as by
                 # ``Tensor.numpy``.
                 place = getattr(whole, "__array_interface__", {}).get("data", (0,))[0]

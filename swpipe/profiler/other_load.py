@@ -96,10 +96,10 @@ def _tree_ticks(root: int) -> int:
     used: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for path in _PROC.glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            of = path.read_text().rpartition(")")[2].split()  # a name may have any character
-            # Columns after the name: parent (1), own user and system time (11, 12), and those of
-            # children that ended (13, 14).
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+            of = path.read_text().rpartition(")")[2].split()
+            # The name, in parentheses, may contain any character. Columns after it: parent (1), own
+            # user and system time (11, 12), and those of children that ended (13, 14).
             used[int(path.parent.name)] = sum(map(int, of[11:15]))
             children[int(of[1])].append(int(path.parent.name))
     total = 0

@@ -93,7 +93,7 @@ class TaskProfiler:
         self._loader = loader
         self._copy = copy
         if state is not None:
-            given_state(state)  # what cannot be restored is refused here
+            given_state(state)  # refuses objects that cannot be restored
 
     def profile(
         self,
@@ -231,7 +231,7 @@ class TaskProfiler:
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
         # All ranks have to run the same number of iterations, since they meet in collectives.
-        if not is_alone():  # ranks go through as many
+        if not is_alone():
             sample = Sample.of(sample, min(gather(len(sample))))
         saved = trial_state(self.pipe, sample[0], self._state, self._copy)
         pulls = Pulls.of(self._loader)
@@ -259,7 +259,7 @@ class TaskProfiler:
                     timer, sample, counts, within_s, len(visits(kinds))
                 )
                 saved.restore_training()
-            # The rounds start from the first section; each later round goes on to the next section.
+            # The first round uses the section at the beginning; each later round uses another one.
             batches = sample.section(0, section)
             timer = replace(timer, batches=batches, measure=counts.num_measure)
             rounds = Rounds(
@@ -326,7 +326,8 @@ class TaskProfiler:
         step_s = max(gather(timed_s)) if not is_alone() else timed_s
         most = max(_LEAST_SEEN, _fitting(_PASSAGE_S, step_s))
         length = 0 if pulls is None else pulls.length
-        if pulls is not None and pulls.start_s:  # which is known apart: stay within a pass
+        # If the start of a pass was measured separately, the passage stays within one pass.
+        if pulls is not None and pulls.start_s:
             within = length - timer.num_unmeasured
             most = min(most, within) if within > 1 else most
             length = 0
@@ -402,7 +403,7 @@ def _result_of(
         for kind in rounds.saved_s
     }
     exposed = found.saved({kind: fmean(of) for kind, of in rounds.in_backward_s.items()})
-    if PULL in exposed:  # what was measured is within a pass; no call, no start
+    if PULL in exposed:  # visits lie within a pass; without calls there would be no starts
         pull = exposed[PULL]
         exposed[PULL] = pull._replace(value_s=pull.value_s + start_s)
     host_s = loop.times.host_s

@@ -87,7 +87,7 @@ def rank_waits(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> tuple[
     if len(ranks) < 2:
         return ()
     least_s = _LEAST * median(of.baseline_s for of in ranks)
-    host_s = {of.rank: dict(of.host_s) for of in ranks}  # less the waits that are explained
+    host_s = {of.rank: dict(of.host_s) for of in ranks}  # explained waits are subtracted
     # Only a task that all ranks measured can be compared between ranks.
     reasons = [name for name in ranks[0].in_others_s if all(name in of.in_others_s for of in ranks)]
     found: list[RankWait] = []
@@ -185,6 +185,7 @@ def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
 
 def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
     """Yield a table of the iteration and all tasks over the ranks, then a line for each wait."""
+    # An iteration has no host time of its own, so these columns stay empty in its row.
     rows = [("iteration", *_cells(step_ends(ranks)), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")

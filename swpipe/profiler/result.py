@@ -133,8 +133,8 @@ class ProfileResult(Figures, Report):
             start of a pass is part of the iteration, and of what ``"<pull>"`` exposes.
     """
 
-    # ``dataclass`` would keep the first ``__repr__`` of the bases, which is that of ``Figures``.
-    __repr__ = Rows.__repr__  # not that of ``Figures``
+    # Without this, the class would inherit the ``__repr__`` generated for ``Figures``.
+    __repr__ = Rows.__repr__  # instead of the one of ``Figures``
 
     def format_report(self) -> str:
         """Return a summary line, a table with one row per task, and notes."""
@@ -202,7 +202,7 @@ def plain(result: ProfileResult) -> dict[str, Any]:
     plans = [one.plan for one in result.advice]
     data = asdict(replace(result, advice=tuple(replace(one, plan=None) for one in result.advice)))
     for advice, plan in zip(data["advice"], plans, strict=True):
-        with suppress(TypeError):  # it has streams that no file can hold
+        with suppress(TypeError):  # stream objects of a plan cannot be saved
             advice["plan"] = plan and json.loads(plan.to_json())
     return data
 

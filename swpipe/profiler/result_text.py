@@ -23,7 +23,7 @@ _NO_ADVICE = (
     "machine, make that smaller"
 )
 _SLOW = 0.05
-_ABREAST = 2  # batches
+_ABREAST = 2  # the most batches side by side
 _MOST_PUT_BACK = 12
 
 
@@ -150,12 +150,12 @@ def _lines(result: Figures) -> Iterator[str]:
 def _limits(result: Figures) -> str:
     step = f"nearly all of {ms(result.baseline_s)} ms"
     busy = [f"{group} ({ms(result.busy_s[group])} ms)" for group in result.limiting]
+    # Making the tasks of one busy group faster saves nothing while another group stays busy.
     if len(busy) > 1:
         return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
     if busy:
-        # No group is busy all the time, so something else limits iterations; the busiest group is
-        # named.
         return f"one thread group is busy {step}: {busy[0]}"
+    # No group is busy all the time, so something else limits iterations.
     longest = max(result.busy_s, key=lambda group: result.busy_s[group])
     return (
         f"no thread group is busy {step}, {longest} the longest with "

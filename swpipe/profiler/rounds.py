@@ -135,8 +135,8 @@ class Rounds:
         self.saved_s: dict[Kind, list[float]] = {}
         self.seen: list[Round] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self._called: list[list[HostRun]] = []  # of the run, visit by visit
-        self._rest_s: dict[Kind, float] = {}  # of an iteration, less the call of the loader
+        self._called: list[list[HostRun]] = []  # the loader's calls of this run, by visit
+        self._rest_s: dict[Kind, float] = {}  # time of an iteration without the loader's call
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
@@ -245,7 +245,7 @@ class Rounds:
 
     def _leave_out(self, failed: Kind, error: Exception) -> None:
         """Leave out a kind, provided that iterations succeed without its shortcut."""
-        self._run(visits(()))  # otherwise, this raises
+        self._run(visits(()))  # raises if the shortcut is not the reason
         self.failed[failed] = error
         del self.saved_s[failed]
 
@@ -265,7 +265,7 @@ class Rounds:
                         tick()
                 run.end()
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to raise
+            with suppress(Exception):  # the first failure is raised, not a later one
                 run.end()
             raise
         finally:
@@ -281,8 +281,8 @@ class Rounds:
             calls = called[place] if called else []
             if calls and not self.timer.pipelined:
                 self._rest_s[kind] = fmean(took_s) - fmean(each.wall_s for each in calls)
-            # Under a plan, the loader is called for iterations that are retired later. A visit's
-            # calls and iterations still agree in number and order, except at the ends.
+            # Under a plan, the loader is called for iterations that are retired later, so the calls
+            # of a visit are matched with its iterations by order only.
             by_number = zip(numbers, calls, strict=False)
             pulls |= {number: call._replace(iteration=number) for number, call in by_number}
         return Round(seen, taken, pulls)

@@ -41,7 +41,7 @@ def trial_state(
         BaseException: Any exception of a task.
     """
     if state is None:
-        # The iteration runs in a borrowed pipeline, so that its number and its hooks are put back.
+        # A borrowed pipeline gets its iteration number back, and its shortcuts stay untouched.
         with pipe.borrow():
             run = pipe.run_one_serial_iter
             state = shown_state(pipe.tasks, run, batch, pipe.device, copy or copied)

@@ -65,8 +65,8 @@ MOST = 0.5
 WORTH = 0.03
 """A ceiling below this fraction of a step counts as none, as it is not known that exactly."""
 
-_WAITS = 0.25  # of a task's time: less is preemption
-_NAMED = 3  # tasks
+_WAITS = 0.25  # fraction of a task's time; a smaller one is preemption
+_NAMED = 3  # the most tasks that are listed by name
 _SAME = 1e-3  # relative difference of two bounds that counts as none
 _WORDS: Mapping[Cause, str] = {
     "input": "waits for its input",
@@ -387,8 +387,8 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     on_cpu_s = max(cpu_s, sum(map(profile.cpu_s, profile.host_s))) / own_cores
     named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
     needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
-    # Three bounds that ``lower_bounds`` does not know follow: the cores, the loader, and the start
-    # of a pass. Each replaces the limit if it is higher.
+    # ``lower_bounds`` does not know the cores, the loader and the start of a pass. The first two
+    # replace the limit if they are higher; the start is added at the end.
     if on_cpu_s > floor_s:
         floor_s = on_cpu_s
         limit = f"{counted(own_cores, 'core')} for all tasks"

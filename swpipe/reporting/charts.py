@@ -25,7 +25,7 @@ def exposed_chart(profile: ProfileResult) -> str:
     try:
         return bar_chart_svg([Bars("", of, spread)], title=None) if known else ""
     except ModuleNotFoundError:
-        return ""  # the table has the same figures
+        return ""  # without matplotlib; the table has the same figures
 
 
 def shown_name(task: str) -> str:

@@ -13,9 +13,9 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.reporting.finding import Finding
 
-_MOST_SWITCH_S = 0.02  # four times Python's own
+_MOST_SWITCH_S = 0.02  # seconds; four times Python's default
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CUDAS_CONNECTIONS = 8  # where the variable is not set
+_CUDAS_CONNECTIONS = 8  # CUDA's default
 
 _SPINS = "OpenMP's threads spin while they wait, and take the cores of other threads"
 _BLOCKING = (
@@ -40,7 +40,7 @@ def environment_findings(
     """
     yield from _thread_findings(plan, workers)
     for name, bad, on_streams, text in _BLOCKING:
-        # Libraries differ in how they read these values, so case and blanks are ignored.
+        # OpenMP's values are not case-sensitive, so neither is the comparison.
         value = os.environ.get(name, "")
         if value.strip().lower() == bad and (device.has_streams or not on_streams):
             yield Finding("blocking-setting", f"{name}={value}", text, "unset it")

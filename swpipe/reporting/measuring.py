@@ -64,7 +64,7 @@ _TRIAL_S = 12.0
 _WARM_UP = 3  # iterations
 _LEAST_TRACED = 12
 _MOST_TRACED = 60
-_TRACED_S = 3.0  # so that a few slow iterations do not decide
+_TRACED_S = 3.0  # long enough that a few slow iterations do not dominate
 _LEAST_S = 1e-6
 
 
@@ -189,7 +189,7 @@ def report_on(
         best = trials.best(fitting, tried)
         changes = (*best, *changes)[:MOST]
         not_kept = {**not_kept, **tried}
-    # The examination runs last, because its dispatch modes slow the loop down.
+    # The examination runs the loop serially, whatever plan the loop is under.
     loop.progress("looking for what keeps work from overlapping")
     findings = examine(loop, plan, found.profile)
     return replace(

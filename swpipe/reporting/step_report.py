@@ -26,7 +26,7 @@ from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, 
 from swpipe.reporting.finding import Finding
 from swpipe.trace import PeakMemory, Trace
 
-_APART = 0.05  # of a step: smaller differences are not told
+_APART = 0.05  # fraction of a step; smaller differences are not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +349,7 @@ def _under(report: StepReport) -> str:
 
 def _change(number: int, one: PromisedChange) -> dict[str, str]:
     advice = one.advice
+    # A change without a plan has no file to download.
     text = "" if advice.plan is None else advice.plan.to_json()
     # The plan is embedded as a data URL, so that the page is a single file.
     data = base64.b64encode(text.encode()).decode()
@@ -367,7 +368,7 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
     """Yield a row per task: its part of the step, and what its removal saves."""
     profile = report.profile
     parts: dict[str, float] = defaultdict(float)
-    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, as parts are
+    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, like the parts
     for part in report.parts:
         # On the page, the loader is one row: its calls and the start of a pass belong to it.
         name = PULL if part.task in (LOADER, START) else part.task

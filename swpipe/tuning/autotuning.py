@@ -55,9 +55,9 @@ PLANNED_AGAIN = "planned from costs under the plan"
 EFFORT = 5.0
 """The planner's effort: planning takes about a second, little beside recording and measuring."""
 
-_RECORDED = 2  # iterations, each of which takes longer than others
-_WINDOWS = 3  # of iterations, in which a batch's costs are measured; two more on a device
-_ROUNDS = 5  # of the trial
+_RECORDED = 2  # iterations of a recording, which are slower than others
+_WINDOWS = 3  # windows in which costs are measured; two more on a device
+_ROUNDS = 5  # rounds of the trial
 _LEAST_ROUNDS = 2
 # Fractions of the time limit: by which costs are measured, first alone, then under a plan.
 _MEASURED_BY = 0.3
@@ -423,7 +423,7 @@ def _planned(
 def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
     """Return a candidate with at most as many workers as cores; None if there are no more.
 
-    For tasks that compute, that many are enough. As for the plan, the cores of rank 0 count.
+    Tasks that compute need no more workers. The cores of rank 0 count, since its plan is used.
     """
     count = loop.gather(cores())[0]
     excess = planned.plan.most_workers - count

@@ -96,7 +96,7 @@ def choose_offload(
             f"{in_bytes(max_bytes)}: allow that, give more pairs, or take smaller batches"
         )
         raise PlanError([Problem(text)])
-    while fewest < most:  # more pairs hold no more
+    while fewest < most:  # ``most`` pairs are known to suffice
         count = (fewest + most) // 2
         tried = chosen(count)
         if tried.peak_bytes <= max_bytes:

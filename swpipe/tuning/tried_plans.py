@@ -12,7 +12,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.profiler.spread import mean_of
 
 _TRUSTED = 0.1  # relative error of a prediction that is still trusted
-_LOCKED = 0.9  # part of the interval for which the interpreter lock is held, where it limits
+_LOCKED = 0.9  # the lock limits if it is held for this fraction of the interval
 
 
 @dataclass(frozen=True, slots=True)
