@@ -372,7 +372,7 @@ class _Advisor:
 
 
 def _limit(limit: Limit) -> str:
-    """Return a short description of what limits the interval, without every task and iteration."""
+    """Return a short description of the limit that does not name every task and iteration."""
     # The engine's own actions mean nothing to the user.
     tasks = [task for task in limit.tasks if task not in OWN]
     named = listed(tasks, _FEW)

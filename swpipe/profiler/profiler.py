@@ -45,7 +45,7 @@ _LEAST_SEEN = 12
 
 @suggests_keywords
 class TaskProfiler:
-    """Measures the exposed time of a pipeline's tasks.
+    """A profiler that measures the exposed time of a pipeline's tasks.
 
     The exposed time of a task is how much shorter an iteration is when the task is shortcut: its
     outputs are replayed and its work is skipped. In one run of iterations, visits of a few

@@ -356,7 +356,7 @@ def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
 
 
 def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s: float) -> Ceiling:
-    """Return the bound of all plans of any depth. It uses means, however iterations differ.
+    """Return the ceiling over all plans of any depth, from the mean costs of the tasks.
 
     A task that does not depend on earlier iterations may run on several threads. Then only a
     fraction of its time bounds an iteration.

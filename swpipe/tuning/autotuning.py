@@ -91,7 +91,7 @@ class Tuned:
         return self.chosen.plan
 
     def format(self) -> str:
-        """Return as text: other load, a head line, the reasons, and a table of all candidates."""
+        """Return the choice as text: load, head line, reasons, and a table of all candidates."""
         rows = []
         for each in self.candidates:
             times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
@@ -191,7 +191,7 @@ class Loop:
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
-        """Measure what the tasks cost while ``plan`` runs, by that fraction of the time limit."""
+        """Measure the tasks' costs while ``plan`` runs, by a fraction of the time limit."""
         budget = self.budget
         budget.show(self.progress, "measuring what the tasks cost")
         windows = _WINDOWS + 2 * self.has_streams
@@ -344,7 +344,7 @@ def tune(
     *,
     verbose: bool = False,
 ) -> Tuned:
-    """Choose a plan for a loop about which more is known than ``autotune`` asks for; see there."""
+    """Choose a plan for a loop with more facts than ``autotune`` takes; see ``autotune``."""
     # Rank 0 decides in questions of time, since clocks differ.
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
@@ -421,7 +421,7 @@ def _planned(
 
 
 def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
-    """Return a candidate with at most as many workers as cores; None if there are no more.
+    """Return the candidate with its workers limited to the cores; None if it has no more.
 
     Tasks that compute need no more workers. The cores of rank 0 count, since its plan is used.
     """
