@@ -1,4 +1,4 @@
-"""The commands."""
+"""The commands of ``swpipe``, except ``swpipe plan``."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
 _TRACED = 12  # steps in a timeline
-_WARM_UP = 3  # steps before it, where only these steps are run
-_TURN = 100  # steps under one plan, before the next one has its turn
+_WARM_UP = 3  # steps before a timeline, if no others are run
+_TURN = 100  # steps under one plan before the next plan's turn
 ROUNDS = 4  # visits to each task
 
 _UNTIMED = 10  # steps of each run before its turns
 
-# The demo trains and profiles for so long; a profile ends when its intervals are narrow.
-# each of two plans; its turns; steps at least
+# The demo trains and profiles for this long; a profile ends when its intervals are narrow. Seconds
+# of training under each of two plans, number of turns, and least steps of a turn.
 _DEMO_TRAINS_S = 6.0
 _DEMO_TURNS = 5
 _DEMO_TURN = 30
-# each of two; of an iteration
+# Seconds of each of two profiles, and the interval to reach as a fraction of an iteration.
 _DEMO_PROFILES_S = 5.0
 _DEMO_SPREAD = 0.05
 
@@ -77,14 +77,18 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        args: Without the program's name; None for those of the process.
+        args: The arguments without the program's name; None for those of the process.
 
     Raises:
-        SystemExit: Always: 0 when all went well, 2 for a mistake of the user.
+        SystemExit: Always: 0 on success, 2 for a mistake of the user.
     """
     given = [*(sys.argv[1:] if args is None else args)] or ["--help"]
     options.declare_workload_options(given)
+    # ``standalone_mode=False`` lets click raise its exceptions, so that they are reported in one
+    # line.
     run = partial(app, args=given, prog_name="swpipe", standalone_mode=False)
+    # Under torchrun, all ranks have to be joined before the command starts, so that a mistake found
+    # by one rank ends all of them.
     if ranks.joins(given):
         sys.exit(exit_code(lambda: ranks.run_on_ranks(lambda rank: run(obj=rank))))
     sys.exit(exit_code(run))
@@ -106,7 +110,7 @@ def check_command(
         ),
     ] = False,
 ) -> None:
-    """Under torchrun some commands run on all ranks; the others make no sense there."""
+    """Refuse commands that make no sense on several ranks."""
     if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
         there = ", ".join(ranks.COMMANDS)
         raise UserError(
@@ -134,7 +138,7 @@ def train(
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
-    # The job that a plan is made with is closed before others train.
+    # The job with which a plan is made is closed before the runs open jobs of their own.
     with Opened(context, workload, given, (compare or plan).split(","), auto=True) as opened:
         plans = [opened.plan(name) for name in opened.plans]
     labelled = list(zip(numbered(opened.plans), plans, strict=True))
@@ -203,9 +207,11 @@ def draw_trace(
     if saved is not None:
         if timeline is not None:
             raise UserError("--timeline: it is for what is recorded; name a --workload")
+        # The default is next to the saved timeline, as its picture.
         output = output or saved.with_suffix(".png")
         recorded = load_timeline(saved)
         what = saved.stem
+    # Files are checked before anything is recorded, which may take long.
     check_outputs(context, timeline, pictures=[output])
     if saved is None:
         with (
@@ -258,16 +264,19 @@ def report(
     **given: Any,
 ) -> None:
     """Say what bounds a loop, the most to gain, and what to do next."""
+    # These modules are imported here, since the other commands start faster without them.
     from swpipe.reporting.environment import environment_findings
     from swpipe.reporting.measuring import report_on
 
     if not workload:
         if plan or as_json:
             raise UserError("--plan and --json: name the workload, too")
+        # Without a workload, the report covers the settings only; no loop runs.
         found = environment_findings(resolve(given["device"]), None, 0)
         echo("\n".join(map(str, found)) or "no findings: the machine and its settings")
         return
     check_outputs(context, output)
+    # The serial plan is the same as no plan: the report is then about the plain loop.
     plain_loop = plan in ("", SERIAL)
     with (
         Opened(context, workload, given, [] if plain_loop else [plan]) as opened,
@@ -282,6 +291,7 @@ def report(
             rounds=rounds,
         )
     echo(json.dumps(page.to_dict(), indent=2) if as_json else page.format())
+    # With ``--json``, nothing else may be printed, so that the output can be parsed.
     save(context, Output("written to", output, page.save), quiet=as_json)
 
 
@@ -292,7 +302,7 @@ def diff(
 ) -> None:
     """Compare two saved profiles; exit with 1 if the later is slower.
 
-    Slower is what is beyond both intervals.
+    A difference within its 95% interval does not count.
     """
     profiles = [load_file(_profiles, path) for path in (before, after)]
     try:
@@ -304,6 +314,7 @@ def diff(
         for load in [load for load in loads if load.is_busy][:1]:
             echo(f"{plain(str(path))}: {load.text}")
     echo("\n\n".join(map(str, changes)))
+    # The exit code lets a script or CI test for a regression.
     if any(each.iteration.verdict == "longer" for each in changes):
         raise typer.Exit(1)
 
@@ -330,6 +341,7 @@ def demo(
 ) -> None:
     """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]
+    # Without matplotlib, the demo leaves the pictures out, and says so at the end.
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
     work = find_workload(workload)
@@ -338,6 +350,7 @@ def demo(
     opened = opening()
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
     echo(f"Training the same model ({workload}) under two plans, in turns: {', '.join(plans)}.")
+    # Without ``--steps``, the time limits of the demo decide, not the number of steps.
     most = MOST_COUNT if steps is None else steps
     with open_runs(opened.workload, opened.config, list(plans.items()), most) as runs:
         recorded = train_runs(runs, None if steps else _DEMO_TRAINS_S)
@@ -354,6 +367,8 @@ def demo(
                 ROUNDS,
                 pipelined,
                 seconds=_DEMO_PROFILES_S,
+                # The spread is relative to the fastest run, so that slow machines do not profile
+                # longer.
                 target_spread_ms=_DEMO_SPREAD * interval_ms,
             )
         breakdown.append(replace(result, batch=label))
@@ -361,6 +376,7 @@ def demo(
     echo(f"\n{LEGEND}\n\nfiles:")
     both = ProfileResults(breakdown)
     drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+    # The order is that of the files: timeline, two breakdowns, then pictures if there are any.
     writes: list[Any] = [recorded.save, *(result.save for result in breakdown)]
     writes += [drawn, both.plot][: len(pictures)]
     save(context, *map(partial(Output, " "), [*files, *pictures], writes))
@@ -372,8 +388,9 @@ def demo(
 
 
 def _profiles(path: Path) -> ProfileResults:
-    """A saved profile, of one batch or of several."""
+    """Return a saved profile, of one batch or of several."""
     text = path.read_text(encoding="utf-8")
+    # A list has the results of several batches; any other text is that of a single result.
     if isinstance(json.loads(text), list):
         return ProfileResults.from_json(text)
     return ProfileResults([ProfileResult.from_json(text)])
@@ -383,7 +400,7 @@ def _profiles(path: Path) -> ProfileResults:
 def open_runs(
     work: Workload, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
 ) -> Iterator[list[JobRun]]:
-    """One run per named plan, of the same configuration."""
+    """Open one run per named plan, of the same configuration, and close them after the block."""
     with ExitStack() as stack:
         runs = []
         for name, plan in plans:
@@ -394,26 +411,29 @@ def open_runs(
 
 
 def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
-    """Run steps of all runs, in turns, and record the end of the last run.
+    """Run steps of all runs alternately, and record the end of the last run.
 
     Args:
-        runs: Of the same length.
-        seconds: None for all of their steps; else as many as take each run about so long.
+        runs: Runs of the same length.
+        seconds: Run as many steps as take each run about this long; None for all of their steps.
     """
     steps = runs[0].steps
     turn = _TURN
     warm_up = _UNTIMED
     traced = min(steps, _TRACED)
     with progress_bar("training", " steps", None if seconds else steps * len(runs)) as bar:
+        # The step time is measured, because it determines how many steps fit into a turn.
         if seconds:
-            for _ in range(2):  # the first time much is loaded and allocated
+            for _ in range(2):  # the first pass loads and allocates
                 begin_s = time.monotonic()
                 warm_up = 0
                 alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=bar.update)
             step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
             turn = max(_DEMO_TURN, round(seconds / _DEMO_TURNS / step_s))
             steps = traced + _DEMO_TURNS * turn
+        # Runs alternate in turns, so that a machine whose speed drifts favours none of them.
         alternate(runs, steps - traced, chunk=turn, warm_up=warm_up, on_step=bar.update)
+        # The recorded steps are not timed: recording slows them down.
         for run in runs:
             with run.pipe.trace() as recorded:
                 run.advance(traced, bar.update, timed=False)
@@ -421,7 +441,7 @@ def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
 
 
 def format_outcome(tuned: Tuned, run: JobRun) -> str:
-    """The interval that was predicted for a plan, that of its trial, and that of training."""
+    """Return a line with a plan's predicted interval, that of its trial, and that of training."""
     got_us = 1e6 / run.steps_per_s
     expected, tried = (
         f"{us / 1e3:.3f} ms per step" + (f" ({got_us / us - 1:+.1%})" if us else "")
@@ -431,8 +451,9 @@ def format_outcome(tuned: Tuned, run: JobRun) -> str:
 
 
 def record_job(opened: Opened, steps: int) -> Trace:
-    """Run a few steps of a job under its plan; record those after them, and the loader's calls."""
+    """Run a few steps of a job under its plan, and record the steps after them with the loader."""
     plan = opened.plan()
+    # One iterator serves both runs, so the recorded steps continue where the warm-up ended.
     batches = opened.pulled(_WARM_UP + steps)
     with opened.pipeline(plan) as pipe:
         pipe.run(islice(batches, _WARM_UP))
@@ -458,7 +479,7 @@ def profile_job(
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop.
 
-    ``until`` is a time or a spread, as ``TaskProfiler.profile_many`` has them.
+    ``until`` is a limit in seconds or a spread; see ``TaskProfiler.profile_many``.
     """
     with opened.pipeline(plan) as pipe:
         return TaskProfiler(pipe, loader=opened.loader).profile_many(
@@ -467,15 +488,16 @@ def profile_job(
 
 
 def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResult) -> str:
-    """What a plan, or else the plain loop, holds by the simulator, with the costs of a profile.
+    """Return the predicted memory of a plan, or of the plain loop, with the costs of a profile.
 
-    On a device a second line has what its allocator counted in this process, parameters and all.
+    On a device, a second line has what its allocator counted in this process, including parameters.
     """
     loop = opened.loop()
     costs = replace(result.costs, memory=loop.measure_memory())
     plan = PipelinePlan.serial(loop.tasks) if plan is None else plan
     held = peak_of(plan, costs, streams=loop.has_streams)
     lines = [] if held is None else [held.format()]
+    # The allocator's figures include parameters and fragments, which the simulator does not count.
     if loop.has_streams:
         most = (torch.accelerator.max_memory_allocated, torch.accelerator.max_memory_reserved)
         allocated, reserved = (in_bytes(count()) for count in most)
@@ -484,7 +506,7 @@ def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResu
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names as they are printed; of equal ones the second is "serial (2)"."""
+    """Return the names for printing; a repeated name gets a number, as in "serial (2)"."""
     return [
         plain(name) + (f" ({earlier + 1})" if (earlier := names[:k].count(name)) else "")
         for k, name in enumerate(names)

@@ -1,16 +1,17 @@
-"""The command line on several ranks: rank 0 prints, and all ranks end alike.
+"""The command line on several ranks: rank 0 prints, and all ranks end with the same exit code.
 
-Under torchrun the same command runs on every rank; only rank 0 prints. A mistake of the user is
-often seen by one rank only (a malformed row of its own share) while the others wait for it in a
-collective, which Python cannot interrupt. So::
+Under torchrun the same command runs on every rank, and only rank 0 prints. A mistake of the user is
+often seen by one rank only (for example, a malformed row of its own share), while the other ranks
+wait for it in a collective, which Python cannot interrupt. Therefore::
 
     rank that sees it     puts a verdict (message, exit code) into the job's store; the first counts
     rank 0                prints the message, once, and notes in the store that it did
     every rank            then, when all are ready, ends with the verdict's exit code
 
-A thread on each rank polls for a verdict, and ends the process where the main thread cannot. The
-variables that torchrun sets may come from elsewhere, as in a container of a cluster: so only the
-commands that several ranks run together join them, and outside of torchrun they say that they wait.
+A thread on each rank polls for a verdict, and ends the process if the main thread cannot. The
+variables that torchrun sets may come from elsewhere, for example from a cluster's container.
+Therefore only the commands that several ranks run together join the other ranks, and outside of
+torchrun they print that they wait.
 
 Other exceptions are not changed: the rank that raised prints its traceback and ends with exit code
 1, without the interpreter's shutdown, in which gloo sometimes aborts (exit code -6): a pending
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMMANDS = ("train", "profile", "plan", "report")
-"""The commands that several ranks run together; of plan all but show."""
+"""The commands that several ranks run together; of ``plan``, all subcommands but ``show``."""
 
-JOIN_S = 300.0  # within which all ranks must have started
-_POLL_S = 0.2  # between two looks for a verdict
-_REPORT_S = 10.0  # within which rank 0 must have printed a verdict
-_FIRST_S = 600.0  # within which a node's first rank must have done what it does before the others
+JOIN_S = 300.0  # all ranks must have started within this time
+_POLL_S = 0.2  # interval of polling for a verdict
+_REPORT_S = 10.0  # rank 0 must have printed a verdict within this time
+_FIRST_S = 600.0  # time for what a node's first rank does before the other ranks
 
 _VERDICT = "swpipe/verdict"
 _PRINTED = "swpipe/printed"
@@ -68,15 +69,15 @@ _COMMAND = "swpipe/command/{}"
 
 
 def launched() -> bool:
-    """Whether torchrun, or something that says the same, started this process as a rank."""
+    """Return whether a launcher such as torchrun started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def joins(args: Sequence[str]) -> bool:
-    """Whether this process has to join other ranks for a command line."""
+    """Return whether this process has to join other ranks for a command line."""
     if not launched() or "--help" in args or args[0] == "--version":
         return False
-    # Under torchrun, ranks that do not need each other end together all the same.
+    # Under torchrun, ranks join for every command, so that they end together.
     is_ranked = args[0] in COMMANDS and [*args[:2]] != ["plan", "show"]
     return is_ranked or dist.is_torchelastic_launched()
 
@@ -100,7 +101,7 @@ class Rank:
 
     Attributes:
         number: The rank, from 0.
-        size: How many there are.
+        size: The number of ranks.
     """
 
     def __init__(self) -> None:
@@ -123,15 +124,16 @@ class Rank:
                 f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
                 "one process"
             ) from error
-        self._connection = self._store.clone()  # for the other thread
+        self._connection = self._store.clone()  # a connection of its own for the watching thread
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
     def join(self, device: str) -> str:
-        """Form the process group for a kind of device; the device of this rank.
+        """Form the process group for a kind of device, and return the device of this rank.
 
         Raises:
-            UserError: Every rank takes a device of its own, and one was named, or there is none.
+            UserError: A single device was named, but every rank takes its own; or this rank has
+                none.
         """
         kind = torch.device(device)
         join = partial(
@@ -149,15 +151,16 @@ class Rank:
                 f"--device {device}: local rank {self._local_rank} has none of its own, there are "
                 f"{torch.accelerator.device_count()}; start as many ranks as there are devices"
             )
+        # Tensors on the host are exchanged over gloo, those on the device over its own backend.
         backend = dist.get_default_backend_for_device(kind.type)
         join(f"cpu:gloo,{kind.type}:{backend}")
         return f"{kind.type}:{self._local_rank}"
 
     def agree(self, facts: Facts) -> None:
-        """Make sure that all ranks were given the same command; each has to call this.
+        """Check that all ranks were given the same command; each rank has to call this.
 
         Raises:
-            UserError: They were not; raised on all of them.
+            UserError: The ranks were given different commands; raised on all ranks.
         """
         self._store.set(_COMMAND.format(self.number), json.dumps(facts))
         keys = [_COMMAND.format(rank) for rank in range(self.size)]
@@ -173,23 +176,26 @@ class Rank:
         """End this process, and with it the job.
 
         Args:
-            verdict: This rank's. The first verdict of all ranks counts.
+            verdict: The verdict of this rank. The first verdict of all ranks counts.
         """
+        # ``compare_set`` is atomic in the store: exactly one rank's verdict becomes the first.
         first = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._leave(self._store, Verdict(*json.loads(first)), sys.stderr)
 
     def fail(self, error: Exception) -> NoReturn:
         """End this process with the traceback of an exception, and exit code 1."""
-        get_error_handler().record_exception(error)  # of several ranks torchrun tells the earliest
+        get_error_handler().record_exception(error)  # torchrun reports the earliest of all ranks
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # see above
+        os._exit(1)  # no interpreter shutdown: see the module's docstring
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block, end the process when another rank has left a verdict."""
+        """End the process if another rank leaves a verdict while the block runs."""
         done = threading.Event()
+        # The thread keeps the present stderr, since ``sys.stderr`` is redirected later on most
+        # ranks.
         stderr = sys.stderr
         watcher = threading.Thread(
             target=self._watch, args=(done, stderr), name="swpipe-verdict", daemon=True
@@ -215,16 +221,17 @@ class Rank:
             else:
                 store.wait([_PRINTED], within)
                 printed = True
-            # Together: torchrun kills the ranks that still run after another has failed.
+            # All ranks end together: torchrun kills the ranks that still run after another has
+            # failed.
             if store.add(_READY, 1) == self.size:
                 store.set(_LEAVE, "yes")
             else:
                 store.wait([_LEAVE], within)
-        except RuntimeError as gone:  # a rank is, or the store, which may be in rank 0's process
-            if not printed:  # as far as is known here: better to print it twice than never
+        except RuntimeError as gone:  # a rank or the store, which rank 0 may host, has ended
+            if not printed:  # as far as known: better twice than never
                 print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
         sys.stdout.flush()
-        os._exit(verdict.code)  # without waiting for collectives that will never complete
+        os._exit(verdict.code)  # do not wait for collectives that never complete
 
     def _watch(self, done: threading.Event, stderr: TextIO) -> None:
         store = self._connection
@@ -232,22 +239,22 @@ class Rank:
             try:
                 if not store.check([_VERDICT]):
                     continue
-            except RuntimeError:  # the store is gone, and with it the job
+            except RuntimeError:  # the store has ended, and so has the job
                 return
-            if not done.wait(2 * _POLL_S):  # the main thread may be about to end by itself
-                print(file=stderr)  # a progress bar may stand there
+            if not done.wait(2 * _POLL_S):  # give the main thread time to end by itself
+                print(file=stderr)  # the line may contain a progress bar
                 self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 
 def agree(context: typer.Context, plans: Sequence[PipelinePlan | None]) -> None:
-    """Make sure that all ranks were given the same command, if there are several.
+    """Check that all ranks were given the same command, if there are several ranks.
 
     Args:
-        context: The command's.
-        plans: Those that it runs under; None for one that is yet to be made.
+        context: The command's context.
+        plans: The plans that it runs under; None for a plan that is yet to be made.
 
     Raises:
-        UserError: They were not; raised on all of them.
+        UserError: The ranks were given different commands; raised on all ranks.
     """
     rank: Rank | None = context.obj
     if rank is not None:
@@ -257,10 +264,10 @@ def agree(context: typer.Context, plans: Sequence[PipelinePlan | None]) -> None:
 def command_facts(
     command: str, options: Mapping[str, Any], plans: Sequence[PipelinePlan | None]
 ) -> dict[str, str]:
-    """The parts of a command that have to be the same on all ranks.
+    """Return the parts of a command that have to be the same on all ranks.
 
-    Nodes may have files in different places: their number is compared. Files of different names may
-    hold the same plan: plans are compared.
+    Nodes may have files in different places, so the number of files is compared. Files of different
+    names may hold the same plan, so the plans themselves are compared.
     """
     facts = {"command": command}
     for name, value in options.items():
@@ -275,12 +282,13 @@ def command_facts(
 
 
 def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
-    """Run a command on this rank, together with the others; its exit code.
+    """Run a command on this rank, together with the other ranks, and return its exit code.
 
-    Does not return where the command raises: the process ends.
+    If the command raises, this does not return: the process ends.
     """
     rank = Rank()
-    # Several ranks share a machine's cores; and a sum that is split among threads rounds otherwise.
+    # Several ranks share a machine's cores. Also, a sum that is split among threads is rounded
+    # differently.
     torch.set_num_threads(1)
     try:
         return _run(rank, command)

@@ -37,12 +37,12 @@ Workload = Annotated[
 
 
 def count(text: str, most: int = MOST_COUNT, least: int = 1) -> Any:
-    """An option that is a number."""
+    """Return an option whose value is a whole number."""
     return typer.Option(min=least, max=most, metavar="N", help=text)
 
 
 def file(metavar: str, text: str) -> Any:
-    """An option that names a file."""
+    """Return an option whose value names a file."""
     return typer.Option(metavar=metavar, help=text)
 
 
@@ -62,17 +62,17 @@ _DEVICE = inspect.Parameter(
 )
 
 _KINDS = {int: "N", str: "NAME", Path: "PATH"}
-"""What stands for an option's value."""
+"""The placeholder of an option's value in the help, by its type."""
 
 _RANGE = re.compile(r"x>=([\d.]+)|([\d.]+)<=x<=([\d.]+)")
-_FAR = 10**6  # a limit that is not told
+_FAR = 10**6  # limits from here on are not shown
 
 
 class Command(TyperCommand):
-    """Shows the workload's options apart from its own, and ranges in words."""
+    """A command whose help lists the workload's options separately, and gives ranges in words."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Sections of arguments and options."""
+        """Write the help sections of the arguments and the options."""
         sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -88,18 +88,21 @@ class Command(TyperCommand):
 
 
 def _in_words(found: re.Match[str]) -> str:
+    # Upper limits only guard against overflow if they are huge, so the help leaves them out.
     least = found[1] or found[2]
     most = found[3]
     return f"{least} or more" if most is None or float(most) >= _FAR else f"{least} to {most}"
 
 
 _TAKES_OPTIONS: list[tuple[Callable[..., Any], list[inspect.Parameter]]] = []
-"""Commands, and their own parameters."""
+"""Commands with their own parameters, to which the workload's options are added."""
 
 
 def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command whose ``**given`` are the device and the options of the workload."""
+    """Register a command whose ``**given`` are the device and the options of the workload."""
     hints = get_type_hints(command, include_extras=True)
+    # Annotations are strings here (``from __future__ import annotations``). They are resolved now,
+    # since typer will read them from a signature that was built by hand.
     own = [
         parameter.replace(annotation=hints[parameter.name])
         for parameter in inspect.signature(command).parameters.values()
@@ -110,13 +113,16 @@ def takes_workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def declare_workload_options(args: Sequence[str]) -> None:
-    """Give the decorated commands the options of the workload that a command line names.
+    """Give the registered commands the options of the workload that a command line names.
 
-    Typer reads a command's signature each time that it parses a command line.
+    Typer reads a command's signature each time it parses a command line.
     """
     known = workloads()
+    # This runs before typer parses anything, because the options that typer should accept depend on
+    # the workload. So ``--workload`` is searched for in the raw arguments.
     named = [arg.partition("=")[2] for arg in args if arg.startswith("--workload=")]
     named += [arg for before, arg in pairwise(args) if before == "--workload"]
+    # ``report`` takes its workload as an argument, wherever it stands among the options.
     if args[0] == "report":
         named = [arg for arg in args if arg in known or ":" in arg]
     usual = "" if args[0] in ("report", "trace") else DEFAULT
@@ -124,6 +130,8 @@ def declare_workload_options(args: Sequence[str]) -> None:
     declared = known[name].options if name in known else ()
     extra = [_DEVICE, *(_parameter(option, name) for option in declared)]
     for command, own in _TAKES_OPTIONS:
+        # Both have to be set: typer takes parameters from the signature and types from the
+        # annotations.
         command.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *extra)}
 
@@ -147,5 +155,5 @@ def _parameter(option: Option, workload: str) -> inspect.Parameter:
 
 
 def flag(name: str) -> str:
-    """The option of a parameter: ``--batch-size`` of ``batch_size``."""
+    """Return the option of a parameter: ``--batch-size`` for ``batch_size``."""
     return f"--{name.replace('_', '-')}"

@@ -1,6 +1,6 @@
 """`swpipe plan`: infer dependences, check plans, simulate them, choose one, show one.
 
-On several ranks as well: all do the same, and rank 0 writes the files.
+The commands also run on several ranks: all do the same, and rank 0 writes the files.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def show(
 ) -> None:
     """Show a plan: what works when, and what waits for what."""
     check_outputs(context, output)
+    # Plans of the usual workload come last, so that they win where names are equal.
     ready_made = {n: make for work in workloads().values() for n, make in work.plans.items()}
     loaded = load_plan(plan, {**ready_made, **workloads()[DEFAULT].plans})
+    # Tasks that do nothing suffice to validate a plan and to show its schedule.
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
         streams = loaded.names_streams
@@ -120,8 +122,12 @@ def check(
         loop = opened.loop()
         recording = loop.record()
         loaded = opened.plan()
+        # The recording has found the state to restore, so measuring memory need not find it again.
         loop = replace(loop, state=recording.owners)
+        # ``keep`` matters here: memory that the plan does not keep is freed earlier.
         memory = loop.measure_memory(loaded.keep, recording.effects)
+        # A violated order raises a PlanError, which ``about_plan`` reports in one line. What
+        # follows is printed only if all orders are kept.
         verified = verify(loaded, loop.tasks, recording.effects, memory=memory, budget_bytes=budget)
     echo(f"{plain(plan)}: all {verified.orders} orders are kept in every interleaving")
     if verified.footprint is not None:
@@ -146,12 +152,16 @@ def simulate(
 ) -> None:
     """Predict a plan's timeline and interval from its tasks' costs."""
     check_outputs(context, keep, pictures=[picture])
+    # With given costs, no workload has to run.
     if costs is not None:
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
         with Opened(context, workload, given, [plan]) as opened:
             loaded = opened.plan()
+            # The workload stays open only while it is measured; the simulation needs just the
+            # costs.
             loop = opened.loop(opened.measured())
+            # Costs are measured under the plan itself, whose tasks slow each other down.
             model = replace(loop.measure(loaded), memory=loop.measure_memory())
             streams = loop.has_streams
     with about_plan(plan):
@@ -160,7 +170,9 @@ def simulate(
     traces = {"predicted": result.trace()}
     if measured is not None:
         whole = load_timeline(measured)
+        # The prediction has a few iterations, so the same number is shown of the measured timeline.
         traces["measured"] = last_iterations(whole, result.iterations)
+    # Narrower, a timeline is unreadable; wider, its lines get too long to follow.
     width = min(max(get_terminal_size().columns, 60), 200)
     echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
     save(
@@ -201,13 +213,17 @@ def auto(
 ) -> None:
     """Choose the best plan under limits, and say why."""
     check_outputs(context, keep, output)
+    # The option may be repeated, and each value may list several tasks.
     groups = tuple(name for text in frozen or () for name in text.split(",") if name)
     limits = Limits(in_flight=in_flight, threads=threads, frozen=groups, max_bytes=max_bytes)
+    # Without a plan, everything is measured; with a plan, nothing is, so costs must be given.
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
         with Opened(context, workload, given) as opened:
             tuned = opened.tune(limits, seconds)
+        # Both branches set ``text``, ``chosen`` and ``model``, which are printed and saved at the
+        # end.
         text = tuned.format()
         chosen = tuned.plan
         model = tuned.costs
@@ -217,6 +233,7 @@ def auto(
             raise UserError("--costs: say what the plan's tasks cost, or name no plan")
         model, streams = _costs(costs)
         with about_plan(plan):
+            # The planner's time grows with the number of tasks, so large plans get less effort.
             effort = EFFORT if len(loaded.schedule) <= 20 else 1.0
             choice = auto_plan(loaded, model, limits=limits, streams=streams, effort=effort)
         text = choice.format()
@@ -230,19 +247,20 @@ def auto(
 
 
 def _planned(context: typer.Context, name: str) -> PipelinePlan:
-    """A plan that needs no tasks, the same on all ranks."""
+    """Load a plan that needs no tasks, and check that it is the same on all ranks."""
     loaded = load_plan(name, workloads()[DEFAULT].plans)
     agree(context, [loaded])
     return loaded
 
 
 def _costs(path: Path) -> tuple[CostModel, bool]:
-    """Costs, and whether they are those of a device with streams."""
+    """Load costs, and return them with whether they are those of a device with streams."""
     model = load_file(CostModel.load, path, "costs ")
+    # Device time exists only on a device with streams, so the file need not say it.
     return model, any(cost.device_us for cost in model.tasks.values())
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:
-    """The last iterations of a trace."""
+    """Return the last ``count`` iterations of a trace."""
     numbers = sorted({span.iteration for span in trace.spans})
     return trace.window(numbers[max(0, len(numbers) - count)], numbers[-1])

@@ -1,4 +1,4 @@
-"""What the command line prints, and mistakes of the user, reported in one line.
+"""The output of the command line, and mistakes of the user, which are reported in one line.
 
 All text goes through ``echo`` or ``verdict_on``: file names, rows of a log and texts of exceptions
 come from outside, and a terminal would obey their escape codes.
@@ -18,14 +18,14 @@ from swpipe.errors import PlanError
 from swpipe.tasks.workload import InputError, TrainingFailedError
 
 ClickError: Any = typer.BadParameter.__mro__[2]
-"""click's exception for a message and an exit code. Typer exports only classes derived from it."""
+"""The click exception with a message and an exit code; typer exports only its subclasses."""
 
 REPORTED: Any = (InputError, TrainingFailedError, ClickError)
-"""What a command ends with in one line, and not with a traceback."""
+"""The exceptions that end a command with one line instead of a traceback."""
 
 
 class Verdict(NamedTuple):
-    """How a command ends: a message of one line, and the exit code."""
+    """The end of a command: a message of one line, and the exit code."""
 
     message: str
     code: int
@@ -39,11 +39,12 @@ def echo(text: str, *, err: bool = False) -> None:
     """Print text of several lines.
 
     Raises:
-        UserError: It cannot be written, as on a full disk.
-        BrokenPipeError: Nobody reads it any more.
+        UserError: The text cannot be written, for example because the disk is full.
+        BrokenPipeError: The reader of the output has closed it.
     """
     try:
         typer.echo(escaped(text, keep="\n"), err=err)
+    # A closed pipe, as by ``| head``, is no mistake of the user; click ends the process quietly.
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -51,9 +52,9 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a file or a plan cannot be used.
+    """Return why a file or a plan cannot be used.
 
-    Without the file's name, which may be that of a temporary file, and without the plan's grid.
+    The text leaves out the file's name, which may be that of a temporary file, and the plan's grid.
     """
     if isinstance(error, PlanError):
         return error.in_one_line
@@ -61,8 +62,12 @@ def reason(error: Exception) -> str:
 
 
 def verdict_on(error: Any) -> Verdict:
-    """What is said of one of ``REPORTED``; how to use a command, where it was not understood."""
+    """Return the message and the exit code for one of ``REPORTED``.
+
+    If a command line was not understood, the message includes the usage of the command.
+    """
     if not isinstance(error, ClickError):
+        # Exit code 2 means a mistake of the user, 1 that training failed.
         return Verdict(one_line(str(error)), 1 if isinstance(error, TrainingFailedError) else 2)
     line = one_line(error.format_message())
     if error.ctx is not None:
@@ -71,10 +76,11 @@ def verdict_on(error: Any) -> Verdict:
 
 
 def exit_code(run: Callable[[], int | None]) -> int:
-    """Run a command; its exit code, its error being reported in one line."""
+    """Run a command and return its exit code; report its error in one line."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may know few characters
+        sys.stdout.reconfigure(errors="replace")  # some terminals lack characters
     try:
+        # Commands return None unless they set an exit code.
         return run() or 0
     except REPORTED as error:
         message, code = verdict_on(error)
@@ -84,7 +90,7 @@ def exit_code(run: Callable[[], int | None]) -> int:
 
 @contextmanager
 def about_plan(name: str) -> Iterator[None]:
-    """Report what is wrong with a plan in one line, with the name that the user gave it."""
+    """Report a mistake in a plan in one line, with the name that the user gave to the plan."""
     try:
         yield
     except PlanError as error:

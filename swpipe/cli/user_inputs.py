@@ -1,6 +1,6 @@
-"""What the user names on the command line: workloads, plans, files.
+"""The things that the user names on the command line: workloads, plans and files.
 
-A ``UserError`` says what of that is not there, is something else, or cannot be written.
+A ``UserError`` says which of them does not exist, is of another kind, or cannot be written.
 """
 
 from __future__ import annotations
@@ -41,35 +41,37 @@ T = TypeVar("T")
 
 AUTO = "auto"
 SERIAL = "serial"
-"""The plan that is yet to be made, and the one that every workload has."""
+"""The name of the plan that is made by trial, and of the plan that every workload has."""
 
 PICTURES = (".png", ".svg", ".pdf")
 
 MOST_MEASURED = 48
-"""Batches that are measured of those that cannot be chosen from: what comes every tenth or
-sixteenth time is among them, and a loader has made them before long."""
+"""The number of batches measured from a source that cannot be sampled. Events in every tenth or
+sixteenth batch are among them, and a loader soon has made them.
+"""
 
 TUNING_S = 60.0
-"""What it takes to choose a plan, at most, unless the user gives another time."""
+"""The default limit in seconds for choosing a plan."""
 
 
 class Opened:
     """A workload for one command, under named plans; its job is opened when it is first needed.
 
-    On several ranks each makes one, and all must have been given the same command. A context
-    manager, which closes the job.
+    On several ranks, each rank creates one, and all must have been given the same command. It is a
+    context manager, which closes the job.
 
     Args:
-        context: The command's.
-        workload: As the user names it.
+        context: The command's context.
+        workload: The workload's name as the user gave it.
         given: Values of the workload's options, and of ``device``.
-        plans: Names; "" is the workload's usual plan.
+        plans: Names of plans; "" is the workload's usual plan.
         auto: Whether a plan may be made by trial.
 
     Attributes:
-        workload: The workload, in its form for ranks where there are ranks.
-        config: Its configuration.
-        tuned: How the plan ``AUTO`` was made, once it was.
+        workload: The workload; on several ranks, in its form for ranks.
+        config: The configuration of the workload.
+        plans: The names of the plans, the usual plan by its own name.
+        tuned: The result of making the plan ``AUTO``, once it was made.
     """
 
     def __init__(
@@ -85,13 +87,17 @@ class Opened:
         self.workload = find_workload(workload, rank)
         self.plans = [name or self.workload.usual_plan for name in plans]
         self.tuned: Tuned | None = None
+        # A plan that can be loaded is loaded now, so that a mistake is reported before any work. A
+        # plan that needs the job's tasks, or a trial, comes later.
         ready_made: Plans = {SERIAL: lambda: PipelinePlan.serial(self.tasks), **self.workload.plans}
         later = {AUTO} if auto else set()
         later |= {SERIAL} - {*self.workload.plans}
         self._loaded = {
             name: load_plan(name, ready_made) for name in self.plans if name not in later
         }
+        # Plans are compared as well as options: a file may differ between nodes.
         agree(context, list(map(self._loaded.get, self.plans)))
+        # Options that a command does not declare have their defaults.
         defaults = {option.name: option.default for option in self.workload.options}
         self.config = _configured(self.workload, {**defaults, **given}, rank)
 
@@ -99,27 +105,29 @@ class Opened:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        # ``job`` is cached: without an entry in ``vars`` it was never opened.
         if "job" in vars(self):
             self.job.close()
 
     @cached_property
     def job(self) -> Job:
-        """A job of the workload."""
+        """The job of the workload, which is opened on first access."""
         return self.workload.open_job(self.config)
 
     @cached_property
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """The job's."""
+        """The tasks of the job."""
         return tuple(self.job.tasks())
 
     @property
     def loader(self) -> Iterable[Any] | None:
-        """What the user's own job takes its batches from, if it can be begun again; else None."""
+        """The source of the user's own batches, if it can be restarted; else None."""
         given = self.job.loader if isinstance(self.job, _OwnJob) else None
+        # A list costs nothing to call, and an iterator cannot be restarted.
         return None if isinstance(given, Sequence | Iterator) else given
 
     def plan(self, name: str | None = None) -> PipelinePlan:
-        """The plan of that name, by default the first one; auto makes it by trial."""
+        """Return the plan of that name, by default the first; "auto" makes it by trial."""
         name = self.plans[0] if name is None else name
         if name not in self._loaded and name == SERIAL:
             self._loaded[name] = PipelinePlan.serial(self.tasks)
@@ -130,15 +138,15 @@ class Opened:
         return self._loaded[name]
 
     def pipeline(self, plan: PipelinePlan) -> SWPipeline[Any]:
-        """The job's tasks under a plan."""
+        """Return a pipeline of the job's tasks under a plan."""
         return SWPipeline(plan, self.tasks, device=self.config.device, context=self.job.context)
 
     def take(self, count: int) -> list[Any]:
-        """The first few batches; on several ranks all take as many."""
+        """Return the first ``count`` batches; all ranks take the same number."""
         return list(self.pulled(count))
 
     def pulled(self, count: int) -> Iterator[Any]:
-        """The same, each of them pulled when it is asked for."""
+        """Yield the first ``count`` batches, pulling each one only when it is asked for."""
         taken = 0
         for taken, batch in enumerate(self.job.batches(count), 1):  # noqa: B007 - for the error
             yield batch
@@ -149,7 +157,7 @@ class Opened:
             )
 
     def measured(self) -> Sample:
-        """Return the sample of its batches that is measured."""
+        """Return the sample of the job's batches that is measured."""
         given = self.job.loader if isinstance(self.job, _OwnJob) else None
         try:
             if isinstance(given, Sequence):
@@ -159,9 +167,9 @@ class Opened:
             raise UserError(f"workload {self.workload.name}: {error}") from error
 
     def loop(self, batches: Sequence[Any] = ()) -> Loop:
-        """Its tasks and batches, with what its usual plan says about streams and order.
+        """Return the job's tasks and batches, with the streams and the order of its usual plan.
 
-        ``batches``: Those to measure on; empty for the first one.
+        ``batches`` are the batches to measure on; if empty, the first batch of the job is used.
         """
         make = self.workload.plans.get(self.workload.usual_plan)
         loader = self.job.loader if isinstance(self.job, _OwnJob) else None
@@ -174,19 +182,22 @@ class Opened:
             progress=lambda line: echo(f"{self.workload.name}: {line}", err=True),
             context=self.job.context,
             loader=self.loader,
+            # The package's workloads take batches from loaders that are apart, and an iterator is
+            # assumed to be apart.
             apart=loader is None or isinstance(loader, Iterator) or is_apart(loader),
         )
 
     def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
-        """Choose a plan for it, by trial."""
+        """Choose a plan for the job by trial."""
         others = {name: make() for name, make in self.workload.plans.items() if name != SERIAL}
-        loop = replace(self.loop(self.measured()), progress=lambda line: None)  # the bar shows them
+        # The progress bar shows the steps, so the lines of the loop's own progress are dropped.
+        loop = replace(self.loop(self.measured()), progress=lambda line: None)
         with about_plan(self.workload.name):
             return tune(loop, limits or Limits(), others, seconds, verbose=True)
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:
-    """The registered workload of that name, or the user's own ``module:function``."""
+    """Return the registered workload of that name, or the user's own ``module:function``."""
     known = workloads()
     if name in known and rank is None:
         return known[name]
@@ -215,6 +226,8 @@ def find_workload(name: str, rank: Rank | None = None) -> Workload:
 def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
     """Return the workload's configuration, with this rank's device."""
     if (device := options["device"]) is not None:
+        # A tensor is created to find out whether the device works, not only whether its name is
+        # valid.
         try:
             resolve(device)
             torch.empty(0, device=device)
@@ -223,6 +236,7 @@ def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | Non
     config = workload.configure(options)
     if rank is None:
         return config
+    # The process group is formed here, before the job is opened, because a job may use it.
     return replace(config, device=rank.join(config.device or resolve(None).type))
 
 
@@ -235,13 +249,14 @@ class _OwnConfig:
 
 
 class _OwnJob(Job):
-    """What ``module:function`` returns: tasks in serial order, batches, and a class of contexts.
+    """The job that ``module:function`` returns: tasks in serial order, batches, context class.
 
-    The current directory is searched for the module, too. On several ranks the function is called
-    when there is a process group.
+    The module is also searched for in the current directory. On several ranks, the function is
+    called after the process group was formed.
     """
 
     def __init__(self, name: str, rank: Rank | None) -> None:
+        # The checks name what the function returned, because the user sees no traceback.
         given = _call(name)
         tuple_of_some = isinstance(given, tuple) and len(given) in (2, 3)
         if not (tuple_of_some and all(isinstance(part, Iterable) for part in given[:2])):
@@ -281,21 +296,26 @@ class _OwnJob(Job):
 
 def _call(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
+    # A path such as ``my_loop.py:loop`` would otherwise be reported as a missing module ``py``.
     is_module = all(map(str.isidentifier, module_name.split("."))) and module_name[-3:] != ".py"
     if not (is_module and function_name):
         raise UserError(f"workload {plain(name)}: name it as module:function, such as my_loop:loop")
+    # A console script has its own directory on ``sys.path``, not the current one.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), function_name, None)
     except ModuleNotFoundError as error:
+        # This also covers a missing import inside of the user's module; the message names the
+        # module.
         raise UserError(f"workload {name}: {error}") from error
     if not callable(function):
         raise UserError(f"workload {name}: {module_name} has no function {function_name!r}")
+    # Binding first tells a function with required arguments apart from a TypeError raised inside.
     try:
         signature(function).bind()
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # a C function without a signature
         pass
     except TypeError as error:
         raise UserError(
@@ -312,7 +332,7 @@ def _call(name: str) -> Any:
 
 
 def load_plan(name: str, plans: Plans) -> PipelinePlan:
-    """A ready-made plan by its name, or one from a file."""
+    """Return a ready-made plan by its name, or a plan from a file."""
     if name in plans:
         return plans[name]()
     here = ", ".join(plans)
@@ -327,7 +347,7 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
         raise UserError(
             f"plan {plain(name)}: {reason(error)}; name a file, or one of {here}"
         ) from error
-    except (ValueError, RecursionError) as error:  # PlanError, broken TOML or JSON, no text
+    except (ValueError, RecursionError) as error:  # PlanError, broken TOML or JSON, not text
         raise UserError(f"plan {plain(name)}: {reason(error)}") from error
 
 
@@ -335,15 +355,15 @@ def load_plan(name: str, plans: Plans) -> PipelinePlan:
 
 
 def load_file(load: Callable[[Path], T], path: Path, what: str = "") -> T:
-    """What ``load`` makes of a file; ``what`` begins the error."""
+    """Return the result of ``load`` for a file; the text ``what`` begins an error message."""
     try:
         return load(path)
-    except (OSError, ValueError, RecursionError) as error:  # PlanError, broken JSON, no text
+    except (OSError, ValueError, RecursionError) as error:  # PlanError, broken JSON, not text
         raise UserError(f"{what}{plain(str(path))}: {reason(error)}") from error
 
 
 def load_timeline(path: Path) -> Trace:
-    """A saved timeline of at least one task."""
+    """Return a saved timeline, which has at least one task."""
     trace = load_file(Trace.load, path)
     if not trace.spans:
         raise UserError(f"{plain(str(path))}: the timeline is empty: no task ran; record another")
@@ -353,12 +373,12 @@ def load_timeline(path: Path) -> Trace:
 def check_outputs(
     context: typer.Context, *paths: Path | None, pictures: Collection[Path | None] = ()
 ) -> None:
-    """Make sure that files can be written, before there is anything to write.
+    """Check that files can be written, before there is anything to write.
 
     Args:
-        context: The command's; of several ranks the first writes.
-        *paths: Their directories are made.
-        pictures: More of them, which matplotlib draws.
+        context: The command's context; of several ranks, only the first one writes.
+        *paths: The files, whose directories are created.
+        pictures: More files, which matplotlib draws.
     """
     if not _writes(context):
         return
@@ -382,9 +402,9 @@ class Output(NamedTuple):
     """A file that the user wants.
 
     Attributes:
-        what: How the line begins that names the file.
-        path: None writes nothing.
-        write: Writes it.
+        what: The beginning of the line that names the file.
+        path: The file; None to write nothing.
+        write: A function that writes the file.
     """
 
     what: str
@@ -393,13 +413,13 @@ class Output(NamedTuple):
 
 
 def save(context: typer.Context, *outputs: Output, quiet: bool = False) -> None:
-    """Write files and say where they are; where one cannot be written, the others still are."""
+    """Write files and print their names; if one cannot be written, still write the rest."""
     failed = []
     for what, path, write in outputs:
         if path is not None and _writes(context):
             try:
                 write(path)
-            except (OSError, ValueError) as error:  # a picture may be too large
+            except (OSError, ValueError) as error:  # a picture may be too large to draw
                 failed.append(f"{plain(str(path))}: {reason(error)}")
             else:
                 if not quiet:

@@ -1,4 +1,4 @@
-"""Exposed time: how much of a step's wall time each task really costs; and what each task takes."""
+"""Profiles: how much of a step's wall time each task costs, and what each task takes itself."""
 
 from __future__ import annotations
 

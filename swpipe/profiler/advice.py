@@ -1,15 +1,15 @@
-"""What to change next: the planner's plan, and the tasks to make faster.
+"""Advice on what to change next: the plan that the planner finds, and the tasks to make faster.
 
-The planner gets the loop as it was measured: its tasks' costs, the plan's dependences, what the
-tasks declare. The simulator runs its plan over the sampled iterations, and predicts an iteration in
-proportion to what it says for the plan that was measured; the cores that there are limit it too.
-Batches that differ are evened out by more iterations in flight: so many are tried, too, from few to
-``MOST_AHEAD``. Moving tasks cannot save more than their exposed times, so that is the most that is
-promised; and nothing is, where the interval of what is saved contains 0. If the plan declares no
-dependences between iterations, it is not known which task may move, and none is moved; nor is a
-task of which nothing is declared, away from the loop's body.
+The planner gets the loop as it was measured: the tasks' costs, the plan's dependences, and what the
+tasks declare. The simulator runs the planner's plan over the sampled iterations. The prediction is
+the measured time of an iteration, scaled by the ratio of the two simulated plans; the number of
+cores limits it too. If batches differ, more iterations in flight even them out, so numbers up to
+``MOST_AHEAD`` are tried too. Moving tasks cannot save more than their exposed times, so that is the
+most that is promised. Nothing is promised if the interval of the saving contains 0. If the plan
+declares no dependences between iterations, it is unknown which tasks may move, and none is moved.
+An undeclared task is not moved away from the loop's body.
 
-What a task saves that takes half as long is simulated as well. A step is convex in the cost of a
+The saving of a task that takes half as long is simulated as well. A step is convex in the cost of a
 task: half the cost saves at least half of the task's own part of its exposed time, and never more
 than all of it.
 """
@@ -44,29 +44,32 @@ if TYPE_CHECKING:
     from swpipe.planning.simulation.interval import Limit
 
 MOST = 3
-"""So many changes are named."""
+"""The maximum number of changes that are advised."""
 
 LEAST = 0.02
-"""Less than this part of an iteration is not promised, and not known so well."""
+"""A saving below this fraction of an iteration is not promised, as it is not known that exactly."""
 
 LEAST_SHARE = 0.1
-"""To make a task shorter is not advised where less than this part of that comes off the step."""
+"""Making a task shorter is not advised if less than this fraction of the reduction shortens the
+step.
+"""
 
 ERROR = 0.1
-"""How far predicted iterations may be off: the simulator knows no contention for memory, or for
-the interpreter lock."""
+"""The possible relative error of predicted iterations: the simulator does not model contention for
+memory or for the interpreter lock.
+"""
 
 MORE = 1.1
-"""A plan that is less simple has to promise so many times as much."""
+"""A more complex plan must promise this many times the saving of a simpler one."""
 
 EFFORT = 0.1
-"""Of the planner: a tenth of a second for 14 tasks, if the lower bound is not reached."""
+"""The planner's effort: a tenth of a second for 14 tasks, if the lower bound is not reached."""
 
 MOST_AHEAD = 16
-"""The most iterations that are in flight beyond those of the planner's plan."""
+"""The maximum number of iterations in flight beyond those of the planner's plan."""
 
-_FEW = 4  # tasks that are named
-_MOST_PLACES = 2  # to which tasks are moved, each in words of its own
+_FEW = 4  # the most tasks that are listed by name
+_MOST_PLACES = 2  # the most destinations that are described one by one
 
 _NO_DEPENDENCES = (
     "the plan declares no dependences between iterations; record the loop to find them"
@@ -74,15 +77,15 @@ _NO_DEPENDENCES = (
 
 
 class LoopFacts(NamedTuple):
-    """What a profile does not say of a loop.
+    """The facts about a loop that its profile does not contain.
 
     Attributes:
-        tasks: In serial order.
-        plan: What it ran under; serially, the plan whose dependences it has.
-        costs: Of all tasks, those that are not in the profile too.
+        tasks: The tasks in serial order.
+        plan: The plan that was measured. For a serial measurement, the plan with the dependences.
+        costs: The costs of all tasks, including those not in the profile.
         streams: Whether the device has streams.
-        cpu_s: What an iteration takes of the cores, on the tasks' threads.
-        loader: What the loader's calls may touch, if they were measured.
+        cpu_s: CPU time of an iteration on the tasks' threads.
+        loader: The locations that the loader's calls may touch, if they were measured.
     """
 
     tasks: Sequence[PipelineTask]
@@ -105,15 +108,15 @@ def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
 
 
 class _Advisor:
-    """Looks for changes of a loop that was profiled.
+    """A search for changes of a loop that was profiled.
 
     Attributes:
         plan: The plan that was measured.
-        now_us: A simulated iteration under it; 0 where tasks take no time.
-        declared: What tasks are declared to touch.
-        effects: The same, with the loader and the body. A loader of which nothing is known counts
-            as apart: what is advised of it has that condition.
-        why_not: Task to why it is not moved.
+        now_us: A simulated iteration under ``plan``; 0 if tasks take no time.
+        declared: The declared effects of the tasks.
+        effects: ``declared``, together with the loader and the loop's body. An undeclared loader
+            is treated as apart, and advice about it states that condition.
+        why_not: Task to the reason why it is not moved.
 
     Raises:
         PlanError: The plan is too large.
@@ -130,7 +133,7 @@ class _Advisor:
         self.why_not: dict[str, str] = {}
 
     def changes(self) -> Iterator[Advice]:
-        """Yield another plan, then what to change of the loader, then tasks to make faster."""
+        """Yield another plan, then changes of the loader, then the tasks to make faster."""
         result = self._result
         named = set[str]()
         moved, best = self._best_plan()
@@ -140,10 +143,11 @@ class _Advisor:
         for advice in sorted(self._of_loader(), key=lambda advice: -advice.saved_s):
             named.add(advice.task)
             yield advice
+        # Tasks that the plan moves are skipped: their exposed times hold for the present plan only.
         halved = {task: self._half(task) for task in result.own_s}
         for task in sorted(halved, key=lambda task: -halved[task].value_s):
             least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
-            # What is certain has to be worth it: half of what the task's removal saves.
+            # Only the certain saving counts here, which is half of what the task's removal saves.
             is_known = result.own_s[task] > max(result.spread_s[task], 2 * least_s)
             if is_known and task not in named:
                 words = f"make {'the loader' if task == PULL else task} take half as long"
@@ -158,24 +162,26 @@ class _Advisor:
             return Estimate(0.0, 0.0)
         costs = self._loop.costs.with_scaled({task: 0.5})
         then_us, _ = self._predict(self.plan, costs, self._loop.cpu_s - result.cpu_s(task) / 2)
+        # The simulated saving is limited to the range that convexity guarantees.
         then_s = self._at_least(then_us)
         saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
-        guessed_s = ERROR * (saved_s - own_s / 2)  # no less than half is certain
+        guessed_s = ERROR * (saved_s - own_s / 2)  # only half of the saving is certain
         return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s)
 
     def _at_least(self, then_us: float) -> float:
-        """Return the seconds of a simulated iteration, which no plan makes faster than the loader.
+        """Return a simulated iteration in seconds, limited by the loader's pace.
 
-        The simulator is right in proportion to what it says for the plan that was measured.
+        The measured iteration is scaled by the ratio of the simulated iterations.
         """
         then_s = self._result.baseline_s * then_us / self.now_us if self.now_us else 0.0
         pace = self._result.loader
         if pace is None:
             return then_s
+        # No plan is faster than a loader that works ahead, and the start of a pass is never hidden.
         return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
 
     def _of_loader(self) -> Iterator[Advice]:
-        """Yield what to change of a loader that is too slow, or whose passes begin slowly."""
+        """Yield changes of a loader that is too slow, or whose passes begin slowly."""
         result = self._result
         pace = self._result.loader
         waits = self._result.exposed(PULL)
@@ -184,6 +190,7 @@ class _Advisor:
         least_s = LEAST * result.baseline_s
         if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
             rest_s = result.baseline_s - waits.value_s
+            # The loader only needs to be as fast as the rest of the step.
             more = pace.workers_for(max(rest_s, least_s))
             words = f"make a batch in {short_ms(rest_s)} ms instead of {short_ms(pace.rate_s)}"
             if pace.workers:
@@ -191,6 +198,7 @@ class _Advisor:
                 if more > cores():
                     words += f" ({counted(cores(), 'core')} here)"
             yield Advice(words, PULL, saved_s, waits.spread_s, "the rest of the step")
+        # The start of a pass counts even if the loader is fast enough otherwise.
         if pace.start_s > least_s:
             words = "make the start of a pass of the loader take less time"
             if pace.starts_workers:
@@ -200,7 +208,7 @@ class _Advisor:
     # ------------------------------------------------------------------------------ other plans
 
     def _best_plan(self) -> tuple[Sequence[str], Advice | None]:
-        """Return the plan that promises most, if one promises something, and what it moves."""
+        """Return the moved tasks and the advice of the best plan; no advice if none saves time."""
         result = self._result
         plan = self.plan
         best = None
@@ -209,8 +217,12 @@ class _Advisor:
         for other in self._others() if self.now_us else ():
             moved = _moved(plan, other)
             then_us, limit = self._predict(other)
+            # A plan that only adds iterations in flight moves no task; then the tasks on worker
+            # threads bound what it can save.
             beside = [n for n, e in other.schedule.items() if e.thread_group != DEFAULT_GROUP]
             promise = self._promise(moved or beside, then_us)
+            # The saving must exceed its interval, and a plan that comes later, which is less
+            # simple, must exceed the best so far by the factor ``MORE``.
             if promise.value_s > max(promise.spread_s, least_s):
                 if best is None or promise.value_s > MORE * best.saved_s:
                     words = _words(moved, other, plan)
@@ -224,6 +236,7 @@ class _Advisor:
                 self._stays(f"it might save {might} ms, and may save nothing")
             else:
                 self._stays(f"iterations would be limited by {limit}")
+        # If another plan is advised, the reasons that held for rejected plans are obsolete.
         if best is not None:
             self.why_not.clear()
         elif not plan.cross_iter_deps:
@@ -235,7 +248,7 @@ class _Advisor:
         self.why_not |= dict.fromkeys(self.plan.schedule, why)
 
     def _with_the_body(self) -> dict[str, str]:
-        """Return why tasks stay with the loop's body."""
+        """Return the reasons why tasks stay with the loop's body."""
         from swpipe.planning.modulo.auto import shared_with_body
 
         why_not = {}
@@ -250,9 +263,11 @@ class _Advisor:
         return why_not
 
     def _others(self) -> Iterator[PipelinePlan]:
-        """Yield plans to compare with this one, the simplest first."""
+        """Yield plans to compare with the measured one, the simplest first."""
         plans = [*self._overlapping()]
         yield from plans
+        # Only with costs of each iteration can the simulator see that more iterations in flight
+        # help.
         if self._loop.costs.iterations:
             if self.plan.max_stage or self.plan.pull_group is not None:
                 plans.insert(0, self.plan)
@@ -268,6 +283,7 @@ class _Advisor:
         plan = self.plan
         loop = self._loop
         result = self._result
+        # Calling the loader on a thread of its own is the simplest change: it needs no dependences.
         if PULL in loop.costs.tasks and plan.pull_group is None:
             depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
             group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
@@ -278,6 +294,7 @@ class _Advisor:
         threads = max(2, min(4, cores()), plan.threads)
         may_have = {name: result.workers(name) for name in result.host_s}
         stay: Sequence[str] = ()
+        # Plans with one worker per task come first, as they are simpler.
         for workers in sorted({1, *may_have.values()}):
             limits = Limits(threads=threads, workers=workers, frozen=stay)
             try:
@@ -287,9 +304,10 @@ class _Advisor:
                 return
             if workers == 1:
                 best = self._least_moved(best)
-                # The caller's thread has no others beside it: what it runs last keeps one. What it
-                # runs in earlier stages is not frozen: pairs of same_period_deps keep their
-                # distance, which tasks of one stage may not have.
+                # Tasks that the caller's thread runs in the last stage keep a single worker, since
+                # the caller has no threads beside it. Tasks of earlier stages on that thread are
+                # not frozen: pairs in same_period_deps keep their distance, which tasks of one
+                # stage may not have.
                 stay = [
                     name
                     for name, entry in best.schedule.items()
@@ -299,14 +317,16 @@ class _Advisor:
                 yield best
 
     def _least_moved(self, best: PipelinePlan) -> PipelinePlan:
-        """Return the plan with another group as the caller's, if fewer tasks move so.
+        """Return the plan with the caller's group renamed if fewer tasks move that way.
 
-        It must be as fast.
+        The result must be as fast.
         """
         from swpipe.analysis import verify
 
         most_us = (1 + LEAST) * self._predict(best)[0]
         least = best
+        # Groups are interchangeable for the planner. Swapping one with the caller's thread gives
+        # the same schedule, but may leave more tasks where they are.
         for group in best.thread_groups:
             swap = {group: DEFAULT_GROUP, DEFAULT_GROUP: group}
             schedule = {
@@ -315,16 +335,17 @@ class _Advisor:
             }
             other = replace(best, schedule=schedule)
             if len(_moved(self.plan, other)) < len(_moved(self.plan, least)):
-                with suppress(PlanError):  # what is not declared stays with the loop's body
+                with suppress(PlanError):  # undeclared tasks stay with the loop's body
                     verify(other, effects=self.effects, streams=self._loop.streams)
                     least = other if self._predict(other)[0] <= most_us else least
         return least
 
     def _promise(self, moved: Sequence[str], then_us: float) -> Estimate:
-        """Return how much shorter an iteration gets under a plan, by its simulated iteration."""
+        """Return the saving of a plan whose simulated iteration takes ``then_us``."""
         result = self._result
         each = [exposed for name in moved if (exposed := result.exposed(name)) is not None]
-        # Together they save the sum at most, which is right if none hides another.
+        # Together the moved tasks save at most the sum of their exposed times. This is exact if no
+        # task hides another.
         most_s = sum(max(0.0, exposed.value_s) for exposed in each)
         error_s = max(result.baseline_spread_s, math.hypot(*(of.spread_s for of in each)))
         then_s = self._at_least(then_us)
@@ -333,7 +354,7 @@ class _Advisor:
     def _predict(
         self, plan: PipelinePlan, costs: CostModel | None = None, cpu_s: float | None = None
     ) -> tuple[float, str]:
-        """Return the microseconds of a simulated iteration, and what limits it, in short.
+        """Return the microseconds of a simulated iteration, and a short description of its limit.
 
         Raises:
             PlanError: The plan cannot run, or is too large.
@@ -343,6 +364,7 @@ class _Advisor:
         loop = self._loop
         simulated = simulate(plan, costs or loop.costs, streams=loop.streams)
         cpu_s = loop.cpu_s if cpu_s is None else cpu_s
+        # The simulator knows threads but no cores: all ranks on the machine share them.
         cores_us = 1e6 * ranks_on_machine() * cpu_s / cores()
         if cores_us > simulated.ii_us:
             return cores_us, f"the {counted(cores(), 'core')}"
@@ -350,7 +372,8 @@ class _Advisor:
 
 
 def _limit(limit: Limit) -> str:
-    """What limits an interval, in short: the simulator names every task and iteration."""
+    """Return a short description of the limit that does not name every task and iteration."""
+    # The engine's own actions mean nothing to the user.
     tasks = [task for task in limit.tasks if task not in OWN]
     named = listed(tasks, _FEW)
     if limit.what:
@@ -364,9 +387,9 @@ def _limit(limit: Limit) -> str:
 
 
 def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
-    """The plan's dependences, with all tasks and the pull on one thread, one after the other.
+    """Return the plan with its dependences, but all tasks and the pull on one thread.
 
-    Collectives stay ordered: what is advised may give them other threads.
+    Collectives stay globally ordered, since advised plans may run them on other threads.
     """
     return replace(
         plan,
@@ -375,7 +398,7 @@ def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
             for name, entry in plan.schedule.items()
         },
         same_period_deps=(),
-        order=(),  # that of a pipeline may contradict the dependences within an iteration
+        order=(),  # a pipeline's order may contradict the dependences within an iteration
         streams={},
         pipeline_depth=None,
         pull_group=None,
@@ -383,12 +406,12 @@ def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _ahead(plan: PipelinePlan, name: str) -> int:
-    """How many iterations a task runs ahead of the last stage."""
+    """Return how many iterations a task runs ahead of the last stage."""
     return plan.max_stage - plan.schedule[name].stage
 
 
 def _moved(plan: PipelinePlan, best: PipelinePlan) -> list[str]:
-    """The tasks that have another thread, or run more or less ahead."""
+    """Return the tasks whose thread, number of workers or lookahead differs."""
     moved = [
         name
         for name, entry in best.schedule.items()
@@ -400,13 +423,14 @@ def _moved(plan: PipelinePlan, best: PipelinePlan) -> list[str]:
 
 
 def _words(moved: Sequence[str], best: PipelinePlan, plan: PipelinePlan) -> str:
-    """What to run where."""
+    """Return the advice in words: which tasks to run on which thread, and how far ahead."""
     known = {*plan.thread_groups, DEFAULT_GROUP}
     places: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name in moved:
         if name != PULL:
             places[best.schedule[name].thread_group, _ahead(best, name)].append(name)
     said = ["call the loader on a thread of its own"] if PULL in moved else []
+    # Too many places for one sentence each, so only the number of threads is named.
     if len(places) > _MOST_PLACES:
         threads = counted(len({group for group, _ in places}), "thread")
         furthest = counted(max(ahead for _, ahead in places), "iteration")

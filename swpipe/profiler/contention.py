@@ -1,7 +1,7 @@
-"""Why tasks that were to run beside each other did not: what they share, and nobody declared.
+"""The reasons why tasks that should run side by side did not: shared things not declared.
 
 No cost says what two tasks share. It shows when they run side by side: each takes longer than
-alone. Then a plan under which they do is watched::
+alone. Then a plan under which they run side by side is watched::
 
     task         [==== on the CPU ====|.... off the CPU ....]
                         |                      |-- in futex: waits for a lock
@@ -9,8 +9,8 @@ alone. Then a plan under which they do is watched::
                         `-- longer than alone: memory bandwidth, caches
     contender    [== has the interpreter lock ==|.. waits: some thread holds it all the time ..]
 
-The contender is that of ``swpipe.profiler.thread_costs``. Linux tells in which system call a thread
-waits, and how often it gave up its core.
+The contender is that of ``swpipe.profiler.thread_costs``. Linux reports in which system call a
+thread waits, and how often it gave up its core.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.spread import short_ms
 from swpipe.profiler.thread_costs import GilContender
 
+# The number of the system call futex differs between architectures; "" if it is unknown here.
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine, "")
 _TASKS = Path("/proc/self/task")
 _EVERY_S = 1e-3
 _MUCH = 0.5
 _LOCKED = 0.8
-"""A cause is named that explains so much of the time; the contender shares the cores with others,
-so that some of its time is lost in any case."""
+"""A cause is named if it explains this fraction of the time. For the interpreter lock the fraction
+is higher: the contender shares the cores with other threads and loses some time in any case.
+"""
 
 _LEAST = 0.1
-"""A task takes longer beside others if it does by this part of its time alone."""
+"""A task takes longer beside others if the difference is this fraction of its time alone."""
 
 
 class Contention(NamedTuple):
-    """What was seen while tasks ran side by side; seconds per iteration.
+    """The observations while tasks ran side by side; seconds per iteration.
 
     Attributes:
         longer_s: Task to how much longer it took than alone.
-        cpu_s: On the CPU, all threads together, and the same of the tasks alone.
+        cpu_s: CPU time of all threads side by side, and of the tasks alone.
         switches: How often threads gave up their cores.
-        in_futex: The part of the looks at waiting threads that found them in ``futex``; None where
-            the system does not tell.
-        locked: The part of the time in which some other thread held the interpreter lock.
+        in_futex: The fraction of samples of waiting threads that were in ``futex``; None if the
+            system does not report it.
+        locked: The fraction of the time in which another thread held the interpreter lock.
     """
 
     longer_s: Mapping[str, float]
@@ -62,8 +64,9 @@ class Contention(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The usual cause that the figures point to."""
+        """The usual cause that the figures suggest."""
         beside_s, alone_s = self.cpu_s
+        # The order matters: a held interpreter lock also makes threads wait in futex.
         if not self.longer_s:
             return "waits between tasks, which the simulator does not know"
         if self.locked >= _LOCKED:
@@ -76,7 +79,7 @@ class Contention(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What was seen, and the usual causes in the order of how often they are met."""
+        """The observations, and the usual causes in the order of their frequency."""
         beside_s, alone_s = self.cpu_s
         longer = listed([f"{name} {short_ms(s)} ms" for name, s in self.longer_s.items()])
         futex = "unknown" if self.in_futex is None else f"{self.in_futex:.0%}"
@@ -96,16 +99,17 @@ def contention(
     alone_cpu_s: Mapping[str, float],
     count: int,
 ) -> Contention:
-    """Run a borrowed pipeline under its plan, and see what its tasks wait for.
+    """Run a borrowed pipeline under its plan, and observe what its tasks wait for.
 
     Args:
-        pipe: Under the plan.
-        batches: To run on, again and again.
-        alone_s: Task to its time on its thread where nothing runs beside it.
-        alone_cpu_s: The same on the CPU.
-        count: How many iterations.
+        pipe: The pipeline, under the plan.
+        batches: The batches to run on, cyclically.
+        alone_s: Task to its time on its thread if nothing runs beside it.
+        alone_cpu_s: Task to its CPU time in the same situation.
+        count: The number of iterations.
     """
     timer = WindowTimer(pipe, batches, None, 1, count, pipelined=True)
+    # Two runs: the contender would change what the samples show, and the tasks' times.
     with _Looks() as looks:
         beside = timer.passage(count).times
     with GilContender() as contender:
@@ -122,12 +126,13 @@ def contention(
         (sum(beside.cpu_s.values()), sum(alone_cpu_s.values())),
         looks.switches / count,
         looks.in_futex,
+        # Whatever the contender did not get, other threads held.
         1 - min(1.0, contender.held_s / took_s) if took_s else 0.0,
     )
 
 
 class _Looks:
-    """Looks every millisecond where the threads of this process wait."""
+    """A sampler that records every millisecond where the threads of this process wait."""
 
     def __enter__(self) -> _Looks:
         self._seen: Counter[bool] = Counter()
@@ -144,25 +149,30 @@ class _Looks:
 
     @property
     def in_futex(self) -> float | None:
-        """The part of the looks that found a thread there; None where none could be made."""
+        """The fraction of samples that found a thread in futex; None if there were none."""
         count = self._seen.total()
         return self._seen[True] / count if count else None
 
     def _look(self) -> None:
         own = str(threading.get_native_id())
         while not self._ended.wait(_EVERY_S):
+            # The directory changes while it is read, since threads start and end at any time.
             for path in _TASKS.glob("*/syscall") if _FUTEX else ():
-                with suppress(OSError):  # the thread has ended, or the system does not tell
+                # The file begins with the number of the system call, or with "running".
+                with suppress(OSError):  # the thread has ended, or the system does not report it
                     number = path.read_text().partition(" ")[0]
                     if number.isdecimal() and path.parent.name != own:
+                        # Only waiting threads have a number here; the sampler itself always waits,
+                        # so it is left out.
                         self._seen[number == _FUTEX] += 1
 
 
 def _switches() -> int:
-    """Return how often threads of this process gave up their cores, of those that are alive."""
+    """Return how often the live threads of this process gave up their cores."""
     count = 0
     for path in _TASKS.glob("*/status"):
         with suppress(OSError, ValueError):
             lines = path.read_text().splitlines()
+            # Two lines match: voluntary and involuntary switches.
             count += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
     return count

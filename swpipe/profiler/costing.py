@@ -1,32 +1,32 @@
-"""Cost models: what the tasks of a pipeline take on this machine, on these batches.
+"""Cost models: what the tasks of a pipeline cost on this machine, with these batches.
 
     serial          host, CPU and device times; then, beside a thread that competes for the
                     interpreter lock, the time each task holds that lock
     pipelined=True  host and device times while the plan runs
     both            the time of a hand-over between two threads (``swpipe.profiler.thread_costs``),
-                    and what shows while the device is behind
+                    and what is visible only while the device is behind
 
 In a serial measurement each task has the machine to itself. Under a plan, tasks that run at the
 same time share cores, caches and memory bandwidth, and memory allocation on a worker thread may be
-several times slower for large arrays. Serial times do not show this: where it matters, measure
+several times slower for large arrays. Serial times do not show this. If it matters, measure
 under the plan or a similar one. The costs then hold for plans that run the same tasks at the same
 time. Under the plan, host times include waiting for the interpreter lock, so ``gil_us`` is 0.
 
-Batches are gone through in the order given. Each time is the mean over them (slow runs are part of
-the initiation interval, and a median would ignore them) beside a table with that of each iteration.
-``gil_us`` is the minimum over the runs, capped at the task's CPU time.
+Batches are used in the order given. Each time is the mean over them, with a table of the times of
+each iteration. A median would ignore slow runs, which are part of the initiation interval.
+``gil_us`` is the minimum over the runs, limited to the task's CPU time.
 
-Which tasks wait for the device only shows while it is behind::
+Which tasks wait for the device is visible only while the device is behind::
 
     thread    read  forward  step  item ...........|    ``.item()`` waits for all that was launched
     device    ...##### forward ######## step ######|    before it on its stream
 
-A task that only launches takes as long on its thread whether the device is behind or not. One that
-blocks takes longer when the device is behind, and always returns when the device has nothing left.
-And only if the device begins a task's work after the task has returned, the time between the events
-before and after that work has no idle time in it. So serial iterations run twice: with the device
-idle before each task, and back to back. Where the device is never behind, neither can be told, and
-device times are those of ``WindowTimer.passage``.
+A task that only launches work takes the same time on its thread whether the device is behind or
+not. A task that blocks takes longer when the device is behind, and returns when the device has
+nothing left to do. The time between the events before and after a task's work contains no idle time
+only if the device begins that work after the task has returned. Therefore serial iterations run
+twice: with the device idle before each task, and back to back. If the device is never behind,
+neither can be determined, and device times are those of ``WindowTimer.passage``.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from swpipe.trace.recorder import timed_event
 _US = 1e6
 
 _LOOKS = 50
-"""An idle device reaches a new event while one looks so often."""
+"""The number of event queries in which an idle device certainly reaches a new event."""
 
 _LEAST_S = 20e-6
-"""Differences of host times from here on count."""
+"""The smallest difference of host times that counts."""
 
 
 def measure_costs(
@@ -76,20 +76,19 @@ def measure_costs(
     """Measure what each task of a pipeline costs, and restore all state afterwards.
 
     Args:
-        pipe: The pipeline; idle. Under torch.distributed, call this on all ranks.
-        batches: At least one: those of the loop, in its order. They are gone through again and
-            again.
+        pipe: The pipeline, which must be idle. Under torch.distributed, call this on all ranks.
+        batches: At least one: the batches of the loop, in order. They are used cyclically.
         num_warmup: Iterations that are not timed.
-        num_measure: Iterations that are timed, at least; whole passes over the batches.
+        num_measure: The fewest iterations that are timed; whole passes over the batches.
         pipelined: Measure while the plan runs, instead of one task at a time.
         lock: Measure ``gil_us`` too, in a serial measurement. This takes a few times as long as
             the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
             compete for the interpreter lock.
-        state: What to restore, as for ``TaskProfiler``.
-        copy: Makes a batch that may be modified, for tasks that modify it in place.
-        loader: What training takes its batches from, as for ``TaskProfiler``: measure the cost of
-            its calls, ``"<pull>"``, too. Their ``gil_us`` is the thread's CPU time, for a part of
-            which Python may have released the lock.
+        state: What to restore; see ``TaskProfiler``.
+        copy: A function that returns a copy of a batch, for tasks that modify it in place.
+        loader: The object that training takes its batches from; see ``TaskProfiler``. The cost of
+            its calls is measured too, as ``"<pull>"``. Their ``gil_us`` is the thread's CPU time,
+            for a part of which Python may have released the lock.
 
     Returns:
         Costs in microseconds, without resources; ``with_resources`` adds them. ``handover_us`` is
@@ -99,12 +98,13 @@ def measure_costs(
     Raises:
         ValueError: There are no batches, or a number is too small.
         RuntimeError: The pipeline is closed, or iterations are in flight.
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     batches = list(batches)
     pulls = Pulls.of(loader)
     if not batches:
         raise ValueError("batches is empty: give at least one batch to measure on")
+    # This only validates the numbers.
     Counts(num_warmup, num_measure)
     pipe.check_idle("measuring costs")
     saved = trial_state(pipe, batches[0], state, copy)
@@ -135,15 +135,20 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     loop = timer.passage(timer.whole_cycles(timer.measure))
     times = loop.times
-    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # at most its CPU time
+    # The loader is called outside of the tasks, where its lock time is not seen; ``inf`` leaves its
+    # CPU time as the limit.
+    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # PULL: see above
     blocking_s, exact_s = _while_behind(timer)
     works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
+    # Exact device times, where known, replace those that may include idle time.
     device_s = {name: fmean(each_s) for name, each_s in works_s.items()} | exact_s
     host_s = times.host_s
     cpu_s = times.cpu_s
     tables = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in times.each_s.items()}
     works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
-    for name, mean_s in blocking_s.items():  # without the wait
+    # The host time of a task that blocks includes the device time of its own work, which the model
+    # counts separately.
+    for name, mean_s in blocking_s.items():  # subtract the wait for the task's own work
         host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
     return {
         name: TaskCost(
@@ -151,6 +156,7 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
             gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
             device_us=_US * device_s.get(name, 0.0),
             blocks=name in blocking_s,
+            # The tables hold the times that the corrections above replaced, so they are left out.
             host_each_us=() if name in blocking_s else tables[name],
             device_each_us=() if name in exact_s else works.get(name, ()),
         )
@@ -163,6 +169,8 @@ def _gil_s(timer: WindowTimer) -> dict[str, float]:
         times = GilTimes(contender)
         with timer.pipe.observe(times):
             timer.window()
+    # The minimum: whatever takes time from the contender makes a run look too long, never too
+    # short.
     return {name: min(runs) for name, runs in times.runs.items()}
 
 
@@ -170,11 +178,11 @@ def _gil_s(timer: WindowTimer) -> dict[str, float]:
 
 
 def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float]]:
-    """What is only seen while the device is behind; seconds.
+    """Return what is visible only while the device is behind, in seconds.
 
     Returns:
-        Each task that blocks, with its time on its thread if the device is idle before; and task to
-        the time of its work on the device, where that is known without idle time.
+        Each task that blocks, with its time on its thread if the device is idle before it; and
+        task to the time of its work on the device, if known without idle time.
     """
     blocking_s: dict[str, float] = {}
     device_s: dict[str, float] = {}
@@ -183,6 +191,7 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
     alone = _watch(timer, idle=True)
     behind = _watch(timer, idle=False)
     for name, runs in alone.runs.items():
+        # The warm-up allocates and compiles, which would make a task look as if it blocked.
         took_s = [run.wall_s for run in runs[timer.warmup :]]
         late = [
             (run.wall_s, work)
@@ -190,6 +199,7 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
             if work.begins_late
         ]
         least_s = median(took_s) + _LEAST_S
+        # A task blocks only if in every late run it took longer and left no work behind.
         if late and all(wall_s > least_s and not work.is_left for wall_s, work in late):
             blocking_s[name] = fmean(took_s)
         if exact_s := [work.device_s for _, work in late if work.is_all_late]:
@@ -198,7 +208,7 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
 
 
 def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
-    """Watch serial iterations, one right after the other."""
+    """Watch serial iterations in immediate succession."""
     pipe = timer.pipe
     watch = _DeviceWatch((task.name for task in pipe.tasks), pipe.device, idle=idle)
     first = pipe.next_iteration
@@ -212,12 +222,14 @@ def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
 
 
 class _DeviceWork(NamedTuple):
-    """What a task gave its stream: the events around it, and where the stream was.
+    """A task's work on its stream: the events around it, and the progress of the stream.
 
     Attributes:
-        begins_late: Whether the stream had not come to it when the task began.
-        is_all_late: The same when the task returned.
-        is_left: Whether any was left when the task returned.
+        before: The event before the work.
+        after: The event after the work.
+        begins_late: Whether the stream had not reached the work when the task began.
+        is_all_late: Whether the stream had not reached the work when the task returned.
+        is_left: Whether some of the work was left when the task returned.
     """
 
     before: Any
@@ -228,12 +240,12 @@ class _DeviceWork(NamedTuple):
 
     @property
     def device_s(self) -> float:
-        """From one event to the other."""
+        """The seconds from one event to the other."""
         return float(self.before.elapsed_time(self.after)) / 1e3
 
 
 class _DeviceWatch(HostObserver):
-    """Observes serial iterations; the device is idle before each task if ``idle``."""
+    """An observer of serial iterations; if ``idle``, the device is idle before each task."""
 
     def __init__(self, tasks: Iterable[str], device: Device, *, idle: bool) -> None:
         super().__init__(tasks)
@@ -243,12 +255,14 @@ class _DeviceWatch(HostObserver):
         self._before: tuple[Any, bool] | None = None
 
     def start(self, ins: Instruction, iteration: int) -> None:
+        # Synchronizing before the clock starts keeps the wait out of the task's time.
         if self._idle:
             self._device.synchronize()
         self._before = self._mark()
         super().start(ins, iteration)
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        # The clock stops first, so that the queries below are not part of the task's time.
         super().stop(ins, iteration, exists)
         if ins.task in self.work and self._before is not None:
             before, late = self._before
@@ -257,7 +271,8 @@ class _DeviceWatch(HostObserver):
             self.work[ins.task].append(_DeviceWork(before, after, late, is_all_late, left))
 
     def _mark(self) -> tuple[Any, bool]:
-        """A new event on the stream, and whether there is work before it."""
+        """Return a new event on the stream, and whether there is work before it."""
         event: Any = self._device.new_event(timing=True)
         event.record(self._device.current_stream())
+        # Even an idle device needs a moment to reach the event, so it is queried several times.
         return event, not any(event.query() for _ in range(_LOOKS))

@@ -1,4 +1,4 @@
-"""What changed between two profiles."""
+"""The changes between two profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swpipe.profiler.spread import Estimate, ms
 
 @dataclass(frozen=True, slots=True)
 class TimeChange:
-    """How much a time changed: all in seconds per iteration; None for what was not measured.
+    """The change of a time, in seconds per iteration; None for what was not measured.
 
     Attributes:
         name: A task, whose exposed time it is, or "iteration".
@@ -28,16 +28,18 @@ class TimeChange:
 
     @classmethod
     def of(cls, name: str, before: Estimate | None, after: Estimate | None) -> Self:
-        """The change between two estimates that do not depend on each other."""
+        """Return the change between two independent estimates."""
         values = (before and before.value_s, after and after.value_s)
         if before is None or after is None:
             return cls(name, *values, None, None)
+        # The half-widths of independent estimates add up in squares.
         spread_s = math.hypot(before.spread_s, after.spread_s)
         return cls(name, *values, before.value_s - after.value_s, spread_s)
 
     @property
     def verdict(self) -> str:
-        """Whether it is "longer" or "shorter" by more than the interval, or the "same"."""
+        """The word "longer" or "shorter" if the change exceeds the interval, or else "same"."""
+        # A task that exists in one profile only, or failed in one, has no verdict.
         if self.saved_s is None or self.spread_s is None:
             return ""
         if abs(self.saved_s) <= self.spread_s:
@@ -47,7 +49,7 @@ class TimeChange:
 
 @dataclass(frozen=True, slots=True)
 class ProfileDiff:
-    """What changed from one profile to another: the iteration, and each task's exposed time.
+    """The changes from one profile to another: of the iteration, and of each task's exposed time.
 
     Attributes:
         of: What was compared, in words.
@@ -59,9 +61,10 @@ class ProfileDiff:
 
     @property
     def summary(self) -> str:
-        """Whether iterations take longer, by how much, and how sure that is."""
+        """One sentence: whether iterations take longer, by how much, and how certain that is."""
         change = self.iteration
         about = f"{self.of}: " if self.of else ""
+        # Without a time before, there is no percentage.
         if not (change.before_s and change.saved_s is not None and change.spread_s is not None):
             return f"{about}nothing to compare"
         share, wide = (100 * abs(s) / change.before_s for s in (change.saved_s, change.spread_s))
@@ -70,7 +73,9 @@ class ProfileDiff:
         return f"{about}iterations are {share:.1f}% ± {wide:.1f}% {change.verdict}"
 
     def format(self) -> str:
-        """A summary, and a table with a row for the iteration and one per task."""
+        """Return a summary, and a table with a row for the iteration and one per task."""
+        # A positive value in the column of savings means that the second profile is faster. A time
+        # that was not measured leaves its cell empty.
         rows = [
             (
                 change.name,

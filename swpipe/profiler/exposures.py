@@ -1,15 +1,16 @@
-"""Exposed times from rounds of visits: of all sampled iterations, or of those with one batch.
+"""Exposed times from rounds of visits, over all sampled iterations or those with one batch.
 
-Serially times add up::
+In serial iterations, times add up::
 
     iteration  | read | decode | forward | backward | gaps |
-    exposed(forward) = forward + what the others take less + what the gaps take less
+    exposed(forward) = forward + what other tasks take less + what the gaps take less
 
-So what others take longer by chance, such as a checkpoint in every tenth iteration, does not count
-against a task: they count where they take less in all rounds, beyond their noise.
+Therefore a task is not charged for time that other tasks take longer by chance, for example for a
+checkpoint in every tenth iteration. Other tasks count only where they take less in all rounds, by
+more than their noise.
 
-Under a plan, and on a device, times do not add up: there, iterations with and without a shortcut
-are compared as they are.
+Under a plan, and on a device, times do not add up. There, whole iterations with and without a
+shortcut are compared.
 """
 
 from __future__ import annotations
@@ -27,27 +28,28 @@ from swpipe.profiler.measure import Passage
 from swpipe.profiler.spread import Estimate, mean_of, mean_of_loop, time_saved, with_replay
 
 Kind: TypeAlias = str
-"""The task that is shortcut in a visit; ``PULL`` where the loader is not called."""
+"""The task that is shortcut in a visit; ``PULL`` if the loader is not called."""
 
 Visit: TypeAlias = tuple[Kind, list[float]]
 """A kind, and the times of the iterations that were timed."""
 
 BASE: Kind = ""
-"""No task."""
+"""The kind of a visit in which no task is shortcut."""
 
 _SURE = 2.0
 _LEAST_S = 20e-6
-"""Others take less if they do by so many times the half-width of the 95% interval, and by so many
-seconds at least."""
+"""Other tasks take less if the difference is at least this multiple of the half-width of its 95%
+interval, and at least this many seconds.
+"""
 
 
 class Round(NamedTuple):
-    """What was seen in a round: by iteration the time of each, visit by visit the kinds.
+    """The measurements of a round: the times of its iterations, visit by visit.
 
     Attributes:
         seen: The times of all tasks.
-        visits: Kind to the times of its iterations, by their numbers.
-        pulls: The loader's call in an iteration, by its number; empty if none is known.
+        visits: Each visit's kind, with the times of its iterations by number.
+        pulls: Iteration number to the loader's call; empty if no calls are known.
     """
 
     seen: HostObserver
@@ -55,7 +57,7 @@ class Round(NamedTuple):
     pulls: Mapping[int, HostRun]
 
     def hosts_s(self, pulls: bool) -> dict[int, dict[str, float]]:
-        """Return the time of each task in each iteration; with ``pulls`` that of the call, too."""
+        """Return the tasks' times by iteration; if ``pulls``, with those of the loader's calls."""
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for name, runs in self.seen.runs.items():
             for run in runs:
@@ -66,21 +68,24 @@ class Round(NamedTuple):
 
 
 class Exposures:
-    """What rounds of visits show of all sampled iterations, or of those with one of the batches.
+    """The exposed times that follow from rounds of visits, of all batches or one of them.
 
     Attributes:
-        times: Kind, and ``BASE``, to the times of all tasks in its visits.
-        loop: Iterations without a shortcut, in their order: the passage over the loop, if there was
-            one, or else those of the visits.
+        times: Kind, or ``BASE``, to the times of all tasks in its visits.
+        loop: Iterations without a shortcut, in order: the passage over the loop if there was one,
+            or else those of the visits.
+        in_others_s: Kind to the tasks that take less while it is shortcut, and how much less.
 
     Args:
-        rounds: Two or more.
-        kinds: Those that were visited.
-        adds_up: Whether an iteration takes the sum of its tasks' times and of what is between them.
-        counts_pulls: Whether the loader's call is one of these: it takes what it takes, however
-            long it was not called.
-        place: Where the batch comes in a ``cycle``; None for all of them.
-        passage: Iterations over the loop, if there were some before the rounds.
+        rounds: The rounds, two or more.
+        kinds: The kinds that were visited.
+        adds_up: Whether an iteration is the sum of the times of its tasks and of the gaps between
+            them.
+        counts_pulls: Whether the loader's call is one of these times. It is not if the loader works
+            ahead.
+        cycle: The number of iterations after which the batches repeat.
+        place: The place of the batch in a cycle; None for all batches.
+        passage: Iterations over the loop before the rounds, if there were any.
     """
 
     def __init__(
@@ -102,23 +107,30 @@ class Exposures:
         self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         less: dict[Kind, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
         pulls: list[HostRun] = []
+        # Each round yields one difference per kind and task: visits are compared within their
+        # round.
         for each in rounds:
             hosts_s = each.hosts_s(counts_pulls)
             visits: list[Visit] = []
             means: dict[Kind, list[dict[str, float]]] = defaultdict(list)
             for kind, took_s in each.visits:
                 kept = {n: s for n, s in took_s.items() if place in (None, n % cycle)}
+                # A kind that failed in a later round was visited in this one, but is not in
+                # ``times``.
                 if kind in self.times:
                     self.times[kind].add(each.seen, kept)
                 if kind == BASE:
                     steps_s += kept.values()
                     pulls += [each.pulls[n] for n in kept if n in each.pulls]
+                # ``rest_s`` is the gaps between tasks if times add up, and the whole iteration
+                # otherwise.
                 rest_s = (s - sum(hosts_s[n].values()) * adds_up for n, s in kept.items())
                 visits.append((kind, [*rest_s]))
                 of = [hosts_s[n] for n in kept]
                 means[kind].append({n: fmean(h.get(n, 0.0) for h in of) for n in of[0]})
             for kind, saved_s in differences_in(visits).items():
                 self._saved_s[kind].append(saved_s)
+                # A positive difference means that the task takes less while the kind is shortcut.
                 for name in means[BASE][0]:
                     before_s = fmean(mean_s[name] for mean_s in means[BASE])
                     less[kind][name].append(before_s - means[kind][0].get(name, 0.0))
@@ -129,6 +141,8 @@ class Exposures:
         self.in_others_s: dict[Kind, dict[str, float]] = {}
         for kind in kinds:
             changes = {name: mean_of(of) for name, of in less[kind].items()}
+            # Differences within the noise would add up over many tasks, so only significant ones
+            # count.
             self.in_others_s[kind] = {
                 name: change.value_s
                 for name, change in changes.items()
@@ -138,7 +152,7 @@ class Exposures:
 
     @property
     def step(self) -> Estimate:
-        """An iteration in which all tasks run."""
+        """The time of an iteration in which all tasks run, with its interval."""
         return mean_of_loop(self.loop.steps_s, self.loop.cycle)
 
     def saved(self, in_backward_s: Mapping[Kind, float]) -> dict[Kind, Estimate]:
@@ -146,10 +160,14 @@ class Exposures:
         found = {}
         for kind, rest in time_saved(self._saved_s).items():
             replay_s = in_backward_s.get(kind, 0.0)
+            # Whole iterations with the replay are too long by the replay, which may have been
+            # hidden.
             if not self._adds_up:
                 replay_s += self.times[kind].host_s.get(kind, 0.0)
                 found[kind] = with_replay(rest, replay_s)
                 continue
+            # The sum of the module's drawing: the task itself, the gaps and the other tasks. The
+            # replay's part in the backward of others is added back.
             each_s = self.loop.times.each_s.get(kind, ())
             own = Estimate(0.0, 0.0)
             if each_s and (kind != PULL or self._counts_pulls):
@@ -160,9 +178,9 @@ class Exposures:
 
 
 def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
-    """By how much each kind's iterations were shorter than those without a shortcut around it.
+    """Return for each kind how much shorter its iterations were than those without a shortcut.
 
-    These are taken from the line between the two visits without one.
+    The latter are taken from the line between the two visits without a shortcut around the kind.
     """
     bases = [index for index, (kind, _) in enumerate(round_) if kind == BASE]
     saved_s: dict[Kind, float] = {}
@@ -170,6 +188,7 @@ def differences_in(round_: Sequence[Visit]) -> dict[Kind, float]:
         first_s, last_s = (fmean(round_[place][1]) for place in (before, after))
         for place in range(before + 1, after):
             kind, seconds = round_[place]
+            # The linear interpolation cancels a drift of the machine between the two visits.
             share = (place - before) / (after - before)
             saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
     return saved_s

@@ -1,7 +1,7 @@
-"""How long each task occupies its thread, and for how much of that the thread is off the CPU.
+"""Host times of tasks: how long each occupies its thread, and how long that thread is off the CPU.
 
-A thread is off the CPU because it waits for something, or because it waits for a core: others run
-there. Linux counts the second (``schedstat``), so that the first can be told.
+A thread is off the CPU because it waits for something, or because it waits for a core that other
+threads use. Linux counts the second case (``schedstat``), so the first one follows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swpipe._engine.program import Instruction
 
 
 class HostRun(NamedTuple):
-    """One run of a task; seconds. In ``core_s`` of them its thread waited for a core."""
+    """One run of a task, in seconds; during ``core_s`` its thread waited for a core."""
 
     iteration: int
     wall_s: float
@@ -30,20 +30,21 @@ class HostRun(NamedTuple):
 
 
 def thread_times() -> tuple[float, float, float]:
-    """Wall time, this thread's time on the CPU, and its time waiting for a core; in seconds."""
+    """Return the wall time, this thread's CPU time, and its time waiting for a core, in seconds."""
     return time.perf_counter(), time.thread_time(), core_wait_s()
 
 
 def core_wait_s() -> float:
-    """How long this thread has waited for a core, in seconds; 0 where the kernel does not count."""
+    """Return how many seconds this thread has waited for a core; 0 if the kernel does not count."""
+    # ``/proc/thread-self`` is resolved when the file is opened, so each thread keeps its own file.
     file: _SchedStat | None = getattr(_FILES, "file", None)
-    if file is None or file.pid != os.getpid():  # after a fork it is still the parent's
+    if file is None or file.pid != os.getpid():  # after a fork, the file is the parent's
         file = _FILES.file = _SchedStat()
     return file.read_s()
 
 
 class _SchedStat:
-    """The kernel's counters of the thread that opened them: on a core, waiting for one, turns."""
+    """The kernel's counters of the thread that opened them: time on a core, time waiting, turns."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -54,6 +55,7 @@ class _SchedStat:
     def read_s(self) -> float:
         if self._fd < 0:
             return 0.0
+        # The second number is the waiting time in nanoseconds.
         return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9
 
     def __del__(self) -> None:
@@ -65,7 +67,7 @@ _FILES = threading.local()
 
 
 class HostObserver(Observer):
-    """Observes ``tasks``. Each has a list of its own, which one thread at a time writes to."""
+    """An observer of ``tasks``. Each has its own list, to which one thread at a time writes."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
         self.runs: dict[str, list[HostRun]] = {name: [] for name in tasks}
@@ -77,41 +79,42 @@ class HostObserver(Observer):
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         now = thread_times()
         runs = self.runs.get(ins.task)
+        # ``begin`` is missing if observation began while the task ran.
         begin = self._local.__dict__.pop("begin", None)
         if runs is not None and begin is not None:
             runs.append(HostRun(iteration, *map(sub, now, begin)))
 
 
 class HostTimes:
-    """Times of tasks in some of the iterations that were observed; seconds per iteration."""
+    """Times of tasks in some of the observed iterations; seconds per iteration."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
         self._kept: dict[str, list[HostRun]] = {name: [] for name in tasks}
         self._visits_s: dict[str, list[float]] = {name: [] for name in self._kept}
 
     def observer(self) -> HostObserver:
-        """An observer of the same tasks."""
+        """Return an observer of the same tasks."""
         return HostObserver(self._kept)
 
     def add(self, seen: HostObserver, iterations: Container[int]) -> None:
-        """Add the runs of these iterations, which followed each other."""
+        """Add the runs of these iterations, which are successive."""
         for name in self._kept:
             runs = [run for run in seen.runs[name] if run.iteration in iterations]
             self._kept[name] += runs
             self._visits_s[name].append(fmean(run.wall_s for run in runs))
 
     def put_first(self, name: str, runs: Sequence[HostRun]) -> None:
-        """Take what no observer sees, the calls of the loader, as the first task."""
+        """Add calls of the loader, which no observer sees, as the first task."""
         self._kept = {name: [*runs], **self._kept}
 
     @property
     def host_s(self) -> dict[str, float]:
-        """Task to the mean time for which it occupies its thread: slow runs count in full."""
+        """Task to the mean time for which it occupies its thread; slow runs count in full."""
         return {name: fmean(run.wall_s for run in runs) for name, runs in self._kept.items()}
 
     @property
     def error_s(self) -> dict[str, float]:
-        """Task to the standard error of ``host_s``; of few runs, the time itself."""
+        """Task to the standard error of ``host_s``, limited to the mean time itself."""
         found = {name: _error_s(self._visits_s.get(name, ())) for name in self._kept}
         return {name: min(found[name], mean_s) for name, mean_s in self.host_s.items()}
 
@@ -122,8 +125,9 @@ class HostTimes:
 
     @property
     def blocked_s(self) -> dict[str, float]:
-        """Task to the part of ``host_s`` in which its thread waits, but for a core."""
-        # From all runs together: some systems count CPU time in steps of milliseconds.
+        """Task to the part of ``host_s`` in which its thread waits, other than for a core."""
+        # Means over all runs are subtracted, not single runs: some systems count CPU time in steps
+        # of milliseconds.
         cpu_s = self.cpu_s
         core_s = self.core_s
         return {
@@ -133,12 +137,12 @@ class HostTimes:
 
     @property
     def core_s(self) -> dict[str, float]:
-        """Task to the mean time in which its thread could run, and others had the cores."""
+        """Task to the mean time in which its thread could run, but other threads had the cores."""
         return {name: fmean(run.core_s for run in runs) for name, runs in self._kept.items()}
 
     @property
     def each_s(self) -> dict[str, tuple[float, ...]]:
-        """Task to its time in each iteration, in their order."""
+        """Task to its time in each iteration, in order."""
         in_order = {
             n: sorted(runs, key=lambda run: run.iteration) for n, runs in self._kept.items()
         }
@@ -146,5 +150,6 @@ class HostTimes:
 
 
 def _error_s(visits_s: Sequence[float]) -> float:
-    # Of visits: runs of the same visit are alike, so that their number says little.
+    # The error is that of the visits' means: runs of one visit are correlated, so that counting
+    # each run would make the error too small.
     return stdev(visits_s) / math.sqrt(len(visits_s)) if len(visits_s) > 1 else math.inf

@@ -1,17 +1,17 @@
-"""Time iterations, serially or in the steady state under the plan.
+"""Timers of iterations, which run serially or in the steady state under the plan.
 
-A run of iterations under the plan; times are taken at the bars::
+In a run of iterations under the plan, times are taken at the bars::
 
     fill + warm-up                 measured                    end
     progress() progress() ... | progress() | progress() | ... | drain()
 
-Serially each iteration is timed on its own, from idle device to idle device. Under the plan the
-time of a single ``progress()`` varies, because threads run ahead: only the mean of several, or the
-median of spans that are as long as the pipeline is deep, says something. If the device has timing
-events, the times are those at which the device finishes an iteration, so nothing waits within a
-run.
+A serial iteration is timed on its own, from idle device to idle device. Under the plan, the time
+of a single ``progress()`` varies, because threads run ahead. Only the mean of several calls is
+meaningful, or the median over spans that are as long as the pipeline is deep. If the device has
+timing events, the times are those at which the device finishes an iteration, so nothing waits
+within a run.
 
-Garbage is collected as in training: it is part of the step.
+Garbage is collected as in training, since collection is part of the step.
 """
 
 from __future__ import annotations
@@ -43,55 +43,55 @@ from swpipe.trace.recorder import timed_event
 
 _LEAST_CALLS = 4
 _CALLS = 32
-"""Calls of a loader by which its rate is found: the least, and those that do if time allows."""
+"""Calls of a loader that determine its rate: the fewest, and how many suffice if time allows."""
 
 _RATE_S = 2.0
 _SHORT_S = 0.02
-"""Seconds after which the rate is taken as it is, and before which a queue may not be empty yet."""
+"""Seconds after which calls stop in any case, and before which a queue may still be full."""
 
 _PACE = 0.25
-"""Two parts of the calls may differ by so much in their means."""
+"""The means of two parts of the calls may differ by at most this fraction for a steady pace."""
 
 _MOST_READY = 1024
-"""More batches than any loader has ready."""
+"""An upper limit of the batches that any loader has ready."""
 
 _TURNS = 8
-"""With more workers, a visit is not as long as all of them take for one batch each."""
+"""The most workers for which the length of a visit is rounded up to one batch from each worker."""
 
 _LOOKS = 3
 _MOST_LOOKS = 64
 _LOOKS_S = 2.0
-"""Calls after a rest of a batch's time, by which it is seen whether the loader works ahead."""
+"""Limits of the calls that show whether the loader works ahead: least, most, and seconds."""
 
 _RARE = 32
-"""One call in so many may take longer than usual by chance."""
+"""One call in this many may take longer than usual by chance."""
 
 _LONGER = 0.1
-"""The first call of a pass is longer than others by more than this part of them, or it is not."""
+"""The first call of a pass is slow if it takes longer than others by more than this fraction."""
 
 _START = 1e-4
-"""Seconds of a step that the start of a pass takes, below which it is not measured again."""
+"""If starting a pass takes fewer seconds of a step than this, it is not measured a second time."""
 
 
 class Pulls:
-    """Calls a loader once per iteration, as training does.
+    """Calls of a loader, one per iteration, as in training.
 
-    It is begun again at its end. A loader that works ahead, in processes or threads of its own, has
-    batches ready after any time in which it is not called, or is called less often than it could
-    be. A few iterations would be served from these, at a pace that no epoch keeps. So they are
-    taken away before a visit (``settle``), and what the loader makes in the long run is measured
-    once (``measure``)::
+    The loader is restarted at its end. A loader that works ahead, in processes or threads of its
+    own, has batches ready after any time in which it is not called, or is called less often than
+    it could be. A few iterations would be served from these batches, at a pace that no epoch
+    keeps. Therefore ``settle`` takes them away before a visit, and ``measure`` measures once how
+    fast the loader is in the long run::
 
         burst of calls     |..|..|..|....60|....60|....60|   the batches that were ready; the rate
         before each visit  |..|..|..|....60|                 taken away until a call waits
 
     Attributes:
-        effects: What its calls may touch.
-        runs: The calls by iterations until now.
+        effects: The locations that the loader's calls may touch.
+        runs: The calls by iterations so far.
         rate_s: Seconds per batch in the long run, if nothing else is waited for; 0 if unknown.
-        workers: How many processes of a DataLoader make batches; 0 if none.
-        starts_workers: It starts them in each pass.
-        drains: Whether ``settle`` may have something to take away.
+        workers: The number of worker processes of a DataLoader; 0 if there are none.
+        starts_workers: Whether the worker processes are started in each pass.
+        drains: Whether ``settle`` may find batches to take away.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -103,9 +103,11 @@ class Pulls:
         is_torchs = isinstance(inner, DataLoader)
         self.workers: int = inner.num_workers if is_torchs else 0
         self.starts_workers = self.workers > 0 and not inner.persistent_workers
+        # A DataLoader works ahead exactly if it has workers. For any other loader this is unknown
+        # until it was measured.
         self._ahead: bool | None = self.workers > 0 if is_torchs else None
         self._batches: Iterator[Any] | None = None
-        self._taken = 0  # of this pass
+        self._taken = 0  # batches taken in this pass
         self._length = length_of(loader)
         self._starts_s: list[float] = []
         self._on = True
@@ -114,61 +116,67 @@ class Pulls:
 
     @classmethod
     def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
-        """Calls of a loader; those that are given are shared, with what was measured of them."""
+        """Return the calls of a loader. A ``Pulls`` is returned as it is, with its measurements."""
         return loader if loader is None or isinstance(loader, Pulls) else cls(loader)
 
     def __call__(self) -> None:
-        """Pull a batch, and drop it.
+        """Pull a batch and drop it, unless calls are switched off.
 
         Raises:
-            ValueError: There is none.
-            BaseException: Whatever the loader raised.
+            ValueError: The loader has no batch.
+            BaseException: Any exception of the loader.
         """
         if self._on:
             self.runs.append(self._timed()[1])
 
     def batches(self) -> Iterator[Any]:
-        """The loader's batches, pass after pass."""
+        """Yield the loader's batches, pass after pass."""
         while True:
             yield self._timed()[0]
 
     @property
     def works_ahead(self) -> bool:
-        """Whether it makes batches while it is not called; known after the first visits."""
+        """Whether the loader makes batches while it is not called; known after ``measure``."""
         return self._ahead is True
 
     @property
     def start_s(self) -> float:
-        """What the start of a pass takes, divided by the steps of a pass; 0 if unknown.
+        """The seconds that the start of a pass takes, divided by the steps of a pass; 0 if unknown.
 
-        A first call that takes no longer than later ones now and then do, such as for a chunk of
-        batches, is a call like any other.
+        A first call counts as the start only if it is clearly slower than the slow calls that come
+        now and then, for example for a chunk of batches.
         """
         if not self._starts_s or not self._length:
             return 0.0
-        # The first one of all may start processes that stay.
+        # The very first start may also create processes that persist, so it is left out if there
+        # are others.
         longer_s = fmean(self._starts_s[1:] or self._starts_s) - self._usual_s
         return longer_s / self._length if longer_s > _LONGER * self._usual_s else 0.0
 
     @property
     def length(self) -> int:
-        """The batches of a pass; 0 if unknown."""
+        """The number of batches of a pass; 0 if unknown."""
         return self._length
 
     @property
     def pace(self) -> LoaderPace:
-        """What was measured of it."""
+        """The measured rate and start of the loader, for a result."""
         return LoaderPace(
             self.rate_s, self.start_s, self.works_ahead, self.workers, self.starts_workers
         )
 
     def measure(self) -> None:
-        """Measure the rate, the start of a pass, and whether it works ahead; forget the calls."""
+        """Measure the rate, the start of a pass and whether the loader works ahead.
+
+        The calls made for it are removed from ``runs``.
+        """
         if not self.rate_s:
             self._measure_start()
-            times_s: list[float] = []  # without those of passes that begin
+            times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
             calls = 0
+            # The number of calls doubles until the pace is steady: the first calls are served from
+            # batches that were ready. All ranks stop together, since ``agreed`` is a collective.
             begin_s = time.perf_counter()
             while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
                 for _ in range(max(calls, _LEAST_CALLS)):
@@ -176,8 +184,11 @@ class Pulls:
                     all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
                         times_s.append(all_s[-1])
-            # Batches that are read together come in one slow call and many quick ones.
+            # Batches that are read in one chunk show as one slow call and many quick ones. So the
+            # usual time is that of the slowest call, after one call in ``_RARE`` was dropped.
             self._usual_s = sorted(times_s or [0.0])[-1 - len(times_s) // _RARE]
+            # Only the second half of the calls counts: by then the batches that were ready are used
+            # up.
             last_s = times_s[len(times_s) // 2 :] or [0.0]
             periods_s = _from_slow_to_slow(times_s if self.start_s else all_s)
             self.rate_s = fmean(periods_s or last_s)
@@ -187,28 +198,31 @@ class Pulls:
         self.runs.clear()
 
     def in_turns(self, count: int) -> int:
-        """So many calls or a few more: workers end their batches in turns of one each."""
+        """Return ``count``, rounded up to a multiple of the workers if these are few."""
+        # Workers make one batch each in rotation, so a whole rotation has a typical mix of waits.
         return -(-count // self.workers) * self.workers if 1 < self.workers <= _TURNS else count
 
     def settle(self, count: int, *, drain: bool) -> None:
-        """Be ready for so many calls in a row: no pass ends within them, and no batch is ready."""
+        """Prepare ``count`` successive calls: no pass ends in them, and no batch is ready."""
         if not self._on:
             return
         if drain and self.drains:
             self._drain()
+        # The rest of this pass is too short, so a new pass is started before the calls that are
+        # timed.
         if self._length and count <= self._length < self._taken + count:
             self._begin_again()
             if drain and self.drains:
                 self._drain()
 
     def _drain(self) -> None:
-        """Take away what is ready."""
+        """Pull batches until a call waits, which shows that no more batches were ready."""
         for _ in range(_MOST_READY):
             if self.agreed(self._timed()[1].wall_s >= self.rate_s / 2):
                 break
 
     def _look(self, calls: int) -> None:
-        """See whether calls take less where the loader has time to make a batch before each."""
+        """Find out whether calls are quick after a pause in which a batch could be made."""
         most = max(_LOOKS, int(_LOOKS_S / self.rate_s)) if self.rate_s else _LOOKS
         took_s = []
         for _ in range(min(max(_LOOKS, calls), most, _MOST_LOOKS)):
@@ -217,13 +231,15 @@ class Pulls:
         self._ahead = not self.agreed(fmean(took_s) > self.rate_s / 2)
 
     def _measure_start(self) -> None:
-        """Begin another pass, if what its start takes may count."""
+        """Begin another pass if the time that its start takes may matter."""
+        # A second start is measured only if the first one, which may create processes, was long
+        # enough to matter.
         begun_once = len(self._starts_s) == 1 and self._length > 0
         if self.agreed(begun_once and self._starts_s[0] > _START * self._length):
             self._begin_again()
 
     def _begin_again(self) -> None:
-        self._batches = None  # its workers end
+        self._batches = None  # dropping the iterator ends its workers
         self._timed()
 
     def _timed(self) -> tuple[Any, HostRun]:
@@ -232,6 +248,8 @@ class Pulls:
         return batch, HostRun(len(self.runs), *map(sub, thread_times(), begin))
 
     def _next(self) -> Any:
+        # The second attempt is for the end of a pass. A second end in a row means that there are no
+        # batches.
         for _ in range(2):
             begin_s = time.perf_counter()
             if self._batches is None:
@@ -243,6 +261,7 @@ class Pulls:
                     self._starts_s.append(time.perf_counter() - begin_s)
                 return batch
             self._batches = None
+            # Now the length of a pass is known, also for a loader without ``__len__``.
             self._length = self._taken
         raise ValueError(
             "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
@@ -251,12 +270,12 @@ class Pulls:
 
     @staticmethod
     def agreed(own: bool) -> bool:
-        """Whether it is so on all ranks: they take the same number of batches."""
+        """Return whether ``own`` is true on all ranks, which take the same number of batches."""
         return own if is_alone() else all(gather(own))
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Pull nothing meanwhile."""
+        """Pull nothing inside the block."""
         self._on = False
         try:
             yield
@@ -264,33 +283,39 @@ class Pulls:
             self._on = True
 
     def end(self) -> None:
-        """Let the loader's iterator go: its workers end."""
+        """Drop the loader's iterator, so that its workers end."""
         self._batches = None
 
 
 def _from_slow_to_slow(times_s: Sequence[float]) -> Sequence[float]:
-    """Return whole periods of calls of which few are slow, for all batches of a chunk."""
+    """Return the calls from the first slow one to the last slow one.
+
+    They are whole periods of a loader that reads chunks of batches. Empty if slow calls are not
+    few.
+    """
+    # The first quarter may be served from batches that were ready.
     later_s = times_s[len(times_s) // 4 :]
     slow = [k for k, took_s in enumerate(later_s) if took_s > max(later_s) / 2]
     return later_s[slow[0] + 1 : slow[-1] + 1] if 1 < len(slow) <= len(later_s) // 2 else ()
 
 
 def length_of(loader: Any) -> int:
-    """How many batches a pass has; 0 if it does not say."""
+    """Return the number of batches in a pass, or 0 if the loader does not report it."""
     try:
         return len(loader)
-    except TypeError:  # none, or a DataLoader's over an IterableDataset that has none
+    except TypeError:  # no ``__len__``, or that of a DataLoader over an IterableDataset without one
         return 0
 
 
 def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
-    """Whether calls one right after the other have come to the pace that they keep."""
+    """Return whether calls in immediate succession have reached a steady pace."""
     if calls < _LEAST_CALLS or calls >= _MOST_READY:
         return calls >= _MOST_READY
     if elapsed_s >= _RATE_S:
         return True
     if len(times_s) < _CALLS or elapsed_s < _SHORT_S:
         return False
+    # The pace is steady if the second quarter of the calls and the second half have similar means.
     quarter = len(times_s) // 4
     before = fmean(times_s[quarter : 2 * quarter])
     last = fmean(times_s[2 * quarter :])
@@ -299,15 +324,18 @@ def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WindowTimer:
-    """Times iterations that get sampled batches, one after the other and again.
+    """A timer of iterations that get the sampled batches cyclically.
 
     Attributes:
-        pipe: The pipeline; idle, and borrowed for profiling.
+        pipe: The pipeline, which is idle and borrowed for profiling.
         batches: The sampled batches, in the order of the loop.
-        copy: Makes the batches that iterations get from these, before the iterations.
+        copy: Returns the copy of a batch that an iteration gets. It is called before the
+            iterations.
         warmup: Iterations before those that are timed; at least 1 for each batch, in which a
             shortcut task is cached.
-        pulls: Called where an iteration gets its batch; None for nothing.
+        measure: Iterations that are timed, at least.
+        pipelined: Whether iterations run under the plan, instead of serially.
+        pulls: Called where an iteration gets its batch; None if no loader is measured.
     """
 
     pipe: SWPipeline[Any]
@@ -320,19 +348,20 @@ class WindowTimer:
 
     @property
     def cycle(self) -> int:
-        """After how many iterations batches come again."""
+        """The number of iterations after which the batches repeat."""
         return len(self.batches)
 
     def whole_cycles(self, count: int) -> int:
-        """Return so many iterations or a few more, in which each batch comes as often."""
+        """Return ``count``, rounded up to whole cycles so that each batch comes equally often."""
         return -(-count // self.cycle) * self.cycle
 
     @property
     def num_warmup(self) -> int:
-        """Iterations that are not timed, at the beginning and after each change of shortcuts.
+        """The number of iterations not timed, at the beginning and after each change of shortcuts.
 
         Under the plan, ``depth`` iterations may be in flight at a change, and threads that were
-        ahead may stay ahead for one more. The time of the next one begins when that is retired.
+        ahead may stay ahead for one more. The time of the next iteration begins when that one is
+        retired.
         """
         return max(self.warmup, self._least + self.cycle - 1)
 
@@ -342,27 +371,30 @@ class WindowTimer:
 
     @property
     def num_unmeasured(self) -> int:
-        """Batches that the loader makes for a passage beyond those of measured iterations."""
+        """The number of batches pulled for a passage besides those of measured iterations."""
         return max(self.warmup, self._least) + self.pipe.plan.depth + 1
 
     def window(self) -> list[float]:
-        """Return the seconds of so many iterations as are measured, in whole cycles."""
+        """Return the seconds of each measured iteration of one run, in whole cycles."""
         run = self.run()
         measured = run.iterate(self.num_warmup, self.whole_cycles(self.measure))
         run.end()
         return run.seconds()[measured]
 
     def passage(self, count: int, cycle: int = 0) -> Passage:
-        """Go through the loop: so many successive iterations, each task timed in each.
+        """Run ``count`` successive iterations of the loop, and time each task in each of them.
 
-        What a task's work takes on its stream is the time between two events, before and after it.
-        If the host queues work more slowly than the device executes it, this includes idle time of
+        The device time of a task is the time between two events, before and after its work. If the
+        host queues work more slowly than the device executes it, this time includes idle time of
         the device: it is then close to the host time, and longer than the device is busy.
 
-        ``cycle``: After how many it repeats, if that is not the number of batches.
+        ``cycle`` is the number of iterations after which the loop repeats; 0 for the number of
+        batches.
         """
         times = HostTimes(task.name for task in self.pipe.tasks)
         run = self.run()
+        # Calls of the loader that belong to warm-up iterations are skipped by counting them at
+        # ``begin``.
         seen = times.observer()
         called = 0
 
@@ -388,20 +420,20 @@ class WindowTimer:
         return (TimedRun if self.pipelined else SerialRun)(self.pipe, feed)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
-        """Means of as many neighbouring iterations as the pipeline is deep."""
+        """Return the means over as many neighbouring iterations as the pipeline is deep."""
         span = min(self.pipe.plan.depth, len(seconds)) if self.pipelined else 1
         return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
 
 
 class Passage(NamedTuple):
-    """Successive iterations of a loop.
+    """The measurements of successive iterations of a loop.
 
     Attributes:
-        steps_s: The time of each, in their order.
-        times: What each task took in each.
-        cycle: After how many the batches came again.
-        device_s: Task to what its work took on its stream, by the iteration's number; empty without
-            streams.
+        steps_s: The time of each iteration, in order.
+        times: The time of each task in each iteration.
+        cycle: The number of iterations after which the batches repeat.
+        device_s: Task to the seconds that its work took on its stream, by iteration number; empty
+            without streams.
     """
 
     steps_s: Sequence[float]
@@ -410,7 +442,7 @@ class Passage(NamedTuple):
     device_s: Mapping[str, Mapping[int, float]] = MappingProxyType({})
 
     def of_batch(self, place: int) -> dict[str, dict[int, float]]:
-        """Return ``device_s`` of the iterations with one of the batches."""
+        """Return ``device_s`` of the iterations with the batch at ``place`` in the cycle."""
         return {
             task: {n: s for n, s in each_s.items() if n % self.cycle == place}
             for task, each_s in self.device_s.items()
@@ -427,15 +459,17 @@ def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, dict[int, fl
 
 
 class _Feed:
-    """The batches of a run: an iterator that has as many as were asked for ahead.
+    """An iterator over a run's batches, which ends where no more were prepared.
 
-    ``pulls`` is called for each that is taken. Iteration i gets batch i modulo their number, from
-    the iteration ``first`` on: by that number a shortcut knows what belongs to it.
+    ``pulls`` is called for each batch that is taken. Iteration i gets the batch i modulo their
+    number, counted from the iteration ``first``: a shortcut finds its cached outputs by that
+    number.
 
-    All ranks ask for the same numbers of batches, and there are more after an end. So the ranks
-    must not agree on its end, which they would take for the last one.
+    All ranks prepare the same numbers of batches, and more may be prepared after an end. Therefore
+    the ranks must not agree on the end of the iterator, which they would take for the final one.
     """
 
+    # The engine reads this attribute: True means that it need not ask the other ranks for an end.
     agreed = True
 
     def __init__(
@@ -452,14 +486,14 @@ class _Feed:
         self._ahead: deque[Any] = deque()
 
     def prepare(self, count: int) -> None:
-        """Have so many more batches."""
+        """Add ``count`` batches, copied now so that copying is not timed."""
         for _ in range(count):
             batch = self._batches[self._number % len(self._batches)]
             self._number += 1
             self._ahead.append(batch if self._copy is None else self._copy(batch))
 
     def batches_left(self) -> int:
-        """Return how many batches there are before the next end."""
+        """Return the number of batches before the next end."""
         return len(self._ahead)
 
     def __iter__(self) -> Iterator[Any]:
@@ -474,17 +508,17 @@ class _Feed:
 
 
 class TimedRun:
-    """Iterations in a row under the plan; each that is counted is one that was retired.
+    """A run of successive iterations under the plan, which counts the iterations that it retired.
 
     Attributes:
-        numbers: Those of the iterations.
+        numbers: The iteration numbers, in the order of retirement.
     """
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         self._pipe = pipe
         self._feed = feed
         self.numbers: list[int] = []
-        self._marks: list[Any] = []  # when each was retired
+        self._marks: list[Any] = []  # the retirements: times, or events of the device
 
     def iterate(
         self,
@@ -494,18 +528,22 @@ class TimedRun:
         *,
         drain: bool = True,
     ) -> slice:
-        """Run iterations; returns where the measured ones are in ``seconds`` and ``numbers``.
+        """Run iterations, and return where the measured ones are in ``seconds`` and ``numbers``.
 
-        ``begin_to_measure`` is called between the two kinds, and should take no time. ``drain``:
-        take the batches that the loader has ready first.
+        ``begin_to_measure`` is called between the warm-up and the measured iterations, and should
+        take no time. If ``drain``, the batches that the loader has ready are taken away first.
         """
         pulls = self._feed.pulls
         if pulls is not None and drain and pulls.drains:
-            # A shortcut is cached in an iteration that is longer: the loader makes more meanwhile.
+            # The first iteration with a new shortcut takes longer, because outputs are cached, and
+            # the loader makes more batches meanwhile. So this iteration runs before the loader is
+            # drained.
             self._feed.prepare(self._ahead() + 1)
             self.numbers.append(self._next())
+        # Under the plan, a worker thread may call the loader as well. The pipeline is drained
+        # first, so that ``settle`` is its only caller.
         if pulls is not None:
-            self.end()  # a thread of the plan's calls the loader, too
+            self.end()  # no iteration is in flight from here on
             pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
         self._feed.prepare(self._ahead() + warmup + measure)
@@ -516,11 +554,11 @@ class TimedRun:
         return slice(begin, begin + measure)
 
     def end(self) -> None:
-        """Let the iterations in flight end; they are not counted."""
+        """Drain the pipeline without counting the iterations."""
         self._pipe.drain()
 
     def seconds(self) -> list[float]:
-        """The time from the retirement before to that of each iteration; call it after ``end``."""
+        """Return the seconds from each retirement to the next one. Call this after ``end``."""
         if not self._on_device:
             return [0.0, *(late - early for early, late in pairwise(self._marks))]
         self._pipe.device.synchronize()
@@ -531,13 +569,14 @@ class TimedRun:
         return timed_event(self._pipe.device) is not None
 
     def _ahead(self) -> int:
-        """How many more batches the next iteration takes than one."""
+        """Return how many more batches than one the next iteration takes, to fill the pipeline."""
         return 0 if self._pipe.in_flight else self._pipe.plan.depth - 1
 
     def _next(self) -> int:
-        """Run one iteration; returns its number."""
+        """Run one iteration and return its number."""
         number: int = self._pipe.progress(self._feed).iter_idx
-        if self._on_device:  # the caller's stream waits for the retired iteration
+        # The caller's stream waits for the retired iteration, so an event there marks its end.
+        if self._on_device:
             mark: Any = self._pipe.device.new_event(timing=True)
             mark.record(self._pipe.device.current_stream())
         else:
@@ -547,7 +586,7 @@ class TimedRun:
 
 
 class SerialRun(TimedRun):
-    """Serial iterations in a row, each timed on its own."""
+    """A run of successive serial iterations, each timed on its own."""
 
     def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
         super().__init__(pipe, feed)
@@ -562,6 +601,7 @@ class SerialRun(TimedRun):
 
     def _next(self) -> int:
         number = self._first + len(self._seconds)
+        # The device must be idle at both ends, or its work would count for another iteration.
         wait = self._pipe.device.synchronize
         wait()
         begin_s = time.perf_counter()

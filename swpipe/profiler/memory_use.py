@@ -1,17 +1,19 @@
-"""Which memory each task of a loop makes, and which task frees it, seen in serial iterations.
+"""Memory of tasks: which task allocates it and which task frees it, seen in serial iterations.
 
-Counted, by storage: what an operator makes while a task runs, what the context reaches, and the
-batch. So whatever holds a storage, it counts: an attribute, an object of the user's, or autograd,
-for the backward. Of what is no tensor, bytes objects and whatever has ``nbytes`` count, where the
-context reaches them; an array in the memory of a tensor counts as that tensor.
+Memory is counted by storage: what an operator allocates while a task runs, what the context
+reaches, and the batch. Any owner of a storage counts: an attribute, an object of the user, or
+autograd, which saves tensors for the backward. Among other values, bytes objects and objects with
+``nbytes`` count if the context reaches them. An array in the memory of a tensor counts as that
+tensor.
 
-What outlives its iteration is followed through the next one: gradients may go when that one sets
-them to None. Not counted is what outlives that too, and what existed before, such as parameters and
-an optimizer's state; what a kernel takes and gives back within itself; and what a compiled function
-keeps for its backward. A storage counts with the size that it was seen with first.
+Memory that outlives its iteration is followed through the next one: gradients may be freed when
+that iteration sets them to None. Not counted are: memory that outlives the next iteration as well;
+memory that existed before, such as parameters and an optimizer's state; memory that a kernel
+allocates and frees within itself; and memory that a compiled function keeps for its backward. The
+size of a storage is the one that it had when it was first seen.
 
-Whether a storage is still there is asked through weak references, after each task, and within one
-whenever ``_STEP`` more may be held than was ever found.
+Weak references show whether a storage still exists. They are checked after each task, and within a
+task whenever the memory may exceed the largest amount found so far by the factor ``_STEP``.
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.trial import trial_state
 
 Key: TypeAlias = int
-"""Memory: the number of a storage, or the inverted id, below 0, of a bytes object or an array."""
+"""The identity of memory: the number of a storage, or the inverted id, below 0, of a bytes object
+or an array.
+"""
 
 ITERATIONS = 3
-"""How many iterations run on each batch."""
+"""The number of iterations that run on each batch."""
 
 _STEP = 1.01
 _LEAST = 2**12
@@ -60,29 +64,30 @@ def measure_memory(
     keep: Sequence[str] | None = None,
     effects: EffectTable | None = None,
 ) -> TaskMemory:
-    """Run a few iterations serially, see what tasks hold, and restore all state afterwards.
+    """Run a few serial iterations, find what tasks hold, and restore all state afterwards.
 
     Args:
-        tasks: In serial order.
+        tasks: The tasks in serial order.
         batches: At least one. Each iteration gets a copy, in which the tensors are cloned.
-        device: As for ``SWPipeline``.
-        context: As for ``SWPipeline``.
-        state: What to restore, as for ``TaskProfiler``.
-        keep: That of the plans for which this is measured: ``PipelinePlan.keep``.
-        effects: As recorded, for what tasks use, as far as they do not say it.
+        device: See ``SWPipeline``.
+        context: See ``SWPipeline``.
+        state: What to restore; see ``TaskProfiler``.
+        keep: ``PipelinePlan.keep`` of the plans for which this is measured.
+        effects: The recorded effects, for the uses that tasks do not declare.
 
     Returns:
-        What the tasks hold, on the batch on which a serial loop holds most.
+        The memory of the tasks, for the batch with which a serial loop holds most.
 
     Raises:
         ValueError: There are no batches.
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     found: list[TaskMemory] = []
     tasks = tuple(tasks)
     names = [task.name for task in tasks]
     users = users_of(uses_of(tasks, effects))
     for batch in batches:
+        # The state is determined once, from the first batch, and holds for all batches.
         if state is None:
             serial = PipelinePlan.serial(tasks)
             with SWPipeline(serial, tasks, device=device, context=context) as pipe:
@@ -99,7 +104,8 @@ def measure_memory(
             ) as pipe,
             LoopState(tasks, state, pipe.device).trial(),
         ):
-            # As under any plan: a serial run would hold the batch to its end.
+            # Batches are pulled by the pipeline, as under any plan: a serial run would hold the
+            # batch until its end.
             copies = (map_tensors(batch, _copy) for _ in seen.iterations())
             for _ in range(ITERATIONS):
                 pipe.progress(copies)
@@ -112,7 +118,7 @@ def measure_memory(
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Memory, from the task that made it to the one that frees it; -1 is the pull."""
+    """Memory, from the task that allocates it to the task that frees it; -1 is the pull."""
 
     bytes: int
     iteration: int
@@ -124,7 +130,7 @@ class _Piece:
 
 
 class _Event(NamedTuple):
-    """So many bytes more or less, seen at a task."""
+    """An amount of memory, seen at a task: allocated, or freed if negative."""
 
     piece: _Piece
     task: int
@@ -132,10 +138,10 @@ class _Event(NamedTuple):
 
 
 class _MemoryLog:
-    """Follows the memory of successive iterations of tasks with these names.
+    """A log of the memory of successive iterations of tasks with these names.
 
-    ``users`` are the tasks that use an attribute, if those go that are not in ``keep``; None: all
-    stay.
+    ``users`` maps an attribute to the tasks that use it, for attributes that are dropped because
+    they are not in ``keep``. If ``keep`` is None, all attributes stay.
     """
 
     def __init__(
@@ -147,7 +153,7 @@ class _MemoryLog:
         self._tasks = tasks
         self._users = users
         self._keep = keep
-        self._left: dict[str, set[Key]] = {}  # by the task before, on the context
+        self._left: dict[str, set[Key]] = {}  # what the context reached after the last task
         self._before: set[Key] = set()  # what the context reached when the task began
         self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
@@ -157,26 +163,29 @@ class _MemoryLog:
         self._may_hold = self._most = 0
 
     def iterations(self) -> Iterator[int]:
-        """Their numbers; each begins with what those before have left."""
+        """Yield iteration numbers; each iteration begins with the memory left by earlier ones."""
         for self._iteration in range(ITERATIONS):
             self._task = -1
             self._events = [_Event(piece, -1, piece.bytes) for piece in self._live.values()]
             yield self._iteration
 
     def end_iteration(self) -> None:
-        """The iteration's context is gone."""
+        """Record what is freed together with the iteration's context."""
         self._task = len(self._tasks)
+        # First what the plan does not keep, so that it counts as gone at its last use, then the
+        # rest.
         kept = self._keep or ()
         self._look_between({name: keys for name, keys in self._left.items() if name in kept})
         self._look(set())
         if any(piece.iteration == self._iteration for piece in self._live.values()):
-            gc.collect()  # memory that only reference cycles keep does not outlive it
+            gc.collect()  # memory kept only by reference cycles counts as freed
             self._look(set())
 
     def watch(self, task: PipelineTask) -> Callable[[Any], None]:
-        """The task's function, with its memory followed."""
+        """Return the task's function, wrapped so that its memory is followed."""
 
         def run(ctx: Any) -> None:
+            # Identities of the values show afterwards which attributes the task replaced.
             values = {name: id(value) for name, value in vars(ctx).items()}
             before = self._find(ctx)
             self._look_between(before)
@@ -185,6 +194,8 @@ class _MemoryLog:
             self._may_hold = self._most = sum(piece.bytes for piece in self._live.values())
             with _Operators(self):
                 task.fn(ctx)
+            # An attribute that was deleted or replaced no longer reaches what it reached before the
+            # task.
             after = self._find(ctx)
             kept = {name for name, value in vars(ctx).items() if id(value) == values.get(name)}
             gone = (keys for name, keys in before.items() if name not in kept)
@@ -194,21 +205,24 @@ class _MemoryLog:
         return run
 
     def _look_between(self, there: Mapping[str, set[Key]]) -> None:
-        """Find out what went after the last task, which the plan does not keep."""
+        """Record what was dropped after the last task because the plan does not keep it."""
         went = {name: keys for name, keys in self._left.items() if name not in there}
         if went and self._keep is not None:
             live = dict(self._live)
             stays = set().union(*there.values())
             self._look(stays)
-            # In the end all is gone; what is kept under another name had not gone before.
+            # At the end, everything is gone. What is kept under another name was not freed by the
+            # drop.
             for key in live.keys() - self._live.keys() - stays:
                 names = (name for name, keys in went.items() if key in keys)
                 users = {user: None for name in names for user in self._users.get(name, ())}
                 live[key].users = tuple(users)
 
     def made(self, tensor: Tensor) -> None:
-        """An operator made the memory of a tensor."""
+        """Record the memory of a tensor that an operator allocated."""
         size = sum(size for key, size in nbytes(tensor).items() if key not in self._live)
+        # Checking all weak references for each operator would be slow. They are checked only if the
+        # total may have reached a new maximum; what was freed unnoticed makes it an overestimate.
         if self._may_hold + size > _STEP * self._most + _LEAST:
             self._look(removed=self._before)
             self._most = max(self._most, self._may_hold + size)
@@ -219,6 +233,7 @@ class _MemoryLog:
         return self._add(nbytes(tensor), name)
 
     def _add(self, sizes: Mapping[Key, int], name: str = "") -> set[Key]:
+        # The first name that reaches the memory is its name.
         for key, size in sizes.items():
             if key not in self._live and size:
                 self._live[key] = piece = _Piece(size, self._iteration, self._task)
@@ -229,22 +244,25 @@ class _MemoryLog:
         return {*sizes}
 
     def _find(self, ctx: Any) -> dict[str, set[Key]]:
-        """What each attribute of the context reaches."""
+        """Return the memory that each attribute of the context reaches."""
         found: dict[str, set[Key]] = {}
-        places = set()  # of tensors: arrays may have the same memory
+        places = set()  # addresses of tensors, whose memory arrays may share
         for name, value in vars(ctx).items():
             found[name] = set()
             for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
                 found[name] |= self._add_tensor(tensor, name)
                 if type(tensor) is Tensor and tensor.layout is torch.strided:
                     places.add(tensor.untyped_storage().data_ptr())
+        # Arrays come after all tensors, so that an array in the memory of a tensor is recognized.
         for name, value in vars(ctx).items():
             for leaf in leaves_in(value):
                 whole = leaf
                 while isinstance(
                     getattr(base := getattr(whole, "base", None), "nbytes", None), int
                 ):
-                    whole = base  # a view counts as what it is a view of
+                    whole = base  # a view counts as its base
+                # The address identifies memory that an array shares with a tensor, as by
+                # ``Tensor.numpy``.
                 place = getattr(whole, "__array_interface__", {}).get("data", (0,))[0]
                 if isinstance(leaf, bytes | bytearray):
                     found[name] |= self._add({~id(leaf): len(leaf)}, name)
@@ -255,9 +273,9 @@ class _MemoryLog:
         return found
 
     def _look(self, reached: Set[Key] | None = None, removed: Set[Key] = frozenset()) -> None:
-        """Find out which memory is gone; arrays are, if nothing reaches them.
+        """Record which memory was freed; an array is freed if nothing reaches it.
 
-        ``reached`` is None within a task, where that is not known.
+        ``reached`` is None within a task, where it is not known.
         """
         for key, piece in [*self._live.items()]:
             there = reached is None or key in reached
@@ -269,14 +287,16 @@ class _MemoryLog:
         self._may_hold = sum(piece.bytes for piece in self._live.values())
 
     def memory(self) -> TaskMemory:
-        """The memory of the last iteration, and of the one before what this one freed."""
+        """Return the memory of the last iteration, and what it freed of the iteration before."""
         pieces = [*dict.fromkeys(event.piece for event in self._events)]
         carried = [p for p in pieces if p.iteration < self._iteration and p.end >= 0]
         carrying = {piece.begin for piece in carried}
-        # What this iteration leaves behind will go as that of the one before did, or stay.
+        # What this iteration leaves behind will be freed like that of the iteration before, or
+        # stay.
         stay = [p for p in pieces if p.end < 0]
         left = {p for p in stay if p.iteration < self._iteration or p.begin not in carrying}
         names = (*self._tasks, KEPT, PULL)
+        # Pieces that begin and end in the same task are part of that task's working memory.
         blocks = joined(
             Block(names[p.begin], names[p.end], p.bytes, p.name, p.removed, int(p in carried))
             if not p.users
@@ -284,6 +304,7 @@ class _MemoryLog:
             for p in pieces
             if p.end >= 0 and (p.begin != p.end or p in carried or p.users)
         )
+        # Working memory is the maximum within a task, beyond what the blocks explain.
         held = TaskMemory(blocks).held(self._tasks)
         most = [0] * len(self._tasks)
         events = [event for event in self._events if event.piece not in left]
@@ -300,7 +321,7 @@ class _MemoryLog:
 
 
 class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Tells a log what operators make."""
+    """A dispatch mode that reports the results of operators to a log."""
 
     def __init__(self, log: _MemoryLog) -> None:
         super().__init__(CpuDevice())
@@ -312,6 +333,7 @@ class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         made = [*tensors_of(result)]
         if made:
+            # Only new storages count: an operator may return its argument, or a view of it.
             old = {number for one in tensors_of((args, kwargs)) for number in nbytes(one)}
             for tensor in made:
                 if not nbytes(tensor).keys() <= old:

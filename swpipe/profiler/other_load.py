@@ -1,10 +1,10 @@
-"""How many cores other processes use meanwhile, as Linux tells it.
+"""The number of cores that other processes use during a measurement, as Linux reports it.
 
     all processes    |== own tree ==|== others ==|....... idle .......|
                      of the cores that this process may run on
 
-The own tree is this process and all that it has started, such as a loader's workers. Ranks of one
-job on the same machine are started by one parent, and are not others to each other.
+The own tree is this process and all processes that it has started, such as a loader's workers. The
+ranks of one job on the same machine have a common parent, and do not count as other processes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from swpipe._distributed.rank_checks import is_alone
 
 MUCH = 0.1
 TOO_MUCH = 0.25
-"""The machine is busy if others use more than this part of the cores, or too busy to tell."""
+"""Fractions of the cores. If other processes use more than the first, the machine is busy; if
+they use more than the second, it is too busy for a useful measurement.
+"""
 
 _PROC = Path("/proc")
-# columns of /proc/stat; guest time is in user time, too
+# Columns of /proc/stat. Guest time is also part of user time, so it must not be added again.
 _IDLE = 3
 _IO_WAIT = 4
 _GUEST = 8
@@ -32,7 +34,7 @@ _GUEST = 8
 
 @dataclass(frozen=True, slots=True)
 class OtherLoad:
-    """How many cores other processes used, in the mean, of those that this process has."""
+    """The mean number of cores that other processes used, of the cores this process may use."""
 
     used: float
     cores: int
@@ -44,7 +46,7 @@ class OtherLoad:
 
     @property
     def is_too_busy(self) -> bool:
-        """Whether what is measured says more of the others than of this process."""
+        """Whether the measurements say more about other processes than about this one."""
         return self.used > TOO_MUCH * self.cores
 
     @property
@@ -57,7 +59,7 @@ class OtherLoad:
 
 
 class LoadSoFar(NamedTuple):
-    """Seconds of core time since the machine started."""
+    """Core time in seconds since the machine started."""
 
     busy_s: float
     own_s: float
@@ -65,7 +67,7 @@ class LoadSoFar(NamedTuple):
     when_s: float
 
     def others(self) -> OtherLoad | None:
-        """What others have used since then; None where the machine does not tell."""
+        """Return the load of other processes since then; None if the machine does not report it."""
         now = load_so_far()
         if now is None or now.when_s <= self.when_s:
             return None
@@ -74,12 +76,14 @@ class LoadSoFar(NamedTuple):
 
 
 def load_so_far() -> LoadSoFar | None:
-    """The core time used until now; None where the machine does not tell."""
+    """Return the core time used so far; None if the machine does not report it."""
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         ticks = os.sysconf("SC_CLK_TCK")
         rows = map(str.split, (_PROC / "stat").read_text().splitlines())
         columns = [[*map(int, row[1:])] for row in rows if row[0] in cores]
+        # With several ranks, the parent is the launcher, whose tree includes all ranks on this
+        # machine.
         own = _tree_ticks(os.getpid() if is_alone() else os.getppid())
     except (AttributeError, OSError, ValueError):
         return None
@@ -88,12 +92,14 @@ def load_so_far() -> LoadSoFar | None:
 
 
 def _tree_ticks(root: int) -> int:
-    """The core time of a process, of all that it has started, and of those of them that ended."""
+    """Return the core time of a process, its descendants, and those of them that have ended."""
     used: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for path in _PROC.glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            of = path.read_text().rpartition(")")[2].split()  # a name may have any character
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+            of = path.read_text().rpartition(")")[2].split()
+            # The name, in parentheses, may contain any character. Columns after it: parent (1), own
+            # user and system time (11, 12), and those of children that ended (13, 14).
             used[int(path.parent.name)] = sum(map(int, of[11:15]))
             children[int(of[1])].append(int(path.parent.name))
     total = 0

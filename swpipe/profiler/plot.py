@@ -32,7 +32,7 @@ TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 
 class Bars(NamedTuple):
-    """The bars of one color: by task, their lengths and the half-widths of their error bars."""
+    """The bars of one color: a length and the half-width of an error bar for each task."""
 
     label: str
     value_s: Mapping[str, float]
@@ -51,7 +51,7 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
 
 
 def bar_chart_svg(series: Sequence[Bars], title: str | None = TITLE) -> str:
-    """The same as an ``<svg>`` element."""
+    """Return the bar chart of ``bar_chart`` as an ``<svg>`` element."""
     with _drawn(series, title) as figure:
         return svg_of(figure)
 
@@ -60,15 +60,19 @@ def bar_chart_svg(series: Sequence[Bars], title: str | None = TITLE) -> str:
 def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure]:
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
+    # Tasks are united over all series, in the order of their first appearance.
     tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
     row_in = BAR_IN * len(series) + ROW_GAP_IN
+    # The figure grows with the number of tasks, so that bars have the same height in all charts.
     frame_in = FRAME_IN if title else FRAME_IN - TITLE_IN
     with figure_of(frame_in + row_in * len(tasks), title) as figure:
+        # matplotlib is optional, so it is imported only when something is drawn.
         from matplotlib.patches import Patch
 
         axes = figure.subplots()
         style_axes(axes)
         for index, bars in enumerate(series):
+            # Within a task's row, each series has a bar of its own height below the one before.
             places = {name: k * row_in + (index + 0.5) * BAR_IN for k, name in enumerate(tasks)}
             _draw_bars(axes, bars, places, COLORS[index % len(COLORS)])
         middle_in = BAR_IN * len(series) / 2
@@ -94,7 +98,7 @@ def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure
 
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
-    """The bars of one color, each with its interval; those not told apart from 0 are grey."""
+    """Draw the bars of one color with their intervals; bars not distinct from 0 are grey."""
     ms = [(1e3 * s, 1e3 * bars.error_s.get(name, 0.0)) for name, s in bars.value_s.items()]
     drawn = axes.barh(
         [places[name] for name in bars.value_s],
@@ -106,5 +110,6 @@ def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) 
         xerr=[[min(both) for both in ms], [error for _, error in ms]],
         error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
     )
+    # A time that cannot be told apart from 0 is shown by its upper limit.
     texts = [f"{v:.1f} ± {e:.1f}" if v > e else f"< {v + e:.1f}" for v, e in ms]
     axes.bar_label(drawn, texts, padding=6, fontsize=SMALL_SIZE, color=INK)

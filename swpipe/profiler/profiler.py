@@ -1,4 +1,4 @@
-"""``TaskProfiler``: measures exposed times and restores all state."""
+"""``TaskProfiler``, which measures the exposed times of tasks and restores all state."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ from swpipe.profiler.sampling import MOST, Sample, visit_length
 from swpipe.profiler.trial import trial_state
 
 LOOP = "loop"
-"""The label of a result that is of all batches."""
+"""The label of the result that covers all batches."""
 
 _PASSAGE_S = 6.0
 _VISITS_S = 20.0
-"""Seconds: a passage over the loop is no longer; nor are two rounds of visits that are longer than
-they are asked to be, since iterations differ."""
+"""Upper limits in seconds: of a passage over the loop, and of two rounds of visits. Visits get
+longer than requested where iterations differ, and the second limit bounds how much longer.
+"""
 
-# iterations
+# Iterations: of the passage that only estimates the step time, and the fewest of the passage that
+# the results are taken from.
 _FEW = 4
 _LEAST_SEEN = 12
 
 
 @suggests_keywords
 class TaskProfiler:
-    """Measures the exposed time of a pipeline's tasks.
+    """A profiler that measures the exposed time of a pipeline's tasks.
 
     The exposed time of a task is how much shorter an iteration is when the task is shortcut: its
     outputs are replayed and its work is skipped. In one run of iterations, visits of a few
@@ -53,27 +55,29 @@ class TaskProfiler:
     State that profiling changed is restored afterwards, also on failure: models, optimizers,
     other objects with ``state_dict`` and ``load_state_dict``, tensors that plain objects hold, the
     random generators of torch, Python and numpy, and what tasks declare with ``capture`` and
-    ``restore``. The results list these objects. State is also restored after each round, but for
-    what tasks declare. For any other Python value, a profile is so many more iterations.
+    ``restore``. The results list these objects. State is also restored after each round, except
+    what tasks declare. Any other Python value is not restored: it changes as it would in the same
+    number of training iterations.
 
-    Ctrl-C ends a profile early: what was measured is the result, once there are two rounds of it.
+    Ctrl-C ends a profile early. If at least two rounds were measured, they are the result.
 
     Args:
-        pipe: The pipeline; idle while a profile is taken. Under torch.distributed, take the same
-            profiles on all ranks.
+        pipe: The pipeline. It must be idle while a profile is taken. Under torch.distributed, take
+            the same profiles on all ranks.
         state: What to restore: one object or several, each a module, an optimizer, another object
             with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
-            grad. None for what tasks declare and what torch shows while they run: modules that are
-            called, optimizers that step, memory that is written. A scheduler has to be given.
-        loader: What training takes its batches from, such as a ``DataLoader``: measure what its
-            calls cost as well, in a row ``"<pull>"``. It is called once per iteration, in which its
-            batch is dropped, and begun again at its end; what it keeps in objects of its own is not
-            restored. Ranks take the same number of batches.
-        copy: Makes a batch that may be modified, for tasks that modify it in place. It is called
-            for all iterations of a visit before the visit starts.
+            grad. None restores what tasks declare and what torch shows while they run: modules
+            that are called, optimizers that step, memory that is written. A scheduler must be
+            given.
+        loader: The object that training takes its batches from, such as a ``DataLoader``. Its
+            calls are then measured too, in a row ``"<pull>"``. The loader is called once per
+            iteration, its batch is dropped, and it is restarted at its end. State that the loader
+            keeps in objects of its own is not restored. All ranks take the same number of batches.
+        copy: A function that returns a copy of a batch, for tasks that modify the batch in place.
+            It is called for all iterations of a visit before the visit starts.
 
     Raises:
-        TypeError: Something in ``state`` is none of these.
+        TypeError: An object in ``state`` is none of these.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class TaskProfiler:
         self._loader = loader
         self._copy = copy
         if state is not None:
-            given_state(state)  # what cannot be restored is refused here
+            given_state(state)  # refuses objects that cannot be restored
 
     def profile(
         self,
@@ -104,7 +108,7 @@ class TaskProfiler:
         seconds: float | None = None,
         target_spread_ms: float | None = None,
     ) -> ProfileResult:
-        """Profile on one batch. For arguments and errors see ``profile_many``."""
+        """Profile on one batch. See ``profile_many`` for the arguments and errors."""
         return self.profile_many(
             *([batch], num_warmup, num_measure, num_rounds, pipelined, tasks, verbose),
             seconds=seconds,
@@ -131,29 +135,30 @@ class TaskProfiler:
         Args:
             batches: At least one. Every iteration gets the batch itself.
             num_warmup: Iterations before each visit that are not timed. At least 1, in which the
-                output of the shortcut task is cached; under the plan at least ``depth`` + 2.
-            num_measure: Iterations timed in each visit, in the mean; under the plan at least
+                output of the shortcut task is cached. Under the plan, at least ``depth`` + 2.
+            num_measure: Mean number of iterations timed in each visit. Under the plan, at least
                 ``depth``.
-            num_rounds: Visits per task. More make the intervals narrower.
+            num_rounds: Number of visits per task. More visits make the intervals narrower.
             pipelined: Measure the steady state under the plan, instead of serial iterations.
-            tasks: Which tasks to measure; None for all.
+            tasks: The tasks to measure; None for all.
             verbose: Show a progress bar.
-            seconds: Measure for about so long on each batch, instead of ``num_rounds``. From the
+            seconds: Measure for about this time on each batch, instead of ``num_rounds``. From the
                 sixth round on, only the tasks with the widest intervals are measured further.
-            target_spread_ms: Measure until every interval is within +/- so much, and at most
-                ``seconds``, instead of ``num_rounds``.
+            target_spread_ms: Measure until every interval is at most +/- this many milliseconds
+                wide, and at most for ``seconds``, instead of ``num_rounds``.
 
         Returns:
             One result per batch, named "batch 0", "batch 1" and so on.
 
         Raises:
-            ValueError: A number is too small, a task unknown, or there are no batches or no tasks.
+            ValueError: A number is too small, a task is unknown, or there are no batches or no
+                tasks.
             RuntimeError: The pipeline is closed, or iterations are in flight.
-            UnsavedStateError: A task may step a scheduler of which nothing is said, or runs a
+            UnsavedStateError: A task may step a scheduler that is not in ``state``, or runs a
                 module of TorchScript.
-            BaseException: Whatever a task raised, with a note of what was being measured. If it
-                only does so while another task is shortcut, that one is not measured instead, and
-                the result says why; but not on several ranks.
+            BaseException: Any exception of a task, with a note that says what was being measured.
+                If iterations fail only while one task is shortcut, that task is not measured, and
+                the result says why. On several ranks, the profile fails instead.
         """
         spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
         if spread_s is not None and not spread_s > 0:
@@ -181,18 +186,19 @@ class TaskProfiler:
         *,
         seconds: float | None = None,
     ) -> ProfileResult:
-        """Profile a loop: first its iterations in their order, then with shortcuts.
+        """Profile a loop: first its iterations in their order, then iterations with shortcuts.
 
         Args:
-            batches: Those that the loop goes through, in their order. Of many a sample is taken.
-            num_warmup: As for ``profile_many``.
-            num_measure: Iterations timed in each visit, at least: more where they differ.
-            num_rounds: Visits to each task.
-            pipelined: As for ``profile_many``.
-            tasks: As for ``profile_many``.
-            verbose: As for ``profile_many``.
-            seconds: About how long it may take: it has fewer rounds where a step is long, and two
-                at least. None for ``num_rounds`` in any case.
+            batches: The batches of the loop, in order. A sample is taken if there are many.
+            num_warmup: See ``profile_many``.
+            num_measure: The fewest iterations timed in each visit. Visits are longer where
+                iterations differ.
+            num_rounds: Number of visits to each task.
+            pipelined: See ``profile_many``.
+            tasks: See ``profile_many``.
+            verbose: See ``profile_many``.
+            seconds: About how long the profile may take. Where steps are long, it has fewer rounds
+                than ``num_rounds``, but at least two. None always measures ``num_rounds``.
 
         Raises:
             BaseException: The errors of ``profile_many``.
@@ -218,13 +224,14 @@ class TaskProfiler:
         of_loop: bool = False,
         within_s: float | None = None,
     ) -> list[ProfileResult]:
-        """Return a result of all batches; and one for each batch, if there are labels for them.
+        """Return one result of all batches, then one per batch if ``labels`` has names for them.
 
-        ``of_loop``: Go through the loop first, and make visits that are as long as it needs.
+        If ``of_loop``, the loop is run through once first, and visits get the length that it needs.
         """
         self.pipe.check_idle("profiling")
         names, left_out = self._names(tasks)
-        if not is_alone():  # ranks go through as many
+        # All ranks have to run the same number of iterations, since they meet in collectives.
+        if not is_alone():
             sample = Sample.of(sample, min(gather(len(sample))))
         saved = trial_state(self.pipe, sample[0], self._state, self._copy)
         pulls = Pulls.of(self._loader)
@@ -244,18 +251,23 @@ class TaskProfiler:
         passage = None
         section = len(sample)
         bar = progress_bar("profiling", " visits", total, shown=verbose)
+        # Everything below runs inside the trial, so that state is restored also on failure or
+        # Ctrl-C.
         with bar, saved.trial(), self.pipe.borrow():
             if of_loop:
                 passage, counts, section = self._passage(
                     timer, sample, counts, within_s, len(visits(kinds))
                 )
                 saved.restore_training()
+            # The first round uses the section at the beginning; each later round uses another one.
             batches = sample.section(0, section)
             timer = replace(timer, batches=batches, measure=counts.num_measure)
             rounds = Rounds(
                 timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
             )
             rounds.warm_up()
+            # Device times come from the passage over the loop. Without a passage, on a device with
+            # streams, a short one is run for them.
             on_streams = passage or Passage((), HostTimes(()), 1)
             if passage is None and self.pipe.device.has_streams:
                 on_streams = timer.passage(timer.whole_cycles(timer.measure))
@@ -270,6 +282,7 @@ class TaskProfiler:
         whole = result(rounds.exposures(passage=passage), device_s, batch=labels[0])
         if passage is not None:
             whole = replace(whole, seen=sample.seen(len(passage.steps_s)))
+        # The advice needs costs of all tasks, also of tasks that were not to be measured.
         loop = LoopFacts(
             self.pipe.tasks,
             self.pipe.plan,
@@ -296,16 +309,25 @@ class TaskProfiler:
         within_s: float | None,
         places: int,
     ) -> tuple[Passage, Counts, int]:
-        """Go through the loop; and return what visits of it fit: how many, how long, of what."""
+        """Run through the loop and choose the visits.
+
+        Returns:
+            The passage, the counts with the visits' length and number, and the batches of a
+            section.
+        """
         pulls = timer.pulls
         timer.window()  # the first iterations allocate and compile
         if pulls is not None:
             pulls.measure()
+        # A short passage estimates the step time, so that the passage that counts stays within
+        # ``_PASSAGE_S``. Ranks agree on the slowest, or they would run different numbers of
+        # iterations.
         timed_s = fmean(timer.passage(_FEW).steps_s)
         step_s = max(gather(timed_s)) if not is_alone() else timed_s
         most = max(_LEAST_SEEN, _fitting(_PASSAGE_S, step_s))
         length = 0 if pulls is None else pulls.length
-        if pulls is not None and pulls.start_s:  # which is known apart: stay within a pass
+        # If the start of a pass was measured separately, the passage stays within one pass.
+        if pulls is not None and pulls.start_s:
             within = length - timer.num_unmeasured
             most = min(most, within) if within > 1 else most
             length = 0
@@ -315,12 +337,16 @@ class TaskProfiler:
         passage = replace(timer, batches=Sample.of(sample, count)).passage(
             count, length if 0 < length <= count else 0
         )
+        # A visit may use half of what fits into ``_VISITS_S``. Its length is rounded up to whole
+        # sections, so that each batch of the section comes equally often.
         step_s = fmean(passage.steps_s)
         fits = _fitting(_VISITS_S, LEAST_ROUNDS * places * step_s)
         wanted = visit_length(passage.steps_s, passage.times.each_s.values(), max(1, fits // 2))
         section = min(wanted, len(sample))
         length = -(-max(wanted, counts.num_measure) // section) * section
         num_rounds = counts.num_rounds
+        # What remains after the passage is divided among rounds. The clocks of ranks differ, so
+        # rank 0 decides.
         if within_s is not None:
             round_s = places * (max(counts.num_warmup, section) + length) * step_s
             fits = _fitting(max(0.0, within_s - len(passage.steps_s) * step_s), round_s)
@@ -332,7 +358,7 @@ class TaskProfiler:
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tasks to measure and those that are shortcut already, both in serial order."""
+        """Return the tasks to measure and the tasks already shortcut, both in serial order."""
         if isinstance(tasks, str | PipelineTask):
             tasks = (tasks,)
         asked = None if tasks is None else set(self.pipe.task_names(*tasks))
@@ -354,26 +380,30 @@ class TaskProfiler:
 
 
 def _fitting(within_s: float, each_s: float) -> int:
-    """How many of these fit, ``MOST`` at most."""
+    """Return how many periods of ``each_s`` fit into ``within_s``, at most ``MOST``."""
+    # This form never divides by zero: a step may take no measurable time.
     return int(within_s / each_s) if within_s < MOST * each_s else MOST
 
 
 def _result_of(
     rounds: Rounds, found: Exposures, device_s: Mapping[str, Mapping[int, float]], **about: Any
 ) -> ProfileResult:
-    """From what was measured to a result, without its advice."""
+    """Build a result from what was measured, without its advice."""
     timer = rounds.timer
     pulls = rounds.timer.pulls
     times = found.times[BASE]
     loop = found.loop
+    # The passages avoid the starts of loader passes, so their share of a step is added here.
     start_s = 0.0 if pulls is None else pulls.start_s
     step = found.step._replace(value_s=found.step.value_s + start_s)
+    # A replay costs time on the task's own thread and, through autograd, in the backward of other
+    # tasks.
     replays_s = {
         kind: fmean(rounds.in_backward_s[kind]) + found.times[kind].host_s.get(kind, 0.0)
         for kind in rounds.saved_s
     }
     exposed = found.saved({kind: fmean(of) for kind, of in rounds.in_backward_s.items()})
-    if PULL in exposed:  # what was measured is within a pass; no call, no start
+    if PULL in exposed:  # visits lie within a pass; without calls there would be no starts
         pull = exposed[PULL]
         exposed[PULL] = pull._replace(value_s=pull.value_s + start_s)
     host_s = loop.times.host_s
@@ -410,6 +440,8 @@ def _result_of(
         device_each_s={name: tuple(each_s.values()) for name, each_s in device_s.items()},
         **about,
     )
+    # Ranks exchange their own figures here; the exchange is a collective, so every rank must come
+    # to it.
     if is_alone():
         return result
     own = RankTimes(
@@ -428,13 +460,13 @@ def _result_of(
 def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) -> ProfileResults:
     """Profile a pipeline's tasks on several batches, and print the report on rank 0.
 
-    As the function of that name in recsys-examples.
+    It corresponds to the function of the same name in recsys-examples.
 
     Args:
-        pipeline: One with a ``pipe``; no batch may be in flight. On several
-            ranks, call it on all.
-        batches: On the host, as the data loader gives them; at least one.
-        options: Of ``TaskProfiler.profile_many``.
+        pipeline: An object with an attribute ``pipe``; no batch may be in flight. On several
+            ranks, call this on all of them.
+        batches: At least one batch on the host, as the data loader returns it.
+        options: Keyword arguments of ``TaskProfiler.profile_many``.
     """
     pipe = pipeline.pipe
     results = TaskProfiler(pipe).profile_many(batches, **options)

@@ -3,10 +3,11 @@
     rank 0    copy | exchange ............ ====    waits in the exchange
     rank 1    copy ------------ | exchange ====    is waited for: its copy takes longer
 
-All iterations take about as long on all ranks, since they meet in collectives. A task is shortcut
-on all ranks at a time. If it takes one rank longer than another, and without it the other one takes
-less in a collective, then that is where it waits, and for what. A longer time that is explained so
-is a wait, and explains no other.
+Iterations take about the same time on all ranks, since ranks meet in collectives. A task is
+shortcut on all ranks at the same time. Suppose that the task takes longer on one rank than on
+another, and that without it the other rank spends less time in a collective. Then the other rank
+waits in that collective, and the task is the reason. Time that is explained as a wait is no longer
+used as the reason of other waits.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from swpipe.profiler.spread import Estimate, ms, short_ms, within
 
 _SIGMAS = 2.0
 _LEAST = 0.02
-"""Differences of ranks from here on are told: in standard errors, and as a part of an iteration."""
+"""The smallest difference of ranks that is reported: in standard errors, and as a fraction of an
+iteration.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The times of one rank; seconds per iteration, by task, as in ``ProfileResult``.
+    """The times of one rank in seconds per iteration, by task; see ``ProfileResult``.
 
     Attributes:
-        rank: Its number.
+        rank: The number of the rank.
         error_s: The standard error of ``host_s``.
     """
 
@@ -47,15 +50,15 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """One rank waits for another; seconds per iteration.
+    """A wait of one rank for another; seconds per iteration.
 
     Attributes:
-        rank: The one that waits.
-        waits_for: The one that comes last.
-        seconds: How long it waits.
+        rank: The rank that waits.
+        waits_for: The rank that arrives last.
+        seconds: How long ``rank`` waits.
         spread_s: Half-width of the 95% interval of ``seconds``.
-        waits_in: Collective to how long it waits there.
-        longer_there: Task to how much longer it takes the other rank.
+        waits_in: Collective to how long ``rank`` waits in it.
+        longer_there: Task to how much longer it takes on the rank ``waits_for``.
     """
 
     rank: int
@@ -67,7 +70,7 @@ class RankWait:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """One line about the wait."""
         waits, longer = (
             listed([f"{name} {ms(s)}" for name, s in of.items()], 4)
             for of in (self.waits_in, self.longer_there)
@@ -80,19 +83,25 @@ class RankWait:
 
 
 def rank_waits(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> tuple[RankWait, ...]:
-    """Which ranks wait for which, and because of which task; the longest waits come first."""
+    """Return which ranks wait for which other rank, and because of which task, longest first."""
     if len(ranks) < 2:
         return ()
     least_s = _LEAST * median(of.baseline_s for of in ranks)
-    host_s = {of.rank: dict(of.host_s) for of in ranks}  # less the waits that are explained
+    host_s = {of.rank: dict(of.host_s) for of in ranks}  # explained waits are subtracted
+    # Only a task that all ranks measured can be compared between ranks.
     reasons = [name for name in ranks[0].in_others_s if all(name in of.in_others_s for of in ranks)]
     found: list[RankWait] = []
+    # Greedy: explain the longest wait, subtract it, and look again. A rank that waited in a
+    # collective shows a long time there, which must not count as the reason of somebody else's
+    # wait.
     while True:
         each = (_wait(of, name, ranks, host_s, collectives) for name in reasons for of in ranks)
+        # Shorter differences may be noise of the measurement.
         waits = [wait for wait in each if wait.seconds > max(wait.spread_s, least_s)]
         if not waits:
             return tuple(found)
         waits.sort(key=lambda wait: -wait.seconds)
+        # Each task is the reason of waits only once, so the loop ends.
         (reason,) = waits[0].longer_there
         reasons.remove(reason)
         for wait in (wait for wait in waits if reason in wait.longer_there):
@@ -108,9 +117,11 @@ def _wait(
     host_s: Mapping[int, Mapping[str, float]],
     collectives: Sequence[str],
 ) -> RankWait:
-    """How long a rank waits because a task takes another one longer."""
+    """Return how long a rank waits because a task takes longer on another rank."""
     last = max(ranks, key=lambda of: host_s[of.rank][name])
     longer_s = host_s[last.rank][name] - host_s[here.rank][name]
+    # The wait is limited by both: how much longer the task takes there, and how much less time this
+    # rank spends in collectives without the task.
     less_s = {other: s for other, s in here.in_others_s[name].items() if other in collectives}
     seconds = min(longer_s, all_s := sum(less_s.values()))
     part = seconds / all_s if all_s else 0.0
@@ -125,7 +136,7 @@ def _wait(
 
 
 class RankEnds(NamedTuple):
-    """A time over the ranks, and the rank on which it is the longest, with its interval there."""
+    """A time over the ranks: its median, and its largest value with rank and interval."""
 
     median_s: float
     worst_s: float
@@ -136,19 +147,19 @@ class RankEnds(NamedTuple):
     def of(
         cls, ranks: Sequence[RankTimes], seconds: Sequence[float], spread_s: Sequence[float]
     ) -> RankEnds:
-        """Of times by rank."""
+        """Return the median and the worst of times that are given by rank."""
         worst = max(range(len(ranks)), key=seconds.__getitem__)
         return cls(median(seconds), seconds[worst], ranks[worst].rank, spread_s[worst])
 
 
 def step_ends(ranks: Sequence[RankTimes]) -> RankEnds:
-    """The iteration, over the ranks."""
+    """Return the median and the worst time of an iteration over the ranks."""
     spreads_s = [of.baseline_spread_s for of in ranks]
     return RankEnds.of(ranks, [of.baseline_s for of in ranks], spreads_s)
 
 
 def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
-    """Task to its time on the host, over the ranks."""
+    """Return for each task its median and worst host time over the ranks."""
     return {
         name: RankEnds.of(
             ranks,
@@ -160,9 +171,10 @@ def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
 
 
 def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
-    """Where in ``ranks`` the one is that waits least for others: they wait for it, if at all.
+    """Return the index in ``ranks`` of the rank that waits least for other ranks.
 
-    Of several the one whose iterations take longest.
+    Other ranks wait for this one, if any rank waits. Among equals, it is the rank with the longest
+    iterations.
     """
     waits_s = {of.rank: sum(w.seconds for w in waits if w.rank == of.rank) for of in ranks}
     return min(
@@ -172,10 +184,12 @@ def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
 
 
 def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
-    """A table with a row for the iteration and one per task, and who waits for whom."""
+    """Yield a table of the iteration and all tasks over the ranks, then a line for each wait."""
+    # An iteration has no host time of its own, so these columns stay empty in its row.
     rows = [("iteration", *_cells(step_ends(ranks)), "", "", "")]
     for name, host in host_ends(ranks).items():
         exposed = ("", "", "")
+        # A task that failed or was left out on some rank has no exposed time to compare.
         if all(name in of.exposed_s for of in ranks):
             times_s = [of.exposed_s[name] for of in ranks]
             exposed = _cells(RankEnds.of(ranks, times_s, [of.spread_s[name] for of in ranks]))

@@ -24,26 +24,26 @@ _COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "rep
 
 
 class Report(Rows):
-    """What prints as a table, saves as JSON, and has rows for other tools."""
+    """A result that prints as a table, saves as JSON, and has rows for other tools."""
 
     __slots__ = ()
 
     @abstractmethod
     def format_report(self) -> str:
-        """The table that ``print_report`` prints, above a legend."""
+        """Return the table that ``print_report`` prints above a legend."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """JSON text; ``from_json`` returns an equal object."""
+        """Return the result as JSON text, of which ``from_json`` makes an equal object."""
 
     @abstractmethod
     def _bars(self) -> list[Bars]:
-        """What ``plot`` draws."""
+        """Return the bars that ``plot`` draws."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote.
+        """Read the text that ``to_json`` returned.
 
         Raises:
             ValueError: ``text`` is something else.
@@ -53,15 +53,17 @@ class Report(Rows):
         return self.format_report()
 
     def _repr_html_(self) -> str:
-        """The bar chart and the report, for a notebook."""
+        """Return the bar chart and the report as HTML, for a notebook."""
         text = super()._repr_html_()
+        # A notebook shows the text alone if there can be no chart: without matplotlib, or without
+        # bars.
         try:
             return bar_chart_svg(self._bars()) + text
         except (ModuleNotFoundError, ValueError):  # no matplotlib, or nothing to draw
             return text
 
     def print_report(self, file: TextIO | None = None) -> None:
-        """Print one row per task; to standard output by default."""
+        """Print a table with one row per task, to standard output by default."""
         text = f"{self.format_report()}\n{result_text.LEGEND}\n"
         (sys.stdout if file is None else file).write(text)
 
@@ -75,12 +77,12 @@ class Report(Rows):
         bar_chart(self._bars(), path)
 
     def save(self, path: str | Path) -> None:
-        """Write JSON to a file."""
+        """Write the result to a file as JSON."""
         write_atomically(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote."""
+        """Read a file that ``save`` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
@@ -90,50 +92,58 @@ class ProfileResult(Figures, Report):
 
     Attributes:
         baseline_s: Mean wall time of an iteration in which all tasks run.
-        baseline_median_s: The median. Where it is much shorter, few slow iterations take the time.
+        baseline_median_s: The median. If it is much shorter, a few slow iterations take the time.
         baseline_spread_s: Half-width of the 95% interval of ``baseline_s``.
-        exposed_s: Task to the wall time saved if it cost nothing; neither negative nor more than an
-            iteration.
-        raw_s: The same as it was measured: noise may make it either.
+        exposed_s: Task to the wall time that would be saved if the task cost nothing, limited to
+            the range from 0 to ``baseline_s``.
+        raw_s: Task to the exposed time as measured, which noise may put outside of that range.
         spread_s: Half-width of the 95% interval of ``raw_s``.
-        replay_s: How long the replay of the task's outputs took, which was added to ``raw_s``.
-        in_others_s: Task to those tasks that take less of their threads while it is shortcut, and
-            how much less: a forward that is replayed leaves less to the backward. See ``own_s``.
-        host_s: How long the task occupies the thread it runs on.
+        replay_s: Task to the time of the replay of its outputs, which was added to ``raw_s``.
+        in_others_s: Task to the tasks that take less time on their threads while it is shortcut,
+            and how much less: a forward that is replayed leaves less to the backward. See
+            ``own_s``.
+        host_s: Task to how long it occupies the thread it runs on.
         blocked_s: The part of ``host_s`` in which the thread waits off the CPU: it sleeps, or waits
             for a file, a lock or a device. A thread that waits in a busy loop (the default in CUDA)
-            is on the CPU: compare ``host_s``.
-        core_s: The part of ``host_s`` in which the thread could run, and others had the cores.
-        device_s: How long the work that the task queued takes on its stream; empty without streams.
-        busy_s: Thread group to the time in which each of its threads runs tasks; under the plan.
-        advice: The changes that promise most, at most three; another plan comes first.
+            is on the CPU: see ``host_s``.
+        core_s: The part of ``host_s`` in which the thread could run, but other threads had the
+            cores.
+        device_s: Task to how long the work that it queued takes on its stream; empty without
+            streams.
+        busy_s: Thread group to the time in which each of its threads runs tasks; under the plan
+            only.
+        advice: At most three changes that promise most. Another plan comes first.
         num_warmup: Iterations before each visit that were not timed.
-        num_measure: Iterations timed in each visit, in the mean.
-        num_rounds: Visits behind each figure; of some, if there was a limit in seconds or to the
-            spread.
-        put_back: The objects whose state was saved before profiling and restored after it: where
-            each was found, and its type.
+        num_measure: Mean number of iterations timed in each visit.
+        num_rounds: Number of visits behind each figure; fewer for some tasks if the profile was
+            limited by seconds or by the spread.
+        put_back: The objects whose state was saved before profiling and restored after it, each
+            with the place where it was found, and its type.
         already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
             and were not measured.
         not_measured: Task to the reason why it could not be measured. It has no exposed time.
-        interrupted: Ctrl-C came before all rounds were measured; ``num_rounds`` is how many were.
-        other_load: What other processes used of the machine; None where it does not tell.
-        ranks: The times of all ranks, alike in the results of all of them; empty where there is
-            one. See ``rank_waits``.
+        interrupted: Whether Ctrl-C came before all rounds were measured; ``num_rounds`` is the
+            number of rounds that were.
+        other_load: The load of other processes on the machine; None if the machine does not
+            report it.
+        ranks: The times of all ranks, the same in the results of all ranks; empty on a single
+            rank. See ``rank_waits``.
         collectives: The tasks in which ranks meet: the globally ordered ones.
-        loader: What the loader does in the long run; None where it was not called. What the start
-            of a pass takes is in the time of an iteration, and in what ``"<pull>"`` exposes.
+        loader: The pace of the loader in the long run; None if it was not called. The time of the
+            start of a pass is part of the iteration, and of what ``"<pull>"`` exposes.
     """
 
-    __repr__ = Rows.__repr__  # not that of ``Figures``
+    # Without this, the class would inherit the ``__repr__`` generated for ``Figures``.
+    __repr__ = Rows.__repr__  # instead of the one of ``Figures``
 
     def format_report(self) -> str:
-        """A summary line, a table with one row per task, and notes."""
+        """Return a summary line, a table with one row per task, and notes."""
         return result_text.one(self)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per task, of plain values; all times are milliseconds."""
+        """Return a row of plain values per task; all times are milliseconds."""
         rows = []
+        # Tasks that could not be measured have a row as well, with None for their exposed time.
         for name in self.host_s:
             row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
             for what in _COLUMNS:
@@ -149,7 +159,8 @@ class ProfileResult(Figures, Report):
         return [Bars(label, self.exposed_s, self.spread_s)]
 
     def diff(self, after: ProfileResult) -> ProfileDiff:
-        """What changed from this profile to ``after``, with 95% intervals."""
+        """Return the changes from this profile to ``after``, with 95% intervals."""
+        # A task may exist in one of the profiles only; the order is that of this profile.
         names = dict.fromkeys((*self.host_s, *after.host_s))
         return ProfileDiff(
             TimeChange.of("iteration", self.step, after.step),
@@ -166,13 +177,15 @@ class ProfileResult(Figures, Report):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """A result from plain data, as ``json.loads`` returns it.
+        """Return a result made from plain data, as ``json.loads`` returns it.
 
         Raises:
             ValueError: The keys are not the attributes of a result, or a value has another type.
                 Attributes that have defaults may be missing, as in a file of an earlier version.
         """
         result: Self = read_typed(data, cls, "a profile result", {PipelinePlan: _plan_of})
+        # ``read_typed`` checks each field on its own; the fields that share their tasks are
+        # compared here.
         tasks = result.exposed_s.keys()
         alike = tasks == result.raw_s.keys() == result.spread_s.keys()
         if not (alike and tasks <= result.host_s.keys()):
@@ -185,16 +198,17 @@ class ProfileResult(Figures, Report):
 
 def plain(result: ProfileResult) -> dict[str, Any]:
     """Return a result as data that JSON can hold."""
+    # ``asdict`` would copy a plan field by field, but plans have a JSON format of their own.
     plans = [one.plan for one in result.advice]
     data = asdict(replace(result, advice=tuple(replace(one, plan=None) for one in result.advice)))
     for advice, plan in zip(data["advice"], plans, strict=True):
-        with suppress(TypeError):  # it has streams that no file can hold
+        with suppress(TypeError):  # stream objects of a plan cannot be saved
             advice["plan"] = plan and json.loads(plan.to_json())
     return data
 
 
 def _plan_of(data: Any) -> PipelinePlan:
-    """Return the plan of an advice; it is JSON text in a file of an earlier version."""
+    """Return the plan of a piece of advice, which is JSON text in files of an earlier version."""
     return PipelinePlan.from_json(data if isinstance(data, str) else json.dumps(data))
 
 
@@ -202,30 +216,30 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
     """The results of several batches, in the order of the batches.
 
     Attributes:
-        loop: The result of all of them, one after the other and again: the loop's, if they are a
-            sample of its batches. None for results that were put together otherwise.
+        loop: The result of all batches, run cyclically. It is the result of the loop if the batches
+            are a sample of its batches. None for results that were combined by other means.
     """
 
     loop: ProfileResult | None = None
 
     @classmethod
     def of(cls, results: Iterable[ProfileResult], loop: ProfileResult | None) -> Self:
-        """Return the results, with that of the loop."""
+        """Return the results, together with the result of the loop."""
         found = cls(results)
         found.loop = loop
         return found
 
     def format_report(self) -> str:
-        """One batch in full; several with a summary line each, side by side in one table."""
+        """Return one batch in full, or several with a summary line each in one table."""
         if self.loop is None:
             return result_text.several(self)
         return f"{result_text.one(self.loop)}\n\n{result_text.side_by_side(self)}"
 
     def diff(self, after: ProfileResults) -> tuple[ProfileDiff, ...]:
-        """What changed from these profiles to those of the same batches, batch by batch.
+        """Return the changes from these profiles to those of the same batches, batch by batch.
 
         Raises:
-            ValueError: They are of different batches.
+            ValueError: The profiles are of different batches.
         """
         before, now = ({result.batch: result for result in each} for each in (self, after))
         if before.keys() != now.keys() or not now:
@@ -234,13 +248,14 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         return tuple(result.diff(now[batch]) for batch, result in before.items())
 
     def records(self) -> list[dict[str, Any]]:
-        """A row per batch and task, of plain values; all times are milliseconds."""
+        """Return a row of plain values per batch and task; all times are milliseconds."""
         return [row for result in self for row in result.records()]
 
     def _bars(self) -> list[Bars]:
         return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
+        # Without a result of the loop, the format is the plain list of earlier versions.
         batches = [plain(result) for result in self]
         if self.loop is None:
             return json.dumps(batches, indent=2)

@@ -1,4 +1,4 @@
-"""The results of a profile as text: what disturbed it, a summary, a table, and notes."""
+"""The results of a profile as text: disturbances, a summary, a table, and notes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ LEGEND = (
     "95% interval; < x: not told apart from 0; own: what the task takes of that\n"
     "itself"
 )
-"""How to read a table."""
+"""The explanation of a table's columns."""
 
 _NO_ADVICE = (
     "no change is known that promises more than the measurement's error; more seconds, and an idle "
     "machine, make that smaller"
 )
 _SLOW = 0.05
-_ABREAST = 2  # batches
+_ABREAST = 2  # the most batches side by side
 _MOST_PUT_BACK = 12
 
 
 def one(result: Figures) -> str:
     """Return a summary, a table with one row per task, and notes."""
     times = {"host": result.host_s, "blocked": result.blocked_s}
+    # The device's column is left out where it would be empty.
     if result.device_s:
         times["device"] = result.device_s
     rows = []
@@ -37,6 +38,7 @@ def one(result: Figures) -> str:
         cells = (short_ms(of[name]) if name in of else "" for of in times.values())
         rows.append((name, *_exposed(result, name), *cells))
     titles = [f"{title}\nms" for title in ("exposed", "own", *times)]
+    # The share of the step has no unit of time, so it is not one of the titles above.
     titles.insert(1, "\n%")
     head = [*_busy([result]), wrapped(_summary(result))]
     return "\n".join([*head, table(["task", *titles], rows), *_notes(result)])
@@ -52,12 +54,13 @@ def several(results: Sequence[Figures]) -> str:
 
 
 def side_by_side(results: Sequence[Figures]) -> str:
-    """Return a line for each batch, and columns per batch, without what follows from them."""
+    """Return a line for each batch, and columns per batch, without notes."""
     return "\n".join([*map(wrapped, map(_summary, results)), _tables(results)])
 
 
 def _busy(results: Sequence[Figures]) -> list[str]:
-    """Return the clause about other processes, those that used most of the machine."""
+    """Return the clause about other processes, if they used much of the machine."""
+    # One clause suffices for several results: the one with the highest load.
     loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
     return [wrapped(max(loads, key=lambda load: load.used).text)] if loads else []
 
@@ -65,6 +68,7 @@ def _busy(results: Sequence[Figures]) -> list[str]:
 def _tables(results: Sequence[Figures]) -> str:
     names = list(dict.fromkeys(name for result in results for name in result.host_s))
     tables = []
+    # A table has the columns of ``_ABREAST`` batches at most, to fit into a terminal.
     for first in range(0, len(results), _ABREAST):
         some = results[first : first + _ABREAST]
         titles = ["task"]
@@ -79,6 +83,7 @@ def _tables(results: Sequence[Figures]) -> str:
 
 
 def _summary(result: Figures) -> str:
+    # A median far below the mean shows that a few slow iterations take the time.
     slow = 1 - result.baseline_median_s / result.baseline_s if result.baseline_s else 0.0
     tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
     return (
@@ -93,15 +98,19 @@ def _summary(result: Figures) -> str:
 
 
 def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
-    """Exposed time with its interval, its share, and the task's own; "<": not told apart from 0."""
+    """Return a task's exposed time with its interval, its share of the step, and its own time.
+
+    A time that cannot be told apart from 0 is shown as "< x".
+    """
     exposed = result.exposed(name)
     if exposed is None:
         return "not measured" if name in result.host_s else "", "", ""
     below = 0 < exposed.spread_s >= exposed.value_s
     shown_s = max(0.0, exposed.value_s) + exposed.spread_s if below else exposed.value_s
-    # An iteration cannot get shorter by more.
+    # An iteration cannot get shorter by more than its own time.
     shown = Estimate(min(shown_s, result.baseline_s), exposed.spread_s)
     share = 100 * shown.value_s / result.baseline_s if result.baseline_s else 0.0
+    # A task's own part is not known if its exposed time is not.
     if below:
         return f"< {short_ms(shown.value_s)}", f"< {share:.1f}", ""
     return shown.text, f"{share:.1f}", short_ms(result.own_s[name])
@@ -141,10 +150,12 @@ def _lines(result: Figures) -> Iterator[str]:
 def _limits(result: Figures) -> str:
     step = f"nearly all of {ms(result.baseline_s)} ms"
     busy = [f"{group} ({ms(result.busy_s[group])} ms)" for group in result.limiting]
+    # Making the tasks of one busy group faster saves nothing while another group stays busy.
     if len(busy) > 1:
         return f"several thread groups are busy {step}, so all have to do less: {listed(busy)}"
     if busy:
         return f"one thread group is busy {step}: {busy[0]}"
+    # No group is busy all the time, so something else limits iterations.
     longest = max(result.busy_s, key=lambda group: result.busy_s[group])
     return (
         f"no thread group is busy {step}, {longest} the longest with "
@@ -153,7 +164,7 @@ def _limits(result: Figures) -> str:
 
 
 def put_back(found: Collection[str]) -> str:
-    """The objects whose state was restored, in words; those of one name once, with their number."""
+    """Return the restored objects in words; equal names are listed once, with their number."""
     counts = Counter(found)
     told = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
     return listed(told, _MOST_PUT_BACK) if told else "generators only; no other state was shown"

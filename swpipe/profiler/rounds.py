@@ -1,24 +1,25 @@
-"""Measure in rounds: one run of iterations each, in which shortcuts change every few iterations.
+"""Rounds of measurements: runs of iterations in which the shortcut changes every few iterations.
 
     round 1    base   read   decode   copy   base   forward   backward   step   base | restored
     round 2    base   step   decode   read   base   backward   copy   forward   base | restored
     ...
 
-Each is a visit: some iterations that are not timed, in which the shortcut is cached and the
-pipeline comes to its steady state, and then some that are. How many varies by one, so that visits
-do not keep step with what comes every so many iterations. Orders and lengths are the same in every
-run, and so on every rank. ``swpipe.profiler.spread`` says how visits are compared.
+Each entry is a visit. A visit begins with iterations that are not timed, in which the outputs of
+the shortcut task are cached and the pipeline reaches its steady state; timed iterations follow.
+Their number varies by one, so that visits do not stay in step with events that recur at a fixed
+number of iterations. Orders and lengths are the same in every run, and so on every rank.
+``swpipe.profiler.spread`` says how visits are compared.
 
-A visit goes through the sampled batches once or several times, in their order, and in each round
-all visits go through the same ones. A replay leaves what the task made of the batch at hand.
+A visit goes through the sampled batches once or several times, in their order. All visits of a
+round go through the same batches. A replay restores the outputs that belong to the current batch.
 
-In all visits each task is timed on its thread too. While one is shortcut, its own time is that of
-the replay, and that of others shows what it costs them: a forward takes part of the backward along.
-``swpipe.profiler.exposures`` says what follows.
+In all visits, each task is timed on its thread too. While a task is shortcut, its own time is that
+of the replay, and the times of other tasks show its effect on them: without the forward, the
+backward has less to do. ``swpipe.profiler.exposures`` says what follows from these times.
 
 Each round starts from the same state, since a shortcut replays the same outputs in each iteration,
-which can lead training astray. On several ranks the pipeline is empty at each change: otherwise one
-rank might replay a collective that another one runs.
+which can make training diverge. On several ranks, the pipeline is drained at each change of the
+shortcut. Otherwise, one rank might replay a collective that another rank runs.
 """
 
 from __future__ import annotations
@@ -41,31 +42,34 @@ from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.spread import time_saved
 
 BETWEEN = 3
-"""How many visits with a shortcut there are between two without.
+"""The number of visits with a shortcut between two visits without one.
 
-With 1, half of the time goes into visits without; with more, the line between these says less about
-the visits in the middle. On recorded times of iterations, 2 to 4 had the smallest errors.
+With 1, visits without a shortcut take half of the time. With more, the line between these says
+less about the visits in the middle. On recorded iteration times, 2 to 4 had the smallest errors.
 """
 
 ENOUGH = 5
-"""From so many rounds on, a spread is known well enough to choose by it."""
+"""From this many rounds on, a spread is known well enough to select kinds by it."""
 
 _MARGIN = 1.25
-"""A loader whose batches come faster than iterations by so much is never waited for."""
+"""A loader is never waited for if its batches come faster than iterations by this factor."""
 
 LEAST_ROUNDS = 2
 MAX_ROUNDS = 200
-"""The end of a search for a spread that is not reached."""
+"""The number of rounds after which the search for a spread ends, even if it is not reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much to measure.
+    """The amount of measuring.
 
     Attributes:
-        num_rounds: How many rounds, if there is neither of the next two.
-        seconds: Rounds until so long has passed.
-        target_spread_s: Rounds until all intervals are so narrow, or ``seconds`` have passed.
+        num_warmup: Iterations before each visit that are not timed.
+        num_measure: Iterations timed in each visit.
+        num_rounds: Number of rounds, unless one of the next two attributes is given.
+        seconds: Measure rounds until this time has passed.
+        target_spread_s: Measure rounds until all intervals are this narrow, or ``seconds`` have
+            passed.
 
     Raises:
         ValueError: A number is too small.
@@ -95,21 +99,22 @@ class Counts:
 
 
 class Rounds:
-    """The visits that were measured so far.
+    """The rounds of visits, with what was measured so far.
 
     Attributes:
         timer: Runs the iterations.
         base_s: The mean time of an iteration without a shortcut, round by round.
         saved_s: Kind to the differences that ``time_saved`` takes.
-        seen: The rounds that are whole.
-        in_backward_s: Kind to what its replays cost in the backward of others, visit by visit.
-        failed: Kind to why it could not be measured; it is in none of the others.
-        interrupted: Ctrl-C came before the last round.
-        other_load: What other processes used of the machine; None where it does not tell.
+        seen: The rounds that were completed.
+        in_backward_s: Kind to the time of its replays in the backward of other tasks, visit by
+            visit.
+        failed: Kind to the exception for which it was left out of the other attributes.
+        interrupted: Whether Ctrl-C came before the last round.
+        other_load: The load of other processes; None if the machine does not report it.
 
     Args:
         restore: Called after each round.
-        sections: Turn, from 0, to the batches that the visits of a round go through.
+        sections: Round number, from 0, to the batches that the visits of that round go through.
     """
 
     def __init__(
@@ -123,20 +128,21 @@ class Rounds:
         self._counts = counts
         self._restore = restore
         self._sections = sections
+        # The seed is fixed, so that all ranks visit the kinds in the same order.
         self._rng = random.Random(0)
         self._kind = BASE
         self.base_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
         self.seen: list[Round] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self._called: list[list[HostRun]] = []  # of the run, visit by visit
-        self._rest_s: dict[Kind, float] = {}  # of an iteration, less the call of the loader
+        self._called: list[list[HostRun]] = []  # the loader's calls of this run, by visit
+        self._rest_s: dict[Kind, float] = {}  # time of an iteration without the loader's call
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
 
     def exposures(self, place: int | None = None, passage: Passage | None = None) -> Exposures:
-        """Return what the rounds show: of all batches, or of the one at a place in the cycle."""
+        """Return the exposed times over all batches, or of the batch at ``place`` in the cycle."""
         timer = self.timer
         pulls = self.timer.pulls
         return Exposures(
@@ -152,7 +158,7 @@ class Rounds:
     # ------------------------------------------------------------------------------- measuring
 
     def warm_up(self) -> None:
-        """Iterations that do not count: the first ones allocate and compile."""
+        """Run iterations that are not timed: the first ones allocate and compile."""
         self._run(visits(()))
         if self.timer.pulls is not None:
             self.timer.pulls.measure()
@@ -160,21 +166,24 @@ class Rounds:
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit.
 
-        One with which iterations fail, and only with it, is left out from there on. On several
-        ranks it fails the profile: the others may wait in a collective.
+        If iterations fail only with one kind of shortcut, that kind is left out from then on. On
+        several ranks, the profile fails instead, since other ranks may wait in a collective.
 
         Raises:
-            BaseException: Whatever a task raised, with a note of what was being measured.
+            BaseException: Any exception of a task, with a note of what was being measured.
                 KeyboardInterrupt only in the first two rounds.
         """
         self.saved_s = {kind: [] for kind in kinds}
         begin_s = time.perf_counter()
         load = load_so_far()
+        # Clocks differ between ranks, so all of them follow rank 0. The number of rounds is counted
+        # in ``base_s``, which a round extends only when it is complete.
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
                 self._measure_round(order, tick)
             except KeyboardInterrupt:
+                # Intervals need two rounds. From then on, an interrupted profile has a result.
                 if len(self.base_s) < LEAST_ROUNDS:
                     raise
                 self.interrupted = True
@@ -184,7 +193,7 @@ class Rounds:
         self.other_load = None if load is None else load.others()
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
-        """The kinds for the next round; none at the end."""
+        """Return the kinds to measure in the next round; empty when measuring is done."""
         counts = self._counts
         done = len(self.base_s)
         kinds = list(self.saved_s)
@@ -192,11 +201,15 @@ class Rounds:
             return kinds
         if counts.fixed:
             return kinds if done < counts.num_rounds else []
+        # Another round is started only if it ends in time, judging by the mean of the rounds so
+        # far.
         in_time = counts.seconds is None or elapsed_s * (1 + 1 / done) <= counts.seconds
         if not in_time or done == MAX_ROUNDS:
             return []
         if done < ENOUGH:
             return kinds
+        # From ``ENOUGH`` rounds on, time goes where intervals are widest: to the kinds above the
+        # target, or else to the wider half.
         found = time_saved(self.saved_s)
         widest = sorted(kinds, key=lambda kind: -found[kind].spread_s)
         if counts.target_spread_s is not None:
@@ -204,16 +217,19 @@ class Rounds:
         return widest[: -(-len(widest) // 2)]
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:
-        """What rank 0 wants; times differ."""
+        """Return the kinds that rank 0 wants, because ranks measure different times."""
         return wanted if self._counts.fixed or is_alone() else gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         if self._sections is not None:
             self.timer = replace(self.timer, batches=self._sections(len(self.seen)))
+        # The round is repeated without each kind that fails, until all of its visits succeed.
         while True:
             try:
                 found = self._run(visits([kind for kind in order if kind in self.saved_s]), tick)
             except UnsavedStateError:
+                # If state cannot be restored, that is an error of the user's call, whichever task
+                # is shortcut.
                 raise
             except Exception as error:
                 if self._kind == BASE or not is_alone():
@@ -228,8 +244,8 @@ class Rounds:
             return
 
     def _leave_out(self, failed: Kind, error: Exception) -> None:
-        """Leave out a kind, if the shortcut was the reason."""
-        self._run(visits(()))  # otherwise, this raises
+        """Leave out a kind, provided that iterations succeed without its shortcut."""
+        self._run(visits(()))  # raises if the shortcut is not the reason
         self.failed[failed] = error
         del self.saved_s[failed]
 
@@ -237,6 +253,7 @@ class Rounds:
         where: list[slice] = []
         called = self._called = list[list[HostRun]]()
         pipe = self.timer.pipe
+        # From here on, a shortcut caches one set of outputs for each batch of the cycle.
         pipe.cycle_shortcuts(self.timer.cycle)
         run = self.timer.run()
         seen = HostObserver(task.name for task in pipe.tasks)
@@ -248,10 +265,11 @@ class Rounds:
                         tick()
                 run.end()
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to raise
+            with suppress(Exception):  # the first failure is raised, not a later one
                 run.end()
             raise
         finally:
+            # The state is restored also after a failure: the round may be repeated from it.
             self._restore()
         seconds = run.seconds()
         pulls: dict[int, HostRun] = {}
@@ -263,7 +281,8 @@ class Rounds:
             calls = called[place] if called else []
             if calls and not self.timer.pipelined:
                 self._rest_s[kind] = fmean(took_s) - fmean(each.wall_s for each in calls)
-            # Under a plan the loader is called for iterations that are handed out later.
+            # Under a plan, the loader is called for iterations that are retired later, so the calls
+            # of a visit are matched with its iterations by order only.
             by_number = zip(numbers, calls, strict=False)
             pulls |= {number: call._replace(iteration=number) for number, call in by_number}
         return Round(seen, taken, pulls)
@@ -273,6 +292,8 @@ class Rounds:
         self._kind = kind
         pulls = self.timer.pulls
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
+        # A visit over several batches runs whole cycles. Otherwise the length varies at random, so
+        # that visits do not stay in step with periodic events.
         if timer.cycle > 1:
             length = timer.whole_cycles(length)
         elif length > 1:
@@ -287,6 +308,8 @@ class Rounds:
         def begin_to_measure() -> None:
             nonlocal extra_s, called
             called = 0 if pulls is None else len(pulls.runs)
+            # ``replay_in_backward_s`` is a running total, so the time of this visit is the
+            # difference.
             extra_s = -timer.pipe.replay_in_backward_s(*replayed)
 
         try:
@@ -294,6 +317,8 @@ class Rounds:
                 measured = run.iterate(timer.num_warmup, length, begin_to_measure, drain=drain)
                 extra_s += timer.pipe.replay_in_backward_s(*replayed)
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
+                # Drain before the shortcut changes: another rank might still run the collective
+                # that this rank would then replay.
                 if not is_alone():
                     run.end()
                 timer.pipe.check_shortcuts()
@@ -307,9 +332,9 @@ class Rounds:
             raise
 
     def _is_slow(self, pulls: Pulls, kind: Kind) -> bool:
-        """Whether the rest of an iteration may be done before the loader has a batch.
+        """Return whether the loader may be slower than the rest of an iteration.
 
-        A loader that is faster fills its queue, and keeps it full.
+        A loader that is faster keeps its queue full. Then visits need not take away ready batches.
         """
         return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
 
@@ -320,6 +345,6 @@ class Rounds:
 
 
 def visits(order: Sequence[Kind]) -> list[Kind]:
-    """The visits of a round to these kinds: ``BASE`` first, last, and after every ``BETWEEN``."""
+    """Return the visits of a round: ``BASE`` first, last, and after every ``BETWEEN`` kinds."""
     groups = [order[i : i + BETWEEN] for i in range(0, len(order), BETWEEN)]
     return [BASE, *(kind for group in groups or [()] for kind in (*group, BASE))]

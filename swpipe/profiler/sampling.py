@@ -1,13 +1,13 @@
-"""Which batches of a loop are measured, and how its iterations differ.
+"""The sample of batches that a profile of a loop runs on, and how the loop's iterations differ.
 
-All that is measured of a loop goes through one sample of its batches, in their order::
+All measurements of a loop go through one sample of its batches, in their order::
 
     the loop        0 1 2 3 4 5 6 7 8 9 ............................................. 4,999
     the sample      |=== block ===|         |=== block ===|          |=== block ===|
     a visit              |==|  the same section in all visits of a round, another one in the next
 
-A block is long enough to have what comes every tenth time, and a chunk of batches that a loader
-reads at once. A loop that has no more batches than the sample is gone through as it is.
+A block is long enough to include events in every tenth iteration, and a chunk of batches that a
+loader reads at once. If a loop has no more batches than the sample, all of them are used.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from swpipe.core.messages import counted
 from swpipe.profiler.spread import short_ms
 
 MOST = 240
-"""The most iterations, and so the most batches, of a sample."""
+"""The maximum number of iterations of a passage, and so of batches in a sample."""
 
 _BLOCKS = 4
 _TURN = (math.sqrt(5) - 1) / 2
-"""Multiples of the golden ratio are spread evenly, however many there are."""
+"""The step from section to section: multiples of the golden ratio are evenly spread modulo 1."""
 
 _EVEN = 0.02
-"""The means of visits at different places may differ so much, as a part of an iteration."""
+"""The means of visits at different places may differ by this fraction of an iteration."""
 
 _SLOW = 0.25
-"""An iteration is slow that takes longer than the median by this part of it."""
+"""An iteration is slow if it takes longer than the median by this fraction of it."""
 
 _LEAST_SLOW = 3
 
@@ -43,8 +43,8 @@ class Sample(Sequence[Any]):
     """Batches of a loop, in their order.
 
     Attributes:
-        taken: At least one.
-        given: How many there are, of which these are a sample; 0 if that is not known.
+        taken: The batches, at least one.
+        given: The number of batches from which these were sampled; 0 if unknown.
     """
 
     taken: Sequence[Any]
@@ -52,10 +52,10 @@ class Sample(Sequence[Any]):
 
     @classmethod
     def of(cls, batches: Iterable[Any], most: int = MOST) -> Sample:
-        """Return a sample of at most so many batches.
+        """Return a sample of at most ``most`` batches.
 
-        A list is sampled in blocks from its beginning to its end. Of an iterator, which can be gone
-        through only once, it is the first batches.
+        A list is sampled in blocks from its beginning to its end. An iterator can be gone through
+        only once, so its first batches are the sample.
 
         Raises:
             ValueError: There is no batch.
@@ -65,11 +65,14 @@ class Sample(Sequence[Any]):
         if isinstance(batches, Sequence):
             given = batches.given if isinstance(batches, Sample) else len(batches)
             there = len(batches)
+            # The first block starts at the first batch, the last block ends at the last batch, and
+            # the starts of the blocks are evenly spaced.
             count = _BLOCKS if there > most >= _BLOCKS else 1
             block = min(there, most // count)
             starts = [k * (there - block) // max(1, count - 1) for k in range(count)]
             taken = [batches[start + k] for start in starts for k in range(block)]
         else:
+            # One batch more than needed shows whether the iterator has an end within the sample.
             taken = [*islice(batches, most + 1)]
             given = len(taken) if len(taken) <= most else 0
             taken = taken[:most]
@@ -84,25 +87,27 @@ class Sample(Sequence[Any]):
         return self.taken[place]
 
     def section(self, turn: int, length: int) -> Sequence[Any]:
-        """Return so many batches in a row, from another place in each turn."""
+        """Return ``length`` successive batches, from another place in each turn."""
         count = len(self)
+        # The fractional part of turn * golden ratio visits all places evenly, and wraps around at
+        # the end.
         start = int(count * (turn * _TURN % 1)) if length < count else 0
         return [self.taken[(start + k) % count] for k in range(min(length, count))]
 
     def dividing(self, length: int) -> int:
-        """Return the most batches that a whole number of cycles over them fills ``length`` with."""
+        """Return the largest number of batches of which whole cycles fill ``length`` iterations."""
         return next(count for count in range(min(len(self), length), 0, -1) if not length % count)
 
     def iterations(self, most: int, pass_length: int = 0) -> int:
-        """Return how many iterations go through it: whole passes, if one is not too long.
+        """Return how many iterations to run: whole passes, if one pass is at most ``most`` long.
 
-        ``pass_length`` is that of a loader, which sets what a pass is.
+        ``pass_length`` is the length of the loader's pass, if that determines what a pass is.
         """
         length = pass_length if 0 < pass_length <= most else len(self)
         return length * (most // length) if length <= most else most
 
     def seen(self, iterations: int) -> str:
-        """Return what was seen of the loop, in a sentence."""
+        """Return a sentence that says how much of the loop was run."""
         there = len(self)
         if there == 1:
             return (
@@ -121,13 +126,14 @@ class Sample(Sequence[Any]):
 
 
 def visit_length(steps_s: Sequence[float], tasks_s: Iterable[Sequence[float]], most: int) -> int:
-    """Return how long a visit has to be, to say the same of the loop wherever it is.
+    """Return how long a visit must be to represent the loop, wherever in the loop it is.
 
-    The least number of iterations in a row whose mean does not depend on the place, but for
-    ``_EVEN`` of a step; and no mean of a task's time does. It is 1 where all iterations are alike,
-    and ``most`` if there is none.
+    This is the smallest number of successive iterations whose mean does not depend on the place by
+    more than ``_EVEN`` of a step, nor does the mean of any task's time. It is 1 if all iterations
+    are alike, and ``most`` if there is no smaller number.
     """
     step_s = fmean(steps_s)
+    # A task that did not run in each iteration has no comparable series.
     series = [each_s for each_s in (steps_s, *tasks_s) if len(each_s) == len(steps_s)]
     for length in range(1, min(most, len(steps_s) // 2) + 1):
         spreads_s = (pstdev(_sums_of(each_s, length)) / length for each_s in series)
@@ -137,6 +143,8 @@ def visit_length(steps_s: Sequence[float], tasks_s: Iterable[Sequence[float]], m
 
 
 def _sums_of(steps_s: Sequence[float], length: int) -> Iterator[float]:
+    # The sums of all windows of ``length`` iterations, updated in constant time from one to the
+    # next.
     total = sum(steps_s[:length])
     yield total
     for first, last in zip(steps_s, steps_s[length:], strict=False):
@@ -145,17 +153,18 @@ def _sums_of(steps_s: Sequence[float], length: int) -> Iterator[float]:
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Return the value below which so large a part of the values is."""
+    """Return the value below which the fraction ``part`` of the values lies."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def pattern_of(steps_s: Sequence[float]) -> str:
-    """Return how iterations differ, in a sentence; "" where they do not."""
+    """Return how iterations differ, in words; "" if they do not."""
     if len(steps_s) < 2:
         return ""
     usual_s = median(steps_s)
     late_s = quantile(steps_s, 0.95)
     slow = [k for k, step_s in enumerate(steps_s) if step_s > (1 + _SLOW) * usual_s]
+    # Only if slow iterations are all equally far apart is there a period to report.
     apart = {late - early for early, late in pairwise(slow)}
     words = f"median {short_ms(usual_s)} ms, 95th percentile {short_ms(late_s)} ms"
     if len(slow) >= _LEAST_SLOW and len(apart) == 1:

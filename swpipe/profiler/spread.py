@@ -1,17 +1,17 @@
 """Times with 95% intervals, from the visits of ``swpipe.profiler.rounds``.
 
-The time of a visit is the mean of its iterations, since throughput is a mean: what is slow every
-eighth time costs an eighth of that in each step. A visit is compared with the time on the line
-between the two visits without a shortcut around it: a machine that gets slower within seconds
-changes them alike. This matters more than long visits. The times of neighbouring iterations are
-strongly correlated, so that ten in a row say little more than three.
+The time of a visit is the mean of its iterations, since throughput is a mean: an event in every
+eighth iteration costs each step an eighth of its time. A visit is compared with the time on the
+line between the two visits without a shortcut around it: if the machine slows down within seconds,
+all three change alike. This matters more than long visits. The times of neighbouring iterations are
+strongly correlated, so that ten successive iterations say little more than three.
 
-A kind's differences come one from each round, from another place in it: they are many iterations
-apart and nearly independent. Their mean is the estimate, and Student's distribution gives its
-interval. Most of their noise is the machine's, and the same for all kinds: so the variance is that
-of the kind's own differences together with the mean variance of the other kinds, which counts as
-``PRIOR`` more differences (G. K. Smyth, "Linear models and empirical Bayes methods", 2004; there,
-their number is estimated).
+Each round contributes one difference per kind, each time at another place in the round. The
+differences are many iterations apart and nearly independent. Their mean is the estimate, and
+Student's distribution gives its interval. Most of their noise is the machine's, and the same for
+all kinds. Therefore the variance is that of the kind's own differences together with the mean
+variance of the other kinds, which counts as ``PRIOR`` more differences (G. K. Smyth, "Linear models
+and empirical Bayes methods", 2004, where that number is estimated).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple, TypeVar
 K = TypeVar("K")
 
 PRIOR = 4
-"""How many differences the variance of the other kinds counts for, at most."""
+"""The number of differences that the variance of the other kinds counts for, at most."""
 
 _PARTS = 6
-"""Into so many parts a run over the loop is divided, if it is long enough."""
+"""The number of parts that a run over the loop is divided into, if it is long enough."""
 
 _STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
 _NORMAL_95 = 1.96
@@ -41,39 +41,40 @@ class Estimate(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether it can be told apart from nothing."""
+        """Whether the time is larger than its uncertainty."""
         return self.value_s > self.spread_s
 
     @property
     def text(self) -> str:
-        """Milliseconds with their interval; "< x" for what is not told apart from 0."""
+        """Milliseconds with their interval; "< x" if the time cannot be told apart from 0."""
         if 0 < self.spread_s >= self.value_s:
             return f"< {short_ms(max(0.0, self.value_s) + self.spread_s)}"
         return f"{short_ms(self.value_s)}{within(self.spread_s)}"
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, to the microsecond."""
+    """Format seconds as milliseconds, with three decimals."""
     return f"{1e3 * seconds:.3f}"
 
 
 def short_ms(seconds: float) -> str:
-    """Milliseconds, with three digits that count, such as "1.25", "12.5" and "125"."""
+    """Format seconds as milliseconds with three significant digits: "1.25", "12.5" or "125"."""
     value = 1e3 * seconds
+    # The limits are where rounding would give a fourth digit, as in 9.995 to "10.00".
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
 def within(spread_s: float, show: Callable[[float], str] = short_ms) -> str:
-    """Return the half-width of an interval in words; "" where it is none in the digits shown."""
+    """Return the half-width of an interval as text; "" if it is 0 in the digits shown."""
     text = show(spread_s)
     return f" ± {text}" if float(text) else ""
 
 
 def student_95(freedom: int) -> float:
-    """The two-sided 95% point of Student's distribution.
+    """Return the two-sided 95% point of Student's distribution.
 
-    From 7 degrees of freedom on by its expansion in powers of 1 / freedom (Abramowitz and Stegun,
-    26.7.5), which is right to 0.5%.
+    From 7 degrees of freedom on, this is its expansion in powers of 1 / freedom (Abramowitz and
+    Stegun, 26.7.5), which is accurate to 0.5%.
     """
     if freedom <= len(_STUDENT_95):
         return _STUDENT_95[freedom - 1]
@@ -82,7 +83,7 @@ def student_95(freedom: int) -> float:
 
 
 def mean_of(by_round: Sequence[float]) -> Estimate:
-    """The mean over two or more rounds."""
+    """Return the mean over two or more rounds, with its interval."""
     half_s = student_95(len(by_round) - 1) * math.sqrt(variance(by_round) / len(by_round))
     return Estimate(fmean(by_round), half_s)
 
@@ -90,9 +91,11 @@ def mean_of(by_round: Sequence[float]) -> Estimate:
 def mean_of_loop(values: Sequence[float], cycle: int) -> Estimate:
     """Return the mean over successive iterations of a loop, whose batches repeat after ``cycle``.
 
-    Differences of batches are no uncertainty where all of them were gone through: the interval is
-    that of the means of whole passes, or of parts of the one pass.
+    If all batches were gone through, their differences are no uncertainty. The interval is that of
+    the means of whole passes, or of parts of the single pass.
     """
+    # Parts of equal content are compared: whole passes where there are several, so that batches
+    # that differ do not widen the interval.
     passes = len(values) // cycle
     size = cycle * max(1, passes // _PARTS) if passes > 1 else max(1, len(values) // _PARTS)
     parts = [fmean(values[i : i + size]) for i in range(0, len(values) - size + 1, size)]
@@ -100,12 +103,13 @@ def mean_of_loop(values: Sequence[float], cycle: int) -> Estimate:
 
 
 def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
-    """How much shorter an iteration is with each kind of shortcut.
+    """Return how much shorter an iteration is with each kind of shortcut.
 
     Args:
-        differences: Kind to its differences in seconds, two or more; positive if the iterations
+        differences: Kind to its differences in seconds, at least two; positive if the iterations
             with the shortcut were shorter.
     """
+    # ``squares`` are the sums of squared deviations, which add up over kinds as variances do not.
     squares = {kind: variance(of) * (len(of) - 1) for kind, of in differences.items()}
     freedoms = {kind: len(of) - 1 for kind, of in differences.items()}
     found = {}
@@ -113,6 +117,8 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
         others = sum(freedoms.values()) - freedoms[kind]
         prior = min(PRIOR, others)
         shared = (sum(squares.values()) - squares[kind]) / others if others else 0.0
+        # The moderated variance is a mean of the two variances, weighted by their degrees of
+        # freedom.
         freedom = freedoms[kind] + prior
         error_s = math.sqrt((squares[kind] + prior * shared) / freedom / len(of))
         found[kind] = Estimate(fmean(of), student_95(freedom) * error_s)
@@ -120,10 +126,10 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
 
 
 def with_replay(saved: Estimate, replay_s: float) -> Estimate:
-    """Add what the replay took, so that the estimate is that of an iteration without the task.
+    """Add the time of the replay, which an iteration without the task would not have.
 
-    Other work may hide it, or wait for it: threads share the interpreter lock, which a replay holds
-    even where the task itself did not. It counts between nothing and in full: the estimate is the
-    middle, and the interval has both ends.
+    Other work may hide the replay, or wait for it: threads share the interpreter lock, which a
+    replay holds even if the task itself did not. The replay costs between nothing and its full
+    time. The estimate is the middle, and the interval covers both ends.
     """
     return Estimate(saved.value_s + replay_s / 2, saved.spread_s + replay_s / 2)

@@ -1,6 +1,6 @@
-"""What threads cost each other: the interpreter lock (GIL) that a task holds, and a hand-over.
+"""Costs of threads for each other: the time a task holds the interpreter lock, and a hand-over.
 
-How long a task holds the lock is found with a thread that competes for it::
+A thread that competes for the interpreter lock (GIL) shows how long a task holds it::
 
     task         [== holds GIL ==]  reads a file, or in a kernel  [= holds GIL =]
     contender    ....... waits ...[======== holds GIL ===========] ... waits ....
@@ -38,9 +38,9 @@ from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Cancelled, Host
 
 SWITCH_S = 20e-6
-"""The interpreter's switch interval while the contender runs; the default is 5 ms."""
+"""The interpreter's switch interval in seconds while the contender runs; the default is 5 ms."""
 
-# hand-overs
+# Numbers of hand-overs: those that wake up the cores, and those that are timed.
 NUM_WARMUP = 20
 NUM_MEASURE = 200
 
@@ -48,11 +48,12 @@ _CALIBRATION_READS = 51
 
 _MAX_READS = 5.0
 """If the time between two clock reads is longer than this many reads, another thread held the lock
-in between, and the CPU time went into requesting it."""
+in between, and the CPU time went into requesting it.
+"""
 
 
 class GilContender:
-    """A thread that competes for the interpreter lock; it has held it for ``held_s`` seconds."""
+    """A thread that competes for the interpreter lock, which it has held for ``held_s`` seconds."""
 
     def __init__(self) -> None:
         self.held_s = 0.0
@@ -62,18 +63,24 @@ class GilContender:
 
     def _compete(self) -> None:
         clock = time.thread_time
+        # The calibration runs before ``_started`` is set, while the caller waits and nobody
+        # competes.
         reads = [clock() for _ in range(_CALIBRATION_READS)]
         limit_s = _MAX_READS * median(later - sooner for sooner, later in pairwise(reads))
         self._started.set()
         last_s = clock()
         while not self._stopped:
             now_s = clock()
+            # A longer gap means that the thread waited for the lock; that time is not the
+            # contender's.
             if now_s - last_s < limit_s:
                 self.held_s += now_s - last_s
             last_s = now_s
 
     def __enter__(self) -> Self:
         self._switch_s = sys.getswitchinterval()
+        # With the default interval, the contender would get the lock too rarely to measure short
+        # tasks. The interval belongs to the whole interpreter, so it is restored on exit.
         sys.setswitchinterval(SWITCH_S)
         self._thread.start()
         self._started.wait()
@@ -86,7 +93,7 @@ class GilContender:
 
 
 class GilTimes(Observer):
-    """Observes a serial run; ``runs`` has each task's seconds with the lock, run by run."""
+    """An observer of a serial run; ``runs`` has each task's seconds with the lock, run by run."""
 
     def __init__(self, contender: GilContender) -> None:
         self._contender = contender
@@ -103,9 +110,10 @@ class GilTimes(Observer):
 
 
 def measure_handover_s(host: Host) -> float:
-    """Seconds of one hand-over between two threads: the median over some hundred, in a few ms.
+    """Return the seconds of one hand-over between two threads: the median of some hundred.
 
-    Uses the counters that the thread groups of a pipeline wait for. No other thread should run.
+    It uses the counters that the thread groups of a pipeline wait for, and takes a few
+    milliseconds. No other thread should run.
     """
     ping = host.counter()
     pong = host.counter()
@@ -126,6 +134,8 @@ def measure_handover_s(host: Host) -> float:
             pong.wait(number)
             samples_s.append((time.perf_counter() - begin_s) / 2)
     finally:
+        # Cancelling the counter wakes up a worker that still waits for it, also after an error
+        # here.
         ping.cancel()
         worker.join()
     return median(samples_s[NUM_WARMUP:])

@@ -1,8 +1,8 @@
-"""Trials: what is put back after one, and plans compared by running them on the same batches.
+"""Trials: the state that is restored after one, and plans compared by running them.
 
 A cost model is accurate to some percent. If plans are closer than that, only running them shows
-which one is fastest. The plans alternate, in an order that changes from round to round, so that a
-drifting machine favours none.
+which one is fastest. The plans alternate, in an order that is reversed from round to round, so that
+a machine whose speed drifts favours none of them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from swpipe.profiler.rounds import Counts
 def trial_state(
     pipe: SWPipeline[Any], batch: Any, state: Any, copy: Callable[[Any], Any] | None = None
 ) -> LoopState:
-    """What is put back after a trial of an idle pipeline's tasks.
+    """Return the state to restore after a trial of an idle pipeline's tasks.
 
     Args:
         pipe: The pipeline.
-        batch: What its tasks run on, if the state is not given: they get copies.
-        state: As given by the user; None for what is declared and shown.
-        copy: Makes a copy of the batch; None to clone its tensors.
+        batch: If ``state`` is None, the tasks run on copies of this batch to find the state.
+        state: The objects given by the user; None for the declared and detected ones.
+        copy: Returns a copy of the batch; None to clone its tensors.
 
     Raises:
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     if state is None:
+        # A borrowed pipeline gets its iteration number back, and its shortcuts stay untouched.
         with pipe.borrow():
             run = pipe.run_one_serial_iter
             state = shown_state(pipe.tasks, run, batch, pipe.device, copy or copied)
@@ -61,22 +62,22 @@ def try_plans(
     copy: Callable[[Any], Any] | None = None,
     loader: Iterable[Any] | Pulls | None = None,
 ) -> dict[str, float]:
-    """Measure plans alternately, twice over the same batches, and restore all state afterwards.
+    """Measure plans alternately on the same batches, and restore all state afterwards.
 
     Args:
         tasks: The tasks that the plans schedule.
         plans: Name to plan.
-        batches: At least one: those of the loop, in its order. Iterations get the batches
-            themselves, one after the other and again.
+        batches: At least one: the batches of the loop, in order. Iterations get the batches
+            themselves, cyclically.
         num_warmup: Iterations before each window that are not timed.
-        num_measure: Iterations timed in each window, at least; whole passes over the batches.
-        num_rounds: How often, in an order that turns around.
-        device: As for ``SWPipeline``.
-        context: As for ``SWPipeline``.
-        state: What to restore, as for ``TaskProfiler``.
-        copy: Makes a batch that may be modified, for tasks that modify it in place.
-        loader: What training takes its batches from: call it in each iteration, as
-            ``TaskProfiler`` does.
+        num_measure: The fewest iterations timed in each window; whole passes over the batches.
+        num_rounds: How often each plan is measured, in an order that is reversed each time.
+        device: See ``SWPipeline``.
+        context: See ``SWPipeline``.
+        state: What to restore; see ``TaskProfiler``.
+        copy: A function that returns a copy of a batch, for tasks that modify it in place.
+        loader: The object that training takes its batches from. It is called in each iteration,
+            as in ``TaskProfiler``.
 
     Returns:
         Name to seconds per iteration in the steady state: the mean over all windows.
@@ -84,17 +85,20 @@ def try_plans(
     Raises:
         ValueError: There are no plans or no batches, or a number is too small.
         PlanError: A plan cannot run with these tasks.
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     tasks = tuple(tasks)
     if not plans or not batches:
         raise ValueError("give at least one plan and one batch to try it on")
+    # This only validates the numbers, before pipelines are built.
     Counts(num_warmup, num_measure)
     samples: dict[str, list[float]] = {name: [] for name in plans}
     pulls = Pulls.of(loader)
     if pulls is not None:
         pulls.measure()
     said: Any = {"device": device, "context": context, "check_effects": False}
+    # All pipelines stay open during the trial, so that no window includes the start of threads. The
+    # state is the same for all plans, since they run the same tasks.
     with ExitStack() as stack:
         pipes = {n: stack.enter_context(SWPipeline(p, tasks, **said)) for n, p in plans.items()}
         saved = trial_state(next(iter(pipes.values())), batches[0], state, copy)
@@ -105,6 +109,8 @@ def try_plans(
                     pipelined=True,
                     pulls=pulls,
                 )
+                # Each window starts from the saved state, or later plans would train on what
+                # earlier ones left.
                 with saved.trial(), pipes[name].borrow():
                     samples[name] += timer.window()
     return {name: fmean(each) for name, each in samples.items()}

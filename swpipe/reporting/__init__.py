@@ -1,4 +1,4 @@
-"""One report on a loop: what bounds its step, how much overlap can still gain, what to do next."""
+"""The report on a loop: what bounds its step, how much overlap can gain, and what to do next."""
 
 from swpipe.reporting.account import Ceiling, StepAccount, StepPart, StepVerdict
 from swpipe.reporting.finding import Finding

@@ -1,24 +1,24 @@
 """The account of a step: its parts, what bounds it, and what any overlap can still gain.
 
-All that a report says is drawn from it. The parts add up to the step that was profiled; each is
-what a task takes of the critical path that was traced::
+All statements of a report are derived from the account. Its parts add up to the step that was
+profiled. Each part is the share of a task in the critical path that was traced::
 
     <pull> | read | decode | forward | backward | step | gaps
     input ..................| compute ..................| host       one iteration of the path
 
-What a part is depends on what the task is for:
+The cause of a part depends on the role of its task:
 
-- **input**: calling the loader, and tasks such as a decode, which need nothing that an earlier
-  iteration did, while others that do need them;
-- **collective**: the time in which a task that communicates waits, off the CPU; or, for one that
+- **input**: calls of the loader, and tasks such as a decode, which do not depend on an earlier
+  iteration, but are needed by tasks that do;
+- **collective**: the time in which a task that communicates waits off the CPU; for a task that
   only feeds the model, such as an exchange of ids, its work on a stream;
 - **host**: time between tasks, tasks that wait for a lock, a file or a device, and on a device with
   streams, time in which the device waits for the host;
-- **cores**: time in which a thread could run, and others had the cores;
-- **compute**: all else.
+- **cores**: time in which a thread could run, but other threads had the cores;
+- **compute**: all other time.
 
-A loader that makes batches ahead, and still no faster than one per step, is the whole step: what
-the tasks take is hidden behind it. What the start of a pass takes is a part of its own, divided by
+If a loader works ahead and is still no faster than one batch per step, the loader is the whole
+step: it hides the tasks' times. The start of a pass is a part of its own; its time is divided by
 the steps of a pass.
 """
 
@@ -42,7 +42,7 @@ from swpipe.trace.critical_path import GAPS
 from swpipe.trace.span import Kind as RowKind
 
 Cause: TypeAlias = Literal["input", "host", "collective", "cores", "compute"]
-"""What a part of the step is spent on."""
+"""The cause of a part: the kind of work or waiting that it is spent on."""
 
 CAUSES: tuple[Cause, ...] = ("input", "collective", "host", "cores", "compute")
 
@@ -51,22 +51,22 @@ Bound: TypeAlias = Literal[
 ]
 
 BETWEEN = "between tasks"
-"""The name of the part that no task has."""
+"""The name of the part that belongs to no task."""
 
 LOADER = "loader"
 """The name of the part in which a batch is pulled."""
 
 START = "start of a pass"
-"""The name of the part in which the loader's iterator is made and has its first batch."""
+"""The name of the part in which the loader's iterator is created and makes its first batch."""
 
 MOST = 0.5
-"""The part of a step that has to be spent on one thing for the verdict to name it."""
+"""The fraction of a step that a cause must reach for the verdict to name it."""
 
 WORTH = 0.03
-"""A ceiling below this part of a step is none: it is not known so well."""
+"""A ceiling below this fraction of a step counts as none, as it is not known that exactly."""
 
-_WAITS = 0.25  # of a task's time: less is preemption
-_NAMED = 3  # tasks
+_WAITS = 0.25  # fraction of a task's time; a smaller one is preemption
+_NAMED = 3  # the most tasks that are listed by name
 _SAME = 1e-3  # relative difference of two bounds that counts as none
 _WORDS: Mapping[Cause, str] = {
     "input": "waits for its input",
@@ -83,9 +83,9 @@ class StepPart:
 
     Attributes:
         task: A task, ``LOADER``, ``START`` or ``BETWEEN``; a task may have several parts.
-        cause: What it is spent on.
-        seconds: Per iteration.
-        share: Of the step, from 0 to 1.
+        cause: What the time is spent on.
+        seconds: Seconds per iteration.
+        share: The fraction of the step, from 0 to 1.
     """
 
     task: str
@@ -96,12 +96,12 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """What bounds a step.
+    """The verdict on what bounds a step.
 
     Attributes:
-        bound: One of the five.
-        why: A sentence.
-        shares: What the step is spent on, each as a part of it; they add up to 1.
+        bound: The cause that bounds the step, or "balanced".
+        why: A sentence with the reason.
+        shares: Cause to the fraction of the step spent on it; the fractions add up to 1.
     """
 
     bound: Bound
@@ -111,15 +111,15 @@ class StepVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """How much any overlap can gain at most: no plan for these tasks makes a step shorter.
+    """The most that any overlap can gain: no plan for these tasks makes a step shorter.
 
     Attributes:
         floor_s: The least time of a step, in seconds.
-        limit: What sets it, in words.
-        beside: The tasks that have to run at the same time as what sets it, the longest first.
+        limit: What determines ``floor_s``, in words.
+        beside: The tasks that have to run at the same time as the limiting ones, longest first.
         saved_s: The time of a step, less ``floor_s``.
         spread_s: Half-width of the 95% interval of the step's time.
-        share: ``saved_s``, as a part of the step; from 0 to 1.
+        share: ``saved_s``, as a fraction of the step; from 0 to 1.
         needs: What a plan has to do to reach it, in a sentence.
     """
 
@@ -133,15 +133,16 @@ class Ceiling:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether there is something to gain that can be told apart from nothing."""
+        """Whether the gain is distinct from 0 and large enough to matter."""
         return self.saved_s > self.spread_s and self.share >= WORTH
 
     def after_trials(self, tried: Iterable[Estimate], shared: str) -> Ceiling:
-        """Return what is left where plans that would come near it saved nothing when tried.
+        """Return the ceiling that remains when promising plans saved nothing in their trials.
 
-        ``shared``: What tasks share, most likely, of which no cost tells.
+        ``shared`` is what the tasks most likely share, which no cost shows.
         """
         step_s = self.floor_s + self.saved_s
+        # The trials are evidence that no plan of this kind saves more than the best of them.
         saved_s = min(self.saved_s, max(0.0, *(one.value_s for one in tried)))
         return replace(
             self,
@@ -156,7 +157,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """What a step is spent on, and what follows.
+    """The account of a step: what it is spent on, and what follows.
 
     Attributes:
         parts: The step, split into parts that add up to it.
@@ -171,11 +172,11 @@ class StepAccount:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What tasks are for.
+    """The roles of tasks in an iteration.
 
     Attributes:
-        recurring: Tasks on a cycle of dependences: they need what an earlier iteration did.
-        feeding: Other tasks, which these need: input.
+        recurring: Tasks on a cycle of dependences: they depend on an earlier iteration.
+        feeding: Other tasks that recurring tasks depend on: the input.
         communicating: Tasks that enter collectives.
     """
 
@@ -185,10 +186,11 @@ class Roles:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Roles:
-        """The roles of a plan's tasks, by its dependences and its global order."""
+        """Return the roles of a plan's tasks, from its dependences and its global order."""
         after: dict[str, set[str]] = defaultdict(set)
         for dep in dependences_of(plan):
             after[dep.producer].add(dep.consumer)
+        # A task on a cycle of dependences reaches itself.
         reached = {name: _reached(name, after) for name in plan.schedule}
         recurring = tuple(name for name, of in reached.items() if name in of)
         feeding = {n for n, of in reached.items() if n not in recurring and of & {*recurring}}
@@ -197,6 +199,7 @@ class Roles:
 
 
 def _reached(name: str, after: Mapping[str, set[str]]) -> set[str]:
+    # The transitive consumers of a task, which include the task itself if it lies on a cycle.
     found: set[str] = set()
     ahead = [name]
     while ahead:
@@ -214,15 +217,15 @@ def account_of(
     streams: bool,
     cpu_s: float = 0.0,
 ) -> StepAccount:
-    """The account of the step that was profiled.
+    """Return the account of the step that was profiled.
 
     Args:
-        profile: What was measured.
+        profile: The measurements.
         path: The critical path of a trace of the same loop.
-        plan: Carries the dependences between its tasks, and the global order; its stages and
+        plan: A plan with the dependences between the tasks, and the global order. Its stages and
             threads do not matter.
         streams: Whether the device has streams.
-        cpu_s: What an iteration takes of the cores at least, on all threads of the process.
+        cpu_s: The least CPU time of an iteration, on all threads of the process.
     """
     parts = _parts(path, profile, Roles.of(plan))
     ceiling = _ceiling(plan, profile, streams=streams, cpu_s=cpu_s)
@@ -236,17 +239,19 @@ def _parts(path: CriticalPath, profile: ProfileResult, roles: Roles) -> tuple[St
     """Split the step that was profiled, in proportion to a critical path that was traced.
 
     Returns:
-        The parts, those of a cause together, in the order of ``CAUSES``; within one the longest
-        come first. No parts if the path has no steady state.
+        The parts, grouped by cause in the order of ``CAUSES``. Within a cause, the longest come
+        first. Empty if the path has no steady state.
     """
     whole_s = profile.baseline_s
     start_s = 0.0 if profile.loader is None else min(profile.loader.start_s, whole_s)
     shares: dict[tuple[str, Cause], float] = defaultdict(float)
+    # If the loader sets the pace, the traced path shows only how its time is filled.
     if profile.limited_by_loader:
         shares[LOADER, "input"] = 1.0
     else:
         for (task, cause), share in _traced(path, profile, roles):
             shares[task, cause] += share
+    # The trace and the profile ran at different times: only the shares are the trace's.
     seconds = {key: share * (whole_s - start_s) for key, share in shares.items()}
     if start_s:
         seconds[START, "input"] = start_s
@@ -257,10 +262,11 @@ def _parts(path: CriticalPath, profile: ProfileResult, roles: Roles) -> tuple[St
 def _traced(
     path: CriticalPath, profile: ProfileResult, roles: Roles
 ) -> Iterator[tuple[tuple[str, Cause], float]]:
-    """Task and cause, and their share of the critical path."""
+    """Yield each task and cause, with their share of the critical path."""
     times = path.by_kind()
     whole_ms = sum(times.values())
     for (task, kind), ms in times.items():
+        # The engine's own actions, apart from those that bring a batch, are overhead between tasks.
         if task == GAPS or (task in OWN and task not in SOURCES):
             yield (BETWEEN, "host"), ms / whole_ms
         elif task in SOURCES:
@@ -273,20 +279,25 @@ def _traced(
 def _causes(
     task: str, kind: RowKind, profile: ProfileResult, roles: Roles
 ) -> Iterator[tuple[Cause, float]]:
-    """What a task's time on the path is spent on, and which share of it."""
+    """Yield the causes of a task's time on the path, each with its share of that time."""
     feeds = task in roles.feeding
     communicates = task in roles.communicating
+    # On a stream there are no host times: all of the work has one cause.
     if kind == "stream":
         waits: Cause = "collective" if communicates else "input"
         yield (waits if feeds else "compute"), 1.0
         return
     host_s = profile.host_s.get(task, 0.0)
     waiting = min(1.0, profile.blocked_s.get(task, 0.0) / host_s) if host_s else 0.0
+    # A small part off the CPU is preemption. Input tasks that wait, for a disk for example, stay
+    # input.
     if waiting < _WAITS or (feeds and not communicates):
         waiting = 0.0
     queued = min(1.0 - waiting, profile.core_s.get(task, 0.0) / host_s) if host_s else 0.0
     yield ("collective" if communicates else "host"), waiting
     yield "cores", queued
+    # On a device with streams, host time on the critical path means that the device waits for the
+    # host.
     rest: Cause = "input" if feeds else "host" if profile.device_s else "compute"
     yield rest, 1.0 - waiting - queued
 
@@ -303,7 +314,7 @@ def _verdict(parts: tuple[StepPart, ...], profile: ProfileResult) -> StepVerdict
 def _bound(
     parts: tuple[StepPart, ...], profile: ProfileResult, shares: Mapping[Cause, float]
 ) -> tuple[Bound, str]:
-    """What bounds the step, and a sentence on why."""
+    """Return what bounds the step, and a sentence with the reason."""
     pace = profile.loader
     busy = profile.limiting
     if profile.limited_by_loader and pace is not None:
@@ -313,6 +324,7 @@ def _bound(
             f"The loader makes a batch in {short_ms(pace.rate_s)} ms, with {who}; the rest of a "
             f"step takes {short_ms(rest_s)} ms."
         )
+    # Several busy thread groups hide each other's time, so the causes on the path are not decisive.
     if len(busy) > 1:
         named = listed(busy)
         why = f"Threads {named} are busy all the time: to save time, all have to do less."
@@ -322,7 +334,7 @@ def _bound(
     if shares[most] < MOST:
         spent = ", ".join(f"{cause} {shares[cause]:.0%}" for cause in ranked if shares[cause])
         return "balanced", f"No one thing takes half of the step: {spent}."
-    # Within a cause, the longest come first.
+    # Within a cause, the longest parts come first.
     tasks = [p.task for p in parts if p.cause == most]
     long = [p.task for p in parts if p.cause == most and p.share >= WORTH]
     named = listed(long, _NAMED) if long else f"{counted(len(tasks), 'task')}, each a little"
@@ -331,7 +343,7 @@ def _bound(
 
 
 def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
-    """The rank that waits longest for another one, and what for."""
+    """Yield a sentence on the rank that waits longest for another rank, and the reason."""
     for wait in profile.rank_waits[:1]:
         yield (
             f"Rank {wait.rank} waits {short_ms(wait.seconds)}{within(wait.spread_s)} ms of "
@@ -344,21 +356,26 @@ def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
 
 
 def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s: float) -> Ceiling:
-    """The bound of all plans, with any depth: only means count, however iterations differ.
+    """Return the ceiling over all plans of any depth, from the mean costs of the tasks.
 
-    A task that needs nothing that earlier iterations did may run on several threads, so that only a
-    part of its time bounds an iteration.
+    A task that does not depend on earlier iterations may run on several threads. Then only a
+    fraction of its time bounds an iteration.
     """
     roles = Roles.of(plan)
+    # Tasks that cannot have workers: the pull, tasks on a cycle, and collectives, which are
+    # ordered.
     stays = {PULL, *roles.recurring, *roles.communicating}
     workers = {name: profile.workers(name) for name in profile.host_s if name not in stays}
     shared = {name: 1 / number for name, number in workers.items() if number > 1 and not streams}
     costs = profile.costs.with_scaled(shared)
+    # With one thread more than tasks, the number of threads never limits the bound.
     bounds = lower_bounds(plan, costs, streams=streams, threads=len(costs.tasks) + 1)
     floor_s = bounds.ii_us / 1e6
+    # The bound's text reads "resource: task, task alone"; its parts are needed separately.
     what, _, names = bounds.busiest.partition(": ")
     limiting = names.removesuffix(" alone").split(", ")
     limit = f"{what}: {listed(names.replace(PULL, f'the {LOADER}').split(', '), _NAMED)}"
+    # A cycle of dependences bounds the step more than any resource does.
     if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
         limiting = [*roles.recurring]
         named = listed(limiting, 2 * _NAMED)
@@ -370,6 +387,8 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     on_cpu_s = max(cpu_s, sum(map(profile.cpu_s, profile.host_s))) / own_cores
     named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
     needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
+    # ``lower_bounds`` does not know the cores, the loader and the start of a pass. The first two
+    # replace the limit if they are higher; the start is added at the end.
     if on_cpu_s > floor_s:
         floor_s = on_cpu_s
         limit = f"{counted(own_cores, 'core')} for all tasks"
@@ -382,6 +401,7 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
         limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
         needs = "To reach it, the loader has to be called early enough, and never wait."
     step_s, spread_s = profile.step
+    # Noise can put the bound above the measured step; the gain is never negative.
     floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), step_s)
     saved_s = step_s - floor_s
     return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s, needs)

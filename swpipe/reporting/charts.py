@@ -13,11 +13,11 @@ from swpipe.reporting.account import LOADER
 from swpipe.trace import Trace, format_stacked, svg_stacked
 
 SHOWN = 4
-"""Iterations that a timeline shows."""
+"""The number of iterations that a timeline shows."""
 
 
 def exposed_chart(profile: ProfileResult) -> str:
-    """Bars with intervals, of the tasks whose exposed times can be told apart from 0."""
+    """Return bars with intervals for the tasks whose exposed times can be told apart from 0."""
     known = [name for name in profile.tasks if is_known(profile, name)]
     of, spread = (
         {shown_name(n): s[n] for n in known} for s in (profile.exposed_s, profile.spread_s)
@@ -25,22 +25,26 @@ def exposed_chart(profile: ProfileResult) -> str:
     try:
         return bar_chart_svg([Bars("", of, spread)], title=None) if known else ""
     except ModuleNotFoundError:
-        return ""  # the table has the same figures
+        return ""  # without matplotlib; the table has the same figures
 
 
 def shown_name(task: str) -> str:
-    """What a page calls a task: a call of the loader is no task to its reader."""
+    """Return the name of a task on the page, where a call of the loader is no task."""
     return LOADER if task in SOURCES else task
 
 
 def is_known(profile: ProfileResult, name: str) -> bool:
-    """Whether a task's exposed time can be told apart from 0."""
+    """Return whether a task's exposed time can be told apart from 0."""
     exposed = profile.exposed(name)
     return exposed is not None and exposed.is_clear
 
 
 def timeline_chart(traces: Mapping[str, Trace]) -> str:
-    """Timelines below each other on one scale, each with its heading: ``Trace.steady(SHOWN)``."""
+    """Return timelines one below the other on a common scale, each under its heading.
+
+    They show the iterations ``Trace.steady(SHOWN)``.
+    """
+    # The first and last iterations fill and drain the pipeline, so only steady ones are shown.
     shown = {
         heading: Trace(
             replace(span, task=shown_name(span.task)) for span in trace.steady(SHOWN).spans

@@ -1,4 +1,4 @@
-"""What the environment and torch's settings say, before anything runs."""
+"""Findings from the environment and torch's settings, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from swpipe.core.plan import PipelinePlan, streams_of
 from swpipe.device import Device
 from swpipe.reporting.finding import Finding
 
-_MOST_SWITCH_S = 0.02  # four times Python's own
+_MOST_SWITCH_S = 0.02  # seconds; four times Python's default
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CUDAS_CONNECTIONS = 8  # where the variable is not set
+_CUDAS_CONNECTIONS = 8  # CUDA's default
 
 _SPINS = "OpenMP's threads spin while they wait, and take the cores of other threads"
 _BLOCKING = (
@@ -25,21 +25,22 @@ _BLOCKING = (
     ("OMP_WAIT_POLICY", "active", False, _SPINS),
     ("KMP_BLOCKTIME", "infinite", False, _SPINS),
 )
-"""Variables, the value that is a fault, whether only for a device with streams, and why."""
+"""Variables, the value that is a fault, whether only for a device with streams, and the reason."""
 
 
 def environment_findings(
     device: Device, plan: PipelinePlan | None, workers: int
 ) -> Iterator[Finding]:
-    """Yield the findings that need no loop.
+    """Yield the findings that can be made without running the loop.
 
     Args:
-        device: Where the tasks work.
-        plan: What the loop runs under; None if that is not known.
-        workers: Processes of the loader.
+        device: The device of the tasks.
+        plan: The plan that the loop runs under; None if it is not known.
+        workers: The number of the loader's worker processes.
     """
     yield from _thread_findings(plan, workers)
     for name, bad, on_streams, text in _BLOCKING:
+        # OpenMP's values are not case-sensitive, so neither is the comparison.
         value = os.environ.get(name, "")
         if value.strip().lower() == bad and (device.has_streams or not on_streams):
             yield Finding("blocking-setting", f"{name}={value}", text, "unset it")
@@ -58,6 +59,7 @@ def environment_findings(
 def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Finding]:
     ranks = ranks_on_machine()
     there_are = cores()
+    # The caller's thread is one of the groups, but it exists without a plan as well.
     groups = 0 if plan is None else len(plan.thread_groups) - 1
     intra_op = torch.get_num_threads()
     each = f", on each of {ranks} ranks," if ranks > 1 else ""
@@ -70,6 +72,8 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
     for place, number, mend in too_many:
         text = f"{number} threads or processes{each} run on {there_are} cores, and take turns"
         yield Finding("threads", place, text, f"{mend}: {max(1, there_are // ranks)} at most")
+    # No single number is too high, but together they may be. Twice the cores is the limit, since
+    # these threads are not all busy at once.
     if not too_many and (intra_op + workers + groups) * ranks > 2 * there_are:
         text = (
             f"{intra_op} intra-op threads, {workers} loader workers and {groups} more thread "
@@ -81,6 +85,8 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
 
 def _connection_findings(plan: PipelinePlan | None) -> Iterator[Finding]:
     given = os.environ.get(_CONNECTIONS, "")
+    # CUDA maps streams to a fixed number of hardware queues; streams that share one wait for each
+    # other.
     connections = int(given) if given.isdecimal() else _CUDAS_CONNECTIONS
     named = {} if plan is None else streams_of(plan.schedule.values())
     streams = max(2, len(named) + 1)  # at least a copy beside the caller's stream

@@ -1,7 +1,7 @@
-"""Finds what keeps a loop from overlapping: by its settings, serial iterations and its profile.
+"""The examination of a loop: what keeps it from overlapping, found by running it serially.
 
-Users' code is not read: a finding is what torch's dispatch and settings, the environment or a
-measurement show.
+Users' code is not read. A finding is based on torch's dispatch and settings, the environment, or a
+measurement.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from swpipe.reporting.waits import TaskWatcher, WaitRecorder, sync_debug
 from swpipe.tuning.autotuning import Loop
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
-"""Code of torch's, which breaks graphs on purpose, and of swpipe's, which watches the loop."""
+"""Directories whose code causes no findings: torch breaks graphs on purpose, and swpipe watches
+the loop.
+"""
 
 _WARM_UP = 2  # iterations in which torch allocates and compiles
 _WATCHED = 2
 _LOCKING = 3  # batches beside a thread that competes for the interpreter lock
 _SHARE = 0.05
-"""What takes less of a step is no finding."""
+"""The smallest fraction of a step that makes a finding."""
 
 _MOST_WORKERS = 16
-"""With more workers their first batches are not compared."""
+"""The most workers whose first batches are compared."""
 
 _LOCKED = 0.6
-"""A task holds the interpreter lock for most of its time, from here on."""
+"""The fraction of its time from which on a task counts as holding the interpreter lock."""
 
 
 def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tuple[Finding, ...]:
@@ -56,11 +58,12 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
 
     Args:
         loop: The loop; its state is restored.
-        plan: What it runs under, to examine its threads and streams; it is not run.
-        profile: Of the same loop: findings of a loader are of its figures.
+        plan: The plan that the loop runs under, whose threads and streams are examined. The plan
+            is not run.
+        profile: A profile of the same loop, for the findings about the loader.
 
     Raises:
-        BaseException: Whatever a task or the loader raised.
+        BaseException: Any exception of a task or of the loader.
     """
     loader = None if loop.loader is None else unprepared(loop.loader)
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
@@ -72,10 +75,13 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
         recorder = WaitRecorder(pipe.device)
         feed = cycle(loop.batches)
         with saved.trial(), pipe.borrow():
+            # Warm-up iterations wait for allocations and compilation, which are no findings.
             for _ in range(_WARM_UP):
                 pipe.run_one_serial_iter(next(feed))
             for _ in range(_WATCHED):
                 with (
+                    # The dispatch mode sees operators; torch's sync debug mode sees waits inside of
+                    # them.
                     pipe.observe(TaskWatcher(recorder)),
                     sync_debug(pipe.device, recorder.add_unseen),
                 ):
@@ -97,6 +103,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
 
 def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
     for finding, times in recorder.found.items():
+        # The recorder counts over all watched iterations.
         yield replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
 
 
@@ -105,6 +112,7 @@ def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Find
     streams = {entry.stream for entry in entries}
     named = sorted(stream for stream in streams_of(entries) if isinstance(stream, str))
     specs = [plan.streams.get(name, StreamSpec()) for name in named]
+    # Without a priority, a long kernel of the model delays the kernels of a side stream.
     if len(streams) > 1 and named and not any(spec.priority for spec in specs):
         text = (
             f"kernels of {listed(named)} have the priority of all others: where those of the "
@@ -115,13 +123,17 @@ def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Find
 
 
 def _graph_breaks() -> Iterator[Finding]:
-    """Of all functions that torch has compiled in this process."""
+    """Yield findings about all functions that torch has compiled in this process."""
+    # Only if torch.compile was used is the module loaded: importing it here would be slow.
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return
     broken = {
         (one.co_filename, one.co_firstlineno)
         for one in dynamo.get_compilation_metrics()
+        # torch 2.13 gives the function after a break this prefix; it has the position of the
+        # original function. ``get_compilation_metrics`` and ``counters`` are private to
+        # ``torch._dynamo.utils``.
         if str(one.co_name).startswith("torch_dynamo_resume_in_")
         and not any(map(Path(one.co_filename).is_relative_to, _OWN))
     }
@@ -143,6 +155,7 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
     if pace is None or saved is None:
         return
     least_s = _SHARE * step_s
+    # The start of a pass is part of what the pull exposes, but has a mend of its own.
     waits_s = saved.value_s - pace.start_s
     if pace.start_s >= least_s:
         text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
@@ -159,6 +172,7 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
         text = f"the loop waits for {who}, {takes}: a batch takes {ms(pace.rate_s)} ms"
         mend = "less work for each batch"
         if pace.workers:
+            # As many workers as needed for a batch in the time of the rest of the step.
             more = pace.workers_for(max(step_s - saved.value_s, least_s))
             mend = f"{more} workers, or {mend}; prefetch_factor if batches are uneven"
         yield Finding("slow-loader", "loader", text, mend)
@@ -170,12 +184,17 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
 
 
 def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
-    """Workers that all read a whole dataset: their first batches, which come in turn, are alike."""
+    """Find workers that all read the whole dataset, by comparing their first batches.
+
+    The workers' first batches come in rotation. They are all alike, and unlike the second batch
+    of the first worker.
+    """
     if not 1 < workers <= _MOST_WORKERS or not isinstance(loader.dataset, IterableDataset):
         return
     first, *others = islice(loader, workers + 1)
     if len(others) < workers:
         return
+    # If the next batch of the same worker is alike too, all batches are, and nothing follows.
     next_of_first = others.pop()
     if all(_alike(first, other) for other in others) and not _alike(first, next_of_first):
         text = (
@@ -189,6 +208,7 @@ def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
 
 
 def _alike(batch: Any, other: Any) -> bool:
+    # Batches are compared by their tensors bit by bit, and by their other plain values.
     ours, theirs = ([*tensors_held(one)] for one in (batch, other))
     values, others = ([v for v in leaves_in(one) if isinstance(v, PLAIN)] for one in (batch, other))
     return values == others and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
@@ -197,14 +217,17 @@ def _alike(batch: Any, other: Any) -> bool:
 def _lock_findings(
     tasks: Sequence[PipelineTask], costs: CostModel, step_s: float
 ) -> Iterator[Finding]:
-    """Find tasks that hold the lock, and that another process could do.
+    """Yield findings about tasks that hold the interpreter lock but could run in another process.
 
-    Nothing outlives these but what they return.
+    These tasks leave nothing behind but their results.
     """
+    # Builds of Python without the lock have ``sys._is_gil_enabled`` (3.13); older versions always
+    # lock.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return
     for name, effects in declared_effects(tasks).items():
         cost = costs.tasks[name]
+        # A task that writes persistent state cannot move to another process.
         keeps_state = effects.undeclared or any(place.persistent for place in effects.writes)
         if keeps_state or cost.host_us < _SHARE * step_s * 1e6:
             continue

@@ -1,4 +1,4 @@
-"""What a report finds that keeps work from overlapping."""
+"""The findings of a report about what keeps work from overlapping."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that keeps work from overlapping.
+    """A fact that keeps work from overlapping.
 
     Attributes:
-        rule: Which kind it is, such as "host-sync"; the guide lists them.
+        rule: The kind of the finding, such as "host-sync"; the guide lists them.
         place: ``file:line`` and the task; or a variable, a setting, "plan", "loader" or "machine".
-        text: What is the case, and what it prevents.
+        text: The fact, and what it prevents.
         mend: What to do about it.
     """
 

@@ -1,15 +1,15 @@
-"""What a report needs, measured one after the other, with all state restored.
+"""The measurements for a report, taken one after the other, with all state restored.
 
     record     two iterations: what the tasks touch, and so which of them may overlap
     trace      some iterations, for the timeline and the critical path
     profile    the loop's iterations in their order, exposed times and advice, in the plain loop or
                under the plan
-    try        the plans that are advised, in turns with the present one, over the loop's batches
-    examine    what keeps work from overlapping, by the same profile
+    try        the plans that are advised, alternately with the present one, on the loop's batches
+    examine    what keeps work from overlapping, using the same profile
 
-Where others use too much of the machine, the last two are left out: nothing would follow.
-On several ranks each does the same; a step takes as long as on the slowest rank. The report is of
-the rank that the others wait for.
+If other processes use too much of the machine, the last two are left out, since their results
+would be meaningless. On several ranks each does the same; a step takes as long as on the slowest
+rank. The report is about the rank that the other ranks wait for.
 """
 
 from __future__ import annotations
@@ -55,16 +55,18 @@ NOW = "the present plan"
 
 ROUNDS = 5
 LEAST_ROUNDS = 3
-"""Visits to each task, and trials of each plan: unless these take too long, and then at least."""
+"""Numbers of visits to each task and of trials of each plan: the default, and the least where steps
+are long.
+"""
 
 _PROFILE_S = 30.0
 _TRIAL_S = 12.0
-"""Too long: a report on a step of 100 ms takes a minute at most."""
+"""Time limits in seconds, so that a report on a step of 100 ms takes a minute at most."""
 
 _WARM_UP = 3  # iterations
 _LEAST_TRACED = 12
 _MOST_TRACED = 60
-_TRACED_S = 3.0  # so that a few slow iterations do not decide
+_TRACED_S = 3.0  # long enough that a few slow iterations do not dominate
 _LEAST_S = 1e-6
 
 
@@ -84,30 +86,30 @@ def report(
 ) -> StepReport:
     """Measure a loop, and report what bounds it, what overlap can still gain, and what to do next.
 
-    It takes some tens of iterations for each task, and a minute at most where a step takes 100 ms.
-    All state is restored, as after a profile.
+    It runs some tens of iterations for each task, which take at most a minute if a step takes 100
+    ms. All state is restored, as after a profile.
 
     Args:
-        tasks: In serial order.
-        batches: Those that the loop goes through, in their order, at least one: of many a sample is
-            taken, and the report says how much was seen.
-        plan: What it runs under; None for the plain loop.
-        name: What the report calls it.
-        device: As for ``SWPipeline``.
-        context: As for ``SWPipeline``.
-        loader: What training takes its batches from, such as a ``DataLoader``: its calls are
-            measured, too. With None a batch costs nothing.
-        ready_made: Name to plan, such as those of ``swpipe.plans.torchrec.sparse_dist``. They are
-            tried where nothing else is advised but to make tasks faster; not those for other tasks,
-            and those that could give other numbers than the serial loop.
-        rounds: Visits to each task, and trials of each plan; 2 or more. More make intervals
-            narrower. None: 5, or down to 3 where steps are long.
+        tasks: The tasks in serial order.
+        batches: The batches of the loop in order, at least one. A sample is taken if there are
+            many, and the report says how many batches were used.
+        plan: The plan that the loop runs under; None for the plain loop.
+        name: The name of the loop in the report.
+        device: See ``SWPipeline``.
+        context: See ``SWPipeline``.
+        loader: The object that training takes its batches from, such as a ``DataLoader``. Its calls
+            are measured too. If None, batches cost nothing.
+        ready_made: Name to plan, for example those of ``swpipe.plans.torchrec.sparse_dist``. They
+            are tried if the only other advice is to make tasks faster. Plans for other tasks are
+            not tried, nor plans that could give other numbers than the serial loop.
+        rounds: Visits to each task, and trials of each plan; 2 or more. More rounds make intervals
+            narrower. None for 5, or down to 3 if steps are long.
         progress: Called with one line before each step.
 
     Raises:
         ValueError: There are no batches, or ``rounds`` is below 2.
         PlanError: The plan cannot run with these tasks.
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     loop = Loop(tuple(tasks), batches, device, context=context, loader=loader, progress=progress)
     return report_on(loop, plan, name=name, ready_made=ready_made or {}, rounds=rounds)
@@ -121,7 +123,7 @@ def report_on(
     ready_made: Mapping[str, PipelinePlan],
     rounds: int | None = None,
 ) -> StepReport:
-    """The report on a loop, of which more is said: its streams and its ranks; see ``report``."""
+    """Return the report on a loop that carries its streams and ranks; see ``report``."""
     # Tasks keep the streams and the global order of the plan that the loop runs under.
     loop = replace(loop.agreed(), like=loop.like if plan is None else plan)
     recording = loop.record()
@@ -129,6 +131,8 @@ def report_on(
     runs_under = inferred if plan is None else replace(plan, tasks=())
     pulls = Pulls.of(loop.loader)
     pipelined = plan is not None and plan.depth > 1
+    # All ranks measure, exchange the results, and choose the same rank: the one that others wait
+    # for.
     found = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
     everyone: list[_Measured] = loop.gather(found)
     of_ranks = found.profile.ranks
@@ -156,6 +160,7 @@ def report_on(
             "Python": platform.python_version(),
         },
     )
+    # The ranks decide together, since the trials below are collective.
     if any(loop.gather(told.cannot_tell)):
         return told
     costs = replace(profile.costs, memory=loop.measure_memory())
@@ -173,11 +178,15 @@ def report_on(
         )
     trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
     changes, not_kept = trials.of_advice(profile, account.ceiling)
+    # A plan was promised to save time and did not. The ceiling is corrected, because the cause of
+    # the failure limits other plans as well.
     in_vain = ""
     if not_kept and not any(one.advice.plan for one in changes):
         why = trials.why_in_vain(profile, not_kept)
         in_vain = why.text
         told = replace(told, ceiling=told.ceiling.after_trials(not_kept.values(), why.cause))
+    # Ready-made plans are a fallback: they are tried only if the advice contains no plan but the
+    # ceiling says that one could help.
     if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
         fitting = {
             name: replace(one, tasks=())
@@ -190,6 +199,7 @@ def report_on(
         best = trials.best(fitting, tried)
         changes = (*best, *changes)[:MOST]
         not_kept = {**not_kept, **tried}
+    # The examination runs the loop serially, whatever plan the loop is under.
     loop.progress("looking for what keeps work from overlapping")
     findings = examine(loop, plan, found.profile)
     return replace(
@@ -206,7 +216,10 @@ def report_on(
 
 
 class _Measured(NamedTuple):
-    """``cpu_s`` is what an iteration takes of the cores, on all threads; 0 if it is not known."""
+    """The measurements of one rank.
+
+    ``cpu_s`` is the CPU time of an iteration on all threads; 0 if unknown.
+    """
 
     profile: ProfileResult
     trace: Trace
@@ -216,7 +229,7 @@ class _Measured(NamedTuple):
 def _measure(
     loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls | None, *, pipelined: bool
 ) -> _Measured:
-    """A trace of some iterations, and a profile; the state is as before."""
+    """Trace some iterations and profile the loop, and restore the state."""
     loop.progress("recording a timeline")
     with SWPipeline(
         plan, loop.tasks, device=loop.device, context=loop.context, check_effects=False
@@ -228,11 +241,14 @@ def _measure(
         with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
             pipe.run(islice(batches, _WARM_UP))
             timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
+            # Ranks must run the same number of iterations, so the slowest one determines it.
             step_s = max(loop.gather(max(timed_s, _LEAST_S) / _WARM_UP))
             steps = min(_MOST_TRACED, max(_LEAST_TRACED, int(_TRACED_S / step_s)))
             if pulls is not None:
                 steps = pulls.in_turns(steps)
                 pulls.settle(steps, drain=True)
+            # CPU time of the process includes its own threads, but not the loader's worker
+            # processes.
             begin_s = time.process_time()
             with pipe.trace() as trace:
                 pipe.run(islice(batches, steps))
@@ -244,14 +260,16 @@ def _measure(
             pipelined=pipelined,
             seconds=_PROFILE_S if rounds is None else None,
         )
-    # Threads of OpenMP may use a core while they wait.
+    # Threads of OpenMP may use a core while they wait, so with several of them the CPU time says
+    # nothing.
     return _Measured(profile, trace, cpu_s if torch.get_num_threads() == 1 else 0.0)
 
 
 def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelinePlan:
-    """The plan, with a dependence of each task on itself that an earlier iteration's state needs.
+    """Return the plan, with a dependence of each task that writes persistent state on itself.
 
-    Threads keep that order anyway, so a recording leaves it out; but it says what may not move.
+    Threads keep that order anyway, so a recording leaves it out. Here it marks the tasks that
+    depend on earlier iterations.
     """
     written = [
         (name, name, 1)
@@ -265,7 +283,7 @@ def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelineP
 
 
 class _Trials(NamedTuple):
-    """Trials of plans in turns with the present one, of which a step takes ``step_s``."""
+    """Trials of plans, alternately with the present one, whose step takes ``step_s``."""
 
     loop: Loop
     plan: PipelinePlan
@@ -276,7 +294,7 @@ class _Trials(NamedTuple):
     def of_advice(
         self, profile: ProfileResult, ceiling: Ceiling
     ) -> tuple[tuple[PromisedChange, ...], dict[str, Estimate]]:
-        """What is advised, with what the plans gave; and what those gave that saved nothing.
+        """Return the advised changes with their trials, and the plans that saved nothing.
 
         No plan promises more than the ceiling.
         """
@@ -286,28 +304,33 @@ class _Trials(NamedTuple):
         changes = []
         for each in profile.advice:
             most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
+            # A change without a plan cannot be tried, so it stays with its promise alone.
             if each.change not in not_kept:
                 one = replace(each, saved_s=most_s)
                 changes.append(PromisedChange(one, tried.get(each.change)))
         return (*changes,), not_kept
 
     def saved(self, plans: Mapping[str, PipelinePlan]) -> dict[str, Estimate]:
-        """How much shorter an iteration is under each of some plans."""
+        """Return how much shorter an iteration is under each of the plans."""
         if not plans:
             return {}
         self.loop.progress(f"trying {'; '.join(plans)}")
         every = {NOW: self.plan, **plans}
         window = self._window(1 + len(plans))
+        # Long steps get fewer rounds; the number depends on ``step_s``, which is the same on all
+        # ranks.
         turn_s = len(every) * window.iterations * self.step_s
         fits = int(_TRIAL_S / turn_s) if turn_s else ROUNDS
         turns = self.rounds or min(ROUNDS, max(LEAST_ROUNDS, fits))
         rounds = [self.loop.try_round(every, turn, self.pulls, window) for turn in range(turns)]
+        # Differences are taken within a round, where the machine was in the same state.
         return {name: mean_of([took_s[NOW] - took_s[name] for took_s in rounds]) for name in plans}
 
     def why_in_vain(self, profile: ProfileResult, tried: Mapping[str, Estimate]) -> Contention:
-        """See what tasks wait for under a plan that was promised to save time, and did not."""
+        """Run a plan that did not save the promised time, and return what its tasks wait for."""
         loop = self.loop
         loop.progress("looking for what tasks share that does not show in their costs")
+        # The first plan of the advice promised most, so its failure is the most informative.
         plan = next(one.plan for one in profile.advice if one.plan and one.change in tried)
         said: Any = {"device": loop.device, "context": loop.context, "check_effects": False}
         with SWPipeline(plan, loop.tasks, **said) as pipe:
@@ -318,7 +341,7 @@ class _Trials(NamedTuple):
                 return contention(pipe, batches, profile.host_s, cpu_s, len(batches))
 
     def _window(self, plans: int) -> Window:
-        """Return one through the loop's batches, or as many as fit."""
+        """Return a window through the loop's batches, or through as many as fit in the time."""
         round_s = LEAST_ROUNDS * plans * self.step_s
         fits = int(_TRIAL_S / round_s) if round_s else MOST_SEEN
         return self.loop.through(max(1, fits - Window().num_warmup))
@@ -326,12 +349,13 @@ class _Trials(NamedTuple):
     def best(
         self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]
     ) -> tuple[PromisedChange, ...]:
-        """The plan that saved most, if that is more than nothing, and so again in its own trial.
+        """Return the best plan, if it saved time both in the comparison and in a trial of its own.
 
-        Of several the best one has had luck, too.
+        The best of several plans was also lucky, so its first result is too high.
         """
         for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
             if tried[name].is_clear:
+                # The second trial does not depend on the selection, so its result is unbiased.
                 again = self.saved({name: plans[name]})[name]
                 if again.is_clear:
                     words = f"run it under the ready-made plan {name}"

@@ -27,17 +27,17 @@ from swpipe.reporting.finding import Finding
 from swpipe.reporting.rank_forecast import RankForecast
 from swpipe.trace import PeakMemory, Trace
 
-_APART = 0.05  # of a step: smaller differences are not told
+_APART = 0.05  # fraction of a step; smaller differences are not reported
 
 
 @dataclass(frozen=True, slots=True)
 class PromisedChange:
-    """A change that is advised, and what it gave when it was tried.
+    """A change that is advised, and the result of its trial.
 
     Attributes:
         advice: What to change, what it promises, and the plan to try.
-        tried: How much shorter an iteration was under that plan, in seconds, with a 95% interval;
-            None where the change needs another program, and not only another plan.
+        tried: How much shorter an iteration was under that plan, in seconds, with a 95% interval.
+            None if the change is not just another plan, but needs another program.
     """
 
     advice: Advice
@@ -45,12 +45,12 @@ class PromisedChange:
 
     @property
     def promised(self) -> str:
-        """The promise, in milliseconds."""
+        """The promised saving, in milliseconds."""
         return f"{short_ms(self.advice.saved_s)}{within(self.advice.spread_s)} ms"
 
     @property
     def gave(self) -> str:
-        """What the trial gave, in milliseconds; "" if it was not tried."""
+        """The saving in the trial, in milliseconds; "" if the change was not tried."""
         if self.tried is None:
             return ""
         given = f"{short_ms(self.tried.value_s)}{within(self.tried.spread_s)} ms"
@@ -58,29 +58,30 @@ class PromisedChange:
 
     @property
     def kept(self) -> bool | None:
-        """Whether the promise and what was measured are the same, within their intervals."""
+        """Whether promise and trial agree within their intervals; None if not tried."""
         if self.tried is None:
             return None
         apart_s = abs(self.tried.value_s - self.advice.saved_s)
+        # Both intervals count, so the two may differ by their sum.
         return apart_s <= self.tried.spread_s + self.advice.spread_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport(StepAccount):
-    """A report: the account of a step, and what was measured. It prints, and it is a page.
+    """A report: the account of a step, with its measurements, as text and as a page.
 
-    On several ranks it is of the one that the others wait for, or else of the slowest one.
+    On several ranks it is about the rank that the other ranks wait for, or else the slowest one.
 
     Attributes:
-        name: Of the loop.
-        plan: What it runs under.
-        changes: At most three: those that need no more than another plan first, of which each
-            saved something when it was tried; of these the one that promises most.
+        name: The name of the loop.
+        plan: The plan that the loop runs under.
+        changes: At most three changes. Those that need only another plan come first; each of them
+            saved something when it was tried. The one that promises most is the first.
         profile: Exposed times.
         measured: The timeline of the same loop.
         predicted: The timeline that the simulator predicts for the plan from the profile's costs;
-            None where it is too large.
-        predicted_s: The time of an iteration in it, in seconds.
+            None if the plan is too large.
+        predicted_s: The time of an iteration in ``predicted``, in seconds.
         findings: What keeps work from overlapping.
         rank: The rank that all else is about.
         machine: What it was measured on, in words: key to value.
@@ -109,21 +110,23 @@ class StepReport(StepAccount):
 
     @property
     def busy(self) -> str:
-        """Whether other work disturbed what was measured, in a sentence; "" if not."""
+        """A sentence if other processes disturbed the measurements; "" if not."""
         load = self.profile.other_load
         return f"{capitalised(load.text)}." if load is not None and load.is_busy else ""
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether other work disturbed it so much that nothing follows from what was measured."""
+        """Whether other processes disturbed the measurements too much to conclude anything."""
         load = self.profile.other_load
         return load is not None and load.is_too_busy
 
     @property
     def next_step(self) -> str:
-        """What to do next, in a sentence or two."""
+        """What to do next, in one or two sentences."""
         if self.cannot_tell:
             return "Stop what else runs, or wait for it, and measure again."
+        # The order is that of certainty: tried or simulated changes first, then what could still be
+        # gained, and only then making tasks faster.
         if self.changes:
             return f"{capitalised(self.changes[0].advice.change)}."
         if self.ceiling.is_worth_it:
@@ -137,10 +140,11 @@ class StepReport(StepAccount):
 
     @property
     def why_no_plan(self) -> str:
-        """What the ceiling takes, and why no plan is advised that comes nearer; "" if one is."""
+        """What the ceiling requires, and why no plan is advised that comes nearer; "" if one is."""
         if not self.ceiling.is_worth_it or any(one.advice.plan for one in self.changes):
             return ""
         said = [self.ceiling.needs]
+        # The tasks that would have to move are the most relevant, so their reasons come first.
         reasons = {one.advice.task: one.advice.not_moved for one in self.changes}
         told = [task for task in (*self.ceiling.beside, *reasons) if reasons.get(task)]
         if told:
@@ -153,7 +157,7 @@ class StepReport(StepAccount):
 
     @property
     def pattern(self) -> str:
-        """How steps differ, in words; "" where they do not."""
+        """How steps differ, in words; "" if they do not."""
         return pattern_of(self.profile.steps_s)
 
     @property
@@ -189,11 +193,13 @@ class StepReport(StepAccount):
         step = self.profile.step
         if self.busy:
             yield self.busy
+        # Figures are still shown on a machine that is too busy, but nothing is concluded from them.
         if not self.cannot_tell:
             yield f"{self.verdict.bound}. {self.verdict.why}"
         yield f"step: {short_ms(step.value_s)}{within(step.spread_s)} ms"
         if self.pattern:
             yield f"steps differ: {self.pattern}"
+        # A sample that covers the whole loop needs no remark.
         if self.profile.seen and not self.profile.seen.startswith("All"):
             yield f"seen: {self.profile.seen}"
         if self.cannot_tell:
@@ -221,13 +227,13 @@ class StepReport(StepAccount):
             yield self.memory.format()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for tools; times in milliseconds.
+        """Return the report as plain data, for tools; times in milliseconds.
 
-        Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None where the machine was too busy to
+        Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None if the machine was too busy to
         tell), ``why``, ``step``, ``steps_differ``, ``seen``, ``parts``, ``ceiling``, ``in_vain``,
         ``next_step``, ``changes``, ``findings``, ``rank``, ``waits`` (of ranks), ``machine``. A
-        time with an interval is ``ms`` and ``spread_ms``. Keys may be added; one that changes its
-        meaning changes ``version``.
+        time with an interval is ``ms`` and ``spread_ms``. Keys may be added. If a key changes its
+        meaning, ``version`` changes.
         """
         ceiling = self.ceiling
         told = not self.cannot_tell
@@ -270,7 +276,7 @@ class StepReport(StepAccount):
         }
 
     def to_html(self) -> str:
-        """The report as one page, which needs no network and no other file."""
+        """Return the report as one page, which needs no network and no other file."""
         return page_of(self)
 
     def save(self, path: str | Path) -> None:
@@ -278,11 +284,12 @@ class StepReport(StepAccount):
         write_atomically(path, self.to_html())
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, so that its style is not the notebook's."""
+        """Return the page in a frame of its own, so that its style does not affect the notebook."""
         return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="900"></iframe>'
 
 
 def _ms(seconds: float) -> float:
+    # Nanoseconds are the finest that any clock here resolves.
     return round(1e3 * seconds, 6)
 
 
@@ -291,7 +298,7 @@ def _estimate(of: Estimate) -> dict[str, float]:
 
 
 def capitalised(text: str) -> str:
-    """The text, with a capital at the beginning."""
+    """Return the text with an initial capital."""
     return text[:1].upper() + text[1:]
 
 
@@ -299,10 +306,13 @@ def capitalised(text: str) -> str:
 
 
 def page_of(report: StepReport) -> str:
-    """The page."""
+    """Return the HTML page of a report."""
+    # jinja2 is needed for the page only, so it is imported here.
     from jinja2 import Environment, StrictUndefined
 
     place = files("swpipe.reporting")
+    # Names in the page come from the user, so they are escaped. A misspelled variable of the
+    # template is an error.
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -321,6 +331,8 @@ def page_of(report: StepReport) -> str:
         total=sum(part.share for part in report.parts),
         spent=", ".join(f"{c} {_percent(s)}" for c, s in report.verdict.shares.items()),
         exposed=exposed_chart(report.profile),
+        # Tasks whose exposed time may be 0 would be bars without a meaning, so the page lists their
+        # names.
         hidden=[shown_name(n) for n in report.profile.tasks if not is_known(report.profile, n)],
         timeline=timeline_chart(_timelines(report)),
         shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.{_timed_apart(report)}",
@@ -342,7 +354,9 @@ def _under(report: StepReport) -> str:
 
 def _change(number: int, one: PromisedChange) -> dict[str, str]:
     advice = one.advice
+    # A change without a plan has no file to download.
     text = "" if advice.plan is None else advice.plan.to_json()
+    # The plan is embedded as a data URL, so that the page is a single file.
     data = base64.b64encode(text.encode()).decode()
     return {
         "change": capitalised(advice.change),
@@ -356,15 +370,18 @@ def _change(number: int, one: PromisedChange) -> dict[str, str]:
 
 
 def _rows(report: StepReport) -> Iterator[dict[str, str]]:
-    """A row per task: its part of the step, beside what its removal saves."""
+    """Yield a row per task: its part of the step, and what its removal saves."""
     profile = report.profile
     parts: dict[str, float] = defaultdict(float)
-    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, as parts are
+    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, like the parts
     for part in report.parts:
+        # On the page, the loader is one row: its calls and the start of a pass belong to it.
         name = PULL if part.task in (LOADER, START) else part.task
+        # A task has several parts if it both waits and computes; the row shows their sum.
         parts[name] += part.seconds
         if part.share >= WORTH:
             causes[name].append(part.cause)
+    # Parts without a host time, such as the gaps, follow the tasks.
     for name in dict.fromkeys([*profile.host_s, *parts]):
         exposed = profile.exposed(name)
         seconds = parts[name]
@@ -373,6 +390,7 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
             "task": shown_name(name),
             "part": short_ms(seconds),
             "share": _percent(seconds / profile.baseline_s),
+            # A task without a part is not on the critical path: other work hides it.
             "cause": ", ".join(dict.fromkeys(causes[name])) or ("" if seconds else "hidden"),
             "removed": "" if exposed is None else exposed.text,
             "takes": short_ms(takes_s) if name in profile.host_s else "",
@@ -381,29 +399,34 @@ def _rows(report: StepReport) -> Iterator[dict[str, str]]:
 
 
 def _note(report: StepReport, name: str, part_s: float) -> str:
-    """Why a part of the step and what its removal saves differ; "" where they do not."""
+    """Return why a task's part and what its removal saves differ; "" if they agree."""
     profile = report.profile
     exposed = profile.exposed(name)
     if exposed is None:
         return profile.not_measured.get(name, "")
+    # Exposed time and share of the critical path answer different questions, so large differences
+    # need a remark.
     apart_s = exposed.value_s - part_s
     if abs(apart_s) <= exposed.spread_s + _APART * profile.baseline_s:
         return ""
     if apart_s < 0:
         return "removed, it saves less than its part: something else takes as long"
     others = profile.in_others_s.get(name)
+    # The profile may know which tasks take less, or only that the step does.
     which = f" ({listed(others)})" if others else ""
     return f"removed, it saves more than its part: others{which} take less without it"
 
 
 def _timed_apart(report: StepReport) -> str:
-    """Why the timelines' figures are not the step's; "" where they are."""
+    """Return why the timelines' figures differ from the step's; "" if they agree."""
     pace = report.profile.loader
     step = report.profile.step
     start_s = 0.0 if pace is None else pace.start_s
+    # Differences within the interval and a few percent of the step need no explanation.
     apart_s = step.spread_s + _APART * step.value_s
     said = [""]
     measured_s = report.measured.initiation_interval_s
+    # The trace lies within one pass, so the start of a pass is not in it.
     if measured_s is not None and abs(measured_s + start_s - step.value_s) > apart_s:
         said.append("It was recorded at another time than the profile, and took another time.")
     elif start_s > apart_s:
@@ -417,7 +440,7 @@ def _timed_apart(report: StepReport) -> str:
 
 
 def _ranks(report: StepReport) -> list[dict[str, str]]:
-    """A row for the step and one per task: the median, and the worst rank."""
+    """Return a row for the step and one per task: the median, and the worst rank."""
     ranks = report.profile.ranks
     if len(ranks) < 2:
         return []
@@ -427,6 +450,7 @@ def _ranks(report: StepReport) -> list[dict[str, str]]:
             "median": short_ms(one.median_s),
             "worst": Estimate(one.worst_s, one.spread_s).text,
             "rank": str(one.rank),
+            # Relative to the median, since the ranks' times are compared with each other.
             "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
         }
         for name, one in (("step", step_ends(ranks)), *host_ends(ranks).items())

@@ -1,9 +1,10 @@
-"""Where the host waits for the device, and which copies cannot overlap: by line.
+"""Waits of the host for the device, and copies that cannot overlap, by line of the user's code.
 
 A dispatch mode sees every operator of a serial run (``swpipe.inference.operators``). An operator
-waits if its result is a Python value, or has a shape that depends on values on the device; and so
-does a copy between host and device that is not asynchronous. Where torch has a sync debug mode, it
-tells of further waits. Neither sees ``synchronize()``, nor what a compiled function does.
+waits if its result is a Python value, or has a shape that depends on values on the device. A copy
+between host and device waits if it is not asynchronous. If torch has a sync debug mode for the
+device, it reports further waits. Neither sees ``synchronize()``, nor the inside of a compiled
+function.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _FIXED = (
 
 
 class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Records waits and copies while it is active.
+    """A dispatch mode that records waits and copies while it is active.
 
     Attributes:
-        task: Which task runs.
-        found: Each finding, and how often.
-        computing: Tasks that gave the device anything but copies.
+        task: The task that runs.
+        found: Each finding with the number of its occurrences.
+        computing: Tasks that queued work other than copies on the device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -59,23 +60,27 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self.computing: set[str] = set()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and judge it."""
+        """Run an operator, and record a finding if it waits."""
         result = func(*args, **kwargs)
+        # ``name()`` is "namespace::operator.overload".
         name = func.name().partition("::")[2].partition(".")[0]
         on = self._device.holds_work
         if on([*args, *kwargs.values()]):
+            # Copies, views and ``lift_fresh``, which wraps a new constant, compute nothing.
             if name not in _COPIES and not func.is_view and name != "lift_fresh":
                 self.computing.add(self.task)
             if name == "lift_fresh":
                 self.add(UNPINNED, "a tensor is made of Python values, and copied in turn", _MADE)
             elif name in _COPIES:
                 self._judge_copy(name, args, kwargs, result)
+            # Tags are torch's own declaration of which operators read values from the device.
             elif torch.Tag.data_dependent_output in func.tags:
                 self.add(SYNC, f"{_WAITS}, to read a value (item(), bool(), if): {name}", _KEEP)
             elif _shape_depends(func, name, args, kwargs):
                 self.add(SHAPE, f"{_WAITS}, since a shape depends on values: {name}", _FIXED)
         elif name in _COPIES:
             self._judge_copy(name, args, kwargs, result)
+        # A collective counts as work even if ``holds_work`` does not recognize its arguments.
         if func.namespace in COLLECTIVES:
             self.computing.add(self.task)
         return result
@@ -83,6 +88,8 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _judge_copy(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
+        # ``_to_copy`` takes only the source and returns the target; ``copy_`` takes target and
+        # source.
         source, target = (args[0], result) if name == "_to_copy" else (args[1], args[0])
         given = args[2] if name == "copy_" and len(args) > 2 else False
         is_async = bool(kwargs.get("non_blocking", given))
@@ -90,6 +97,7 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         from_device = self._device.holds_work(source) and on_cpu(target)
         if not source.numel() or not (to_device or from_device):
             return
+        # From memory that is not pinned, even a copy with ``non_blocking`` is staged by the host.
         if to_device and self._device.pins_memory and not source.is_pinned():
             self.add(UNPINNED, "a copy to the device from memory that is not pinned", _PIN)
         elif not is_async:
@@ -98,12 +106,12 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             self.add(SYNC, f"{_WAITS}: a copy to memory that is not pinned", _TO_HOST)
 
     def add(self, rule: str, text: str, mend: str) -> None:
-        """Note a finding at the line that runs."""
+        """Record a finding at the line that runs."""
         place = f"{_line_of(sys._getframe())}task {self.task!r}"
         self.found[Finding(rule, place, text, mend)] += 1
 
     def add_unseen(self) -> None:
-        """Note a wait of which torch tells, and that is not noted yet."""
+        """Record a wait that torch reports, unless there is a finding for the same place."""
         place = f"{_line_of(sys._getframe())}task {self.task!r}"
         if not any(one.place == place for one in self.found):
             self.found[Finding(SYNC, place, f"{_WAITS}, as torch tells", _KEEP)] += 1
@@ -117,7 +125,7 @@ _TO_HOST = f"{_KEEP}; copy it into pinned memory, with non_blocking=True, and wa
 def _shape_depends(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _INDEXED:
         masks = [one for one in tensors_of(args[1]) if one.dtype in (torch.bool, torch.uint8)]
-        # One value under a mask is filled in without a look at the mask.
+        # torch fills in a single value under a mask without reading the mask on the host.
         return bool(masks) and not (name in _MASKED_WRITES and args[2].numel() == 1)
     if kwargs.get("output_size") is not None:
         return False
@@ -125,7 +133,7 @@ def _shape_depends(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 
 class TaskWatcher(Observer):
-    """Has a recorder active in every task."""
+    """An observer that activates a recorder in every task."""
 
     def __init__(self, recorder: WaitRecorder) -> None:
         self._recorder = recorder
@@ -140,9 +148,9 @@ class TaskWatcher(Observer):
 
 @contextmanager
 def sync_debug(device: Device, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Within the block, call ``on_wait`` at each wait of which torch's sync debug mode tells.
+    """Call ``on_wait`` at each wait that torch's sync debug mode reports inside the block.
 
-    It tells by warnings. Devices without such a mode tell nothing.
+    torch reports waits by warnings. Devices without this mode report none.
     """
     module = torch.get_device_module(device.type)
     if not hasattr(module, "set_sync_debug_mode"):
@@ -150,6 +158,7 @@ def sync_debug(device: Device, on_wait: Callable[[], object]) -> Iterator[None]:
         return
     before = module.get_sync_debug_mode()
     with warnings.catch_warnings():
+        # Only ``showwarning`` is called at the time of the wait, with the stack still in place.
         show = warnings.showwarning
 
         def show_others(message: Warning | str, *rest: Any, **named: Any) -> None:
@@ -158,6 +167,8 @@ def sync_debug(device: Device, on_wait: Callable[[], object]) -> Iterator[None]:
             else:
                 show(message, *rest, **named)
 
+        # Switching the mode on warns as well, once; that warning is no wait. The filters end with
+        # the block, but ``set_sync_debug_mode`` is global and has to be reset.
         warnings.filterwarnings("ignore", message="Synchronization debug mode")
         warnings.filterwarnings("always", message=f".*{_TOLD}")
         warnings.showwarning = show_others
@@ -172,13 +183,16 @@ _TOLD = "called a synchronizing"
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """``file:line, `` of the user's code that runs, or else of a library's; empty if none does."""
+    """Return ``file:line, `` of the user's code that runs, or else of a library; "" if neither."""
     found = ""
+    # The walk goes outwards and ends at ``swpipe._engine.serial``, which called the task.
     while frame is not None and frame.f_globals.get("__name__") != "swpipe._engine.serial":
         module = frame.f_globals.get("__name__", "")
         path = Path(frame.f_code.co_filename)
         if _is_of_loop(module):
             own = "site-packages" not in path.parts
+            # The innermost line of the user's own code is preferred. Without one, it is the
+            # innermost line of an installed library.
             if own or not found:
                 shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
                 found = f"{shown}:{frame.f_lineno}, "
@@ -189,7 +203,7 @@ def _line_of(frame: FrameType | None) -> str:
 
 
 def _is_of_loop(module: str) -> bool:
-    """Whether it is no module of torch, Python, or swpipe but its workloads."""
+    """Return whether a module is none of torch, Python or swpipe, except for swpipe's workloads."""
     top = module.partition(".")[0]
     framework = top == "swpipe" and not module.startswith("swpipe.tasks.")
     return not (framework or top == "torch" or top in sys.stdlib_module_names)

@@ -1,4 +1,4 @@
-"""Choose a plan by measuring: record, measure, plan, verify, try."""
+"""Plans chosen by measurement: record, measure, plan, verify, try."""
 
 from swpipe.tuning.autotuning import Tuned, autotune
 from swpipe.tuning.offload_choice import OffloadChoice, choose_offload

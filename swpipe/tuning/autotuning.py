@@ -1,10 +1,10 @@
-"""Choose a plan for a loop: record, measure, plan, verify, try; and say why.
+"""The tuning of a loop: record, measure, plan, verify and try plans; choose one, and say why.
 
-On several ranks all of them do the same steps, and then use what all of them found::
+On several ranks, all ranks do the same steps and use the findings of all of them::
 
-    record     a task touches what it touches on any rank: the tables, say, differ between ranks
+    record     a task touches what it touches on any rank: for example, ranks have different tables
     measure    a task costs its mean over the ranks. The rank that enters a collective first waits
-               there for the others: the maximum would count that wait on top of its cause
+               there for the other ranks: the maximum would count that wait on top of its cause
     plan       each rank plans, and all use rank 0's plan
     try        a round takes as long as on the slowest rank
 """
@@ -55,13 +55,13 @@ PLANNED = "planned"
 PLANNED_AGAIN = "planned from costs under the plan"
 
 EFFORT = 5.0
-"""Planning takes about a second, little beside recording and measuring."""
+"""The planner's effort: planning takes about a second, little beside recording and measuring."""
 
-_RECORDED = 2  # iterations, each of which takes longer than others
-_WINDOWS = 3  # of iterations, in which a batch's costs are measured; two more on a device
-_ROUNDS = 5  # of the trial
+_RECORDED = 2  # iterations of a recording, which are slower than others
+_WINDOWS = 3  # windows in which costs are measured; two more on a device
+_ROUNDS = 5  # rounds of the trial
 _LEAST_ROUNDS = 2
-# parts of the time limit
+# Fractions of the time limit: by which costs are measured, first alone, then under a plan.
 _MEASURED_BY = 0.3
 _AGAIN_BY = 0.5
 _SAME = 0.01  # relative difference of two predictions that counts as none
@@ -69,15 +69,15 @@ _SAME = 0.01  # relative difference of two predictions that counts as none
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A plan, chosen by trial.
+    """A plan that was chosen by trial.
 
     Attributes:
         chosen: The candidate that was chosen.
-        candidates: All that were tried, the simplest first: serial, ready-made, planned.
+        candidates: All candidates, the simplest first: serial, ready-made, planned.
         why: The reasons, a sentence each.
         recording: What the tasks touch.
-        costs: What the tasks cost, and what they hold.
-        other_load: What other processes used of the machine meanwhile; None if it is not known.
+        costs: What the tasks cost, and the memory that they hold.
+        other_load: The load of other processes during tuning; None if it is not known.
     """
 
     chosen: Candidate
@@ -93,7 +93,7 @@ class Tuned:
         return self.chosen.plan
 
     def format(self) -> str:
-        """Whether the machine is busy, a head line, the reasons, and a table of all candidates."""
+        """Return the choice as text: load, head line, reasons, and a table of all candidates."""
         rows = []
         for each in self.candidates:
             times = map(in_ms, (each.interval_us, each.spread_us, each.predicted_us))
@@ -117,15 +117,15 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Tasks with batches to run them on, and what is known of them.
+    """A loop to be tuned or reported on: tasks, batches to run them on, and facts about both.
 
     Attributes:
-        tasks: In serial order.
-        batches: Those of the loop; a ``Sample`` of them is measured.
-        device: As for ``SWPipeline``.
-        like: A plan whose tasks have their streams and their global order here, too.
-        over_ranks: Takes this rank's value and returns those of all ranks; a collective. None for
-            torch.distributed's default group, where there is one.
+        tasks: The tasks in serial order.
+        batches: The batches of the loop; a ``Sample`` of them is measured.
+        device: See ``SWPipeline``.
+        like: A plan from which tasks take their streams and their global order.
+        over_ranks: Takes this rank's value and returns the values of all ranks; a collective. None
+            for torch.distributed's default group, if there is one.
         progress: Called with one line before each step.
         context: As for ``SWPipeline``.
         loader: What training takes its batches from; None if a batch costs nothing.
@@ -151,14 +151,15 @@ class Loop:
     state: Any = None
 
     def __post_init__(self) -> None:
+        # A frozen dataclass allows this assignment only through ``object``.
         object.__setattr__(self, "batches", Sample.of(self.batches))
 
     def agreed(self) -> Loop:
-        """Return the loop with as many batches as each rank has."""
+        """Return the loop with the same number of batches on all ranks."""
         return replace(self, batches=Sample.of(self.batches, min(self.gather(len(self.batches)))))
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         if self.over_ranks is not None:
             return self.over_ranks(value)
         return gather(value) if dist.is_available() and dist.is_initialized() else [value]
@@ -169,12 +170,13 @@ class Loop:
         return resolve(self.device).has_streams
 
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
-        """The interval of a plan, by the simulator."""
+        """Return the interval of a plan that the simulator predicts."""
         return simulate(plan, costs, streams=self.has_streams).ii_us
 
     def admits(self, plan: PipelinePlan, costs: CostModel, max_bytes: int | None) -> bool:
-        """Whether a plan holds ``max_bytes`` at most."""
+        """Return whether a plan holds at most ``max_bytes``."""
         held = peak_of(plan, costs, streams=self.has_streams)
+        # Without a limit, or if memory was not measured, any plan is admitted.
         return max_bytes is None or held is None or held.bytes <= max_bytes
 
     def record(self) -> Recording:
@@ -185,12 +187,15 @@ class Loop:
         context = self.context
         with self.budget.spending(_RECORDED):
             own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
+        # A loader that was not recorded is assumed to touch what the loop's body touches, unless it
+        # is apart.
         effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
         own = replace(own, effects=effects)
+        # Tasks are functions, which cannot be sent to other ranks; names suffice.
         return own.together(self.gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
-        """Measure what the tasks cost while ``plan`` runs, by that part of the time limit."""
+        """Measure the tasks' costs while ``plan`` runs, by a fraction of the time limit."""
         budget = self.budget
         budget.show(self.progress, "measuring what the tasks cost")
         windows = _WINDOWS + 2 * self.has_streams
@@ -204,30 +209,34 @@ class Loop:
         ):
             said: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
             own = measure_costs(pipe, batches, *window, state=self.state, **said)
+        # The mean over ranks, for the reason given in the module's docstring.
         mean = CostModel.mean(self.gather(own))
         return replace(mean, memory=self.memory)
 
     def measure_memory(
         self, keep: Sequence[str] | None = None, effects: EffectTable | None = None
     ) -> TaskMemory:
-        """Measure what the tasks hold on the first batch; that of the rank that holds most.
+        """Measure what the tasks hold on the first batch, and return that of the rank holding most.
 
-        ``keep`` is that of the plan, and ``effects`` say what tasks use, as far as they do not.
+        ``keep`` is that of the plan. ``effects`` are used for tasks that do not declare what they
+        use.
         """
         self.budget.show(self.progress, "measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
             said: Any = {"device": self.device, "context": self.context, "state": self.state}
             own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **said)
         names = [task.name for task in self.tasks]
+        # A single plan serves all ranks, so the rank with the largest peak decides.
         everyone: list[TaskMemory] = self.gather(own)
         return max(everyone, key=lambda memory: memory.serial_peak(names))
 
     def try_round(
         self, plans: Mapping[str, PipelinePlan], turn: int, loader: Any, window: Window
     ) -> dict[str, float]:
-        """Run plans side by side, in an order that alternates: seconds on the slowest rank.
+        """Run plans alternately, and return the seconds of each on the slowest rank.
 
-        In a turn all go through the same batches in a row, in each turn through others.
+        The order of plans alternates from turn to turn. In a turn, all plans go through the same
+        successive batches, which differ from turn to turn.
         """
         own_s = try_plans(
             self.tasks,
@@ -241,22 +250,24 @@ class Loop:
             state=self.state,
             loader=loader,
         )
+        # A step ends on all ranks together, so the slowest rank sets its time.
         all_s = self.gather(own_s)
         return {name: max(rank_s[name] for rank_s in all_s) for name in plans}
 
     def through(self, fits: int = MOST) -> Window:
-        """Return a window that goes through the batches, and a pass of the loader, if that fits."""
+        """Return a window through the batches, and through a pass of the loader if that fits."""
         length = 0 if self.loader is None else length_of(self.loader)
         return Window().through(length if 0 < length <= fits else min(len(self.batches), fits))
 
     def _cycle(self, window: Window) -> int:
-        """Return how many batches a window goes through, again and again."""
+        """Return the number of batches that a window uses cyclically."""
+        # If a window is a whole pass, the batches must divide it, or some would come more often.
         if self.loader is not None and length_of(self.loader) == window.num_measure:
             return int(self.batches.dividing(window.num_measure))
         return window.num_measure
 
     def inferred_plan(self, recording: Recording) -> PipelinePlan:
-        """Return the recorded dependences, with streams and global order as in ``like``.
+        """Return the recorded dependences as a plan, with streams and global order as in ``like``.
 
         The plan has names instead of tasks, so that it can be sent to other ranks.
         """
@@ -264,6 +275,8 @@ class Loop:
         schedule = dict(plan.schedule)
         for task, known in ({} if self.like is None else self.like.schedule).items():
             if task in schedule:
+                # Either suffices: a collective that the recording missed may be declared in
+                # ``like``.
                 ordered = schedule[task].globally_ordered or known.globally_ordered
                 schedule[task] = TaskSchedule(stream=known.stream, globally_ordered=ordered)
         return replace(plan, schedule=schedule, tasks=())
@@ -283,25 +296,25 @@ def autotune(
     seconds: float | None = 60.0,
     verbose: bool = True,
 ) -> Tuned:
-    """Choose a plan for a loop, by trial, and say why.
+    """Choose a plan for a loop by trial, and say why.
 
-    The serial plan, the ready-made plans and up to two planned ones run side by side. The simplest
-    plan (serial, then ready-made, then planned) is chosen, unless another is faster by more than
-    the trial's spread. The state of the tasks is put back after each step.
+    The serial plan, the ready-made plans and up to two planned ones are run alternately. The
+    simplest plan (serial, then ready-made, then planned) is chosen, unless another is faster by
+    more than the trial's spread. The state of the tasks is restored after each step.
 
     Args:
-        tasks: In serial order.
-        batches: Those that the loop goes through, in their order, at least one: of many a sample is
-            taken. Without ``loader``, training takes its batches from something of this kind, such
-            as a list.
-        device: As for ``SWPipeline``.
-        context: As for ``SWPipeline``.
-        loader: What training takes its batches from, such as a ``DataLoader``. Its calls are
-            measured and planned too, and each trial makes them. They come after the iteration
-            before, if nothing is known of what the loader uses. Otherwise (a list, or a DataLoader
-            with workers) a thread of their own may make them, if that is faster.
-        limits: None for ``Limits()``.
-        ready_made: Name to plan. A plan that breaks the limits, or that could give other numbers
+        tasks: The tasks in serial order.
+        batches: The batches of the loop in order, at least one. A sample is taken if there are
+            many. Without ``loader``, training is assumed to take its batches from an object of this
+            kind, such as a list.
+        device: See ``SWPipeline``.
+        context: See ``SWPipeline``.
+        loader: The object that training takes its batches from, such as a ``DataLoader``. Its calls
+            are measured and planned too, and each trial makes them. If nothing is known of what
+            the loader uses, they come after the iteration before. Otherwise (a list, or a
+            DataLoader with workers) a thread of their own may make them, if that is faster.
+        limits: Limits of the plan; None for ``Limits()``.
+        ready_made: Name to plan. A plan that exceeds the limits, or that could give other numbers
             than the serial loop, is left out. Tasks keep the streams that they have in the first
             one, and communicate if they are globally ordered there.
         ranks: Choose for so many ranks. To what was measured of each plan comes what more ranks
@@ -339,29 +352,33 @@ def tune(
     *,
     verbose: bool = False,
 ) -> Tuned:
-    """Choose a plan for a loop of which more is said than ``autotune`` asks for; see there."""
+    """Choose a plan for a loop with more facts than ``autotune`` takes; see ``autotune``."""
+    # Rank 0 decides in questions of time, since clocks differ.
     budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
     load = load_so_far()
     with budget.bar:
-        # About how many iterations come after the recording.
+        # An estimate of the iterations after the recording, for the bar.
         usual = loop.through().iterations
         budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
         loop = loop.agreed()
         recording = loop.record()
         if load is not None and (now := load.others()) is not None and now.is_busy:
             budget.show(loop.progress, now.text)
+        # The recording has found the state to restore, so later steps need not look for it.
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
         alone = costs = loop.measure(inferred, _MEASURED_BY)
         planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
         if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
-            # Tasks that run side by side slow each other: measure that.
+            # Tasks that run side by side slow each other down, so costs are measured once more
+            # under the plan, and a second plan is made from them.
             costs = loop.measure(planned[0].plan, _AGAIN_BY)
             planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
         fewer = [_on_the_cores(each, loop, costs) for each in planned]
+        # The order is that of simplicity, which decides between candidates that are equally fast.
         candidates = _try(loop, (*simple, *(each for each in fewer if each), *planned))
     if loop.ranks is not None:
         candidates = on_ranks(
@@ -377,6 +394,7 @@ def tune(
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
     why += [*left_out, *budget.outcome(), *(() if held is None else (held.format(),))]
     other_load = None if load is None else load.others()
+    # Two plans may have the same reasons, each of which is said once.
     return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
 
 
@@ -391,7 +409,7 @@ def _planned(
     costs: CostModel,
     limits: Limits,
 ) -> Candidate:
-    """The planner's plan; on several ranks that of rank 0."""
+    """Return the planner's plan as a candidate; on several ranks, that of rank 0."""
     choice = auto_plan(
         inferred,
         costs,
@@ -404,6 +422,8 @@ def _planned(
     )
     plan = choice.plan
     why = choice.why
+    # A deeper pipeline costs only memory, and lets slow batches overlap with more others. A single
+    # thread could not use it.
     deeper = replace(plan, pipeline_depth=plan.depth + 1)
     if (
         choice.threads > 1
@@ -412,15 +432,16 @@ def _planned(
     ):
         plan = deeper
         why = (*why, "One more iteration in flight evens out batches that take longer.")
+    # Every rank needs the same plan, whatever its own planner found.
     own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
     first: Candidate = loop.gather(own)[0]
     return first
 
 
 def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
-    """The plan with no more workers than cores, which is enough for what computes; if it has more.
+    """Return the candidate with its workers limited to the cores; None if it has no more.
 
-    That of rank 0, as the plan.
+    Tasks that compute need no more workers. The cores of rank 0 count, since its plan is used.
     """
     count = loop.gather(cores())[0]
     excess = planned.plan.most_workers - count
@@ -430,6 +451,7 @@ def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate
         name: replace(entry, workers=min(entry.workers, count))
         for name, entry in planned.plan.schedule.items()
     }
+    # Each worker beyond the first keeps one more iteration in flight.
     depth = planned.plan.depth - excess
     plan = replace(planned.plan, schedule=schedule, pipeline_depth=depth)
     name = f"{planned.name}, {counted(count, 'worker')}"
@@ -443,12 +465,14 @@ def _simple(
     limits: Limits,
     ready_made: Mapping[str, PipelinePlan],
 ) -> tuple[list[Candidate], list[str]]:
-    """The serial plan, then the ready-made ones; and why some of these are left out."""
+    """Return the serial and the ready-made candidates, and why ready-made plans are left out."""
+    # Plans are sent between ranks, so they carry no tasks.
     plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=())}
     left_out = []
     for name, plan in ready_made.items():
         if plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
             reason = "it is above the limits"
+        # A ready-made plan cannot be changed to keep the frozen tasks where they are.
         elif limits.frozen:
             reason = "the limits freeze tasks"
         elif not keeps_order(loop, recording, plan):
@@ -464,10 +488,10 @@ def _simple(
 
 
 def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
-    """Whether a plan for the loop's tasks gives the numbers of the serial loop.
+    """Return whether a plan for the loop's tasks gives the numbers of the serial loop.
 
     Raises:
-        PlanError: It cannot run.
+        PlanError: The plan cannot run.
     """
     before = HappensBefore.of(validate(plan, loop.tasks), streams=loop.has_streams)
     return not race_problems(recording.effects, [before])
@@ -485,6 +509,7 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     window = budget.window(_ROUNDS * len(plans), 1.0, loop.through())
     each = len(plans) * window.iterations
     for turn in range(_ROUNDS):
+        # Two rounds are needed for a spread, so they run even beyond the limit.
         if turn >= _LEAST_ROUNDS and not budget.allows(each):
             break
         budget.expect((_ROUNDS - turn) * each)

@@ -1,10 +1,11 @@
-"""How long tuning takes: a bar with an estimate, and a limit.
+"""The time that tuning takes: a progress bar with an estimate, and a limit.
 
     record            a batch is measured      planned             a round of the trial
     |== iterations ==|== iterations ==| ... |== no iterations ==|== iterations ==| ...
 
-Time is counted in iterations: how many each part runs is known, and the parts until now show how
-long one takes. A limit is kept by fewer iterations in each part, and by fewer parts.
+Time is counted in iterations: the number of iterations in each part is known, and the parts so far
+show how long an iteration takes. To keep a limit, parts get fewer iterations, and there are fewer
+parts.
 """
 
 from __future__ import annotations
@@ -18,36 +19,39 @@ from swpipe.core.messages import in_ms
 from swpipe.core.progress import progress_bar
 
 _MOST = 48
-"""Iterations of a window: enough for what comes every tenth or sixteenth time."""
+"""The maximum number of iterations of a window: enough for events in every tenth or sixteenth
+iteration.
+"""
 
 
 class Window(NamedTuple):
-    """Iterations in a row: those that are not timed, then those that are."""
+    """Successive iterations: those that are not timed, then those that are."""
 
     num_warmup: int = 3
     num_measure: int = 10
 
     @property
     def iterations(self) -> int:
-        """All of them."""
+        """The number of all iterations, timed or not."""
         return self.num_warmup + self.num_measure
 
     def through(self, batches: int) -> Window:
-        """Return one that goes through so many batches, or through as many as are not too long."""
+        """Return a window through ``batches`` batches, or through as many as ``_MOST`` admits."""
         return self._replace(num_measure=max(self.num_measure, min(batches, _MOST)))
 
 
 class Budget:
-    """What tuning may take, and has taken.
+    """The time that tuning may take, and has taken.
 
     Args:
-        seconds: What it may take; None for as long as it takes.
-        verbose: Show a bar on standard error.
-        agree: What ranks have in common of this rank's value: their clocks differ, and each of
-            them has to run as many iterations. Called only where there is a limit.
+        seconds: The limit; None for no limit.
+        verbose: Whether to show a progress bar on standard error.
+        agree: Returns the value that all ranks use in place of this rank's value. The clocks of
+            ranks differ, but all ranks must run the same number of iterations. Called only if
+            there is a limit.
 
     Attributes:
-        bar: A context manager, which shows what is left.
+        bar: A context manager, which shows the remaining iterations.
 
     Raises:
         ValueError: ``seconds`` is not above 0.
@@ -71,58 +75,64 @@ class Budget:
 
     @property
     def took_s(self) -> float:
-        """Seconds until now."""
+        """Seconds since tuning began."""
         return time.monotonic() - self._begin_s
 
     @property
     def iteration_s(self) -> float:
-        """Seconds that an iteration took until now, in the mean."""
+        """Mean seconds of an iteration so far; 0 before the first one."""
         return self._ran_s / self._ran if self._ran else 0.0
 
     def expect(self, iterations: int) -> None:
-        """So many iterations are yet to come: what the bar's estimate is made of."""
+        """Set the number of iterations that remain, from which the bar estimates the time."""
+        # The total changes while the bar runs, since later parts depend on what earlier ones found.
         self.bar.total = self._ran + iterations
         self.bar.refresh()
 
     def show(self, progress: Callable[[str], object], line: str) -> None:
-        """Tell of the next step, on the bar, too."""
+        """Announce the next step, on the bar too."""
         self.bar.set_description(line)
         progress(line)
 
     @contextmanager
     def spending(self, iterations: int) -> Iterator[None]:
-        """Within the block so many iterations run."""
+        """Count ``iterations`` iterations, which run inside the block, and their time."""
         begin_s = time.monotonic()
+        # After an exception nothing is counted, since it is unknown how many iterations ran.
         yield
         self._ran_s += time.monotonic() - begin_s
         self._ran += iterations
         self.bar.update(iterations)
 
     def window(self, windows: int, until: float, usual: Window | None = None) -> Window:
-        """How long each of some windows may be, for all of them to be over in time.
+        """Return the length of each of ``windows`` windows, so that all of them end in time.
 
         Args:
-            windows: How many there will be.
-            until: By what part of the limit they shall be over, from 0 to 1.
-            usual: How long each is without a limit; None for ``Window()``.
+            windows: The number of windows.
+            until: The fraction of the limit at which they shall have ended, from 0 to 1.
+            usual: The length of each without a limit; None for ``Window()``.
         """
         usual = usual or Window()
         if self.seconds is None:
             return usual
         left_s = max(0.0, until * self.seconds - self.took_s)
         took_s = windows * self.iteration_s
+        # ``agree`` is a collective: every rank calls it at the same places, since the branches
+        # above depend on the limit alone, which is the same on all ranks.
         each = int(self._agree(left_s / took_s if took_s else usual.iterations))
+        # A short window has a single warm-up iteration, to measure as many as possible.
         return usual if each >= usual.iterations else Window(1, max(1, each - 1))
 
     def allows(self, iterations: int, until: float = 1.0) -> bool:
-        """Whether so many more iterations would be over in time."""
+        """Return whether this many more iterations would end within a fraction of the limit."""
         if self.seconds is None:
             return True
         then_s = self.took_s + iterations * self.iteration_s
         return self._agree(then_s) <= until * self.seconds
 
     def outcome(self) -> tuple[str, ...]:
-        """That it took longer than it should have, and why; nothing if it did not."""
+        """Return a sentence if tuning took clearly longer than its limit, and why; else nothing."""
+        # Some overrun is normal: parts in progress are not cut short.
         if self.seconds is None or self.took_s <= 1.1 * self.seconds:
             return ()
         given = f"more than the {self.seconds:g} s that it was given"

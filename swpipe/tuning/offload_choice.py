@@ -1,4 +1,4 @@
-"""How much to offload, so that a plan holds no more than a given number of bytes."""
+"""The choice of how much to offload, so that a plan holds at most a given number of bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from swpipe.profiler.memory_use import measure_memory
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """What is offloaded, and what the iterations in flight then hold.
+    """The chosen pairs to offload, with the plan and tasks that use them.
 
     Attributes:
-        plan: The plan with the tasks of the pairs.
-        tasks: The tasks, with those of the pairs.
+        plan: The plan, including the tasks of the pairs.
+        tasks: The tasks, including those of the pairs.
         pairs: The pairs that are used.
-        peak_bytes: What the plan is predicted to hold on the device at most, with memory of unused
-            pairs that outlives iterations.
+        peak_bytes: The predicted peak of memory on the device under the plan, including memory of
+            unused pairs that outlives iterations.
     """
 
     plan: PipelinePlan
@@ -47,23 +47,23 @@ def choose_offload(
     device: Device | torch.device | str | None = None,
     state: Any = None,
 ) -> OffloadChoice:
-    """Offload as few pairs as hold at most ``max_bytes``.
+    """Offload the smallest number of pairs with which the plan holds at most ``max_bytes``.
 
     Each number of pairs that is tried is measured in serial iterations, after which all state is
-    put back.
+    restored.
 
     Args:
         tasks: The tasks without those of the pairs.
-        plan: A plan for them.
-        pairs: The first are used first: give those with the longest time between their two tasks,
-            such as the first layers.
-        batches: To measure on, as for ``measure_memory``.
-        max_bytes: What may be held on the device at most.
-        device: As for ``SWPipeline``.
-        state: What to put back, as for ``measure_memory``.
+        plan: A plan for these tasks.
+        pairs: The pairs, in the order of use. Put pairs with the longest time between their two
+            tasks first, such as the first layers.
+        batches: The batches to measure on; see ``measure_memory``.
+        max_bytes: The most memory that may be held on the device.
+        device: See ``SWPipeline``.
+        state: What to restore; see ``measure_memory``.
 
     Raises:
-        PlanError: All pairs together are not enough; the message has the least peak.
+        PlanError: All pairs together are not enough; the message contains the least peak.
     """
     tasks = tuple(tasks)
     batches = [*batches]
@@ -73,15 +73,20 @@ def choose_offload(
         used = pairs[:count]
         of_pairs = offloaded(tasks, used)
         planned = with_offload(plan, used)
+        # Offloading changes when tensors are freed, so memory is measured with the tasks of the
+        # pairs.
         memory = measure_memory(of_pairs, batches, device=place, state=state, keep=plan.keep)
         blocks = [block for pair in used if (block := pair.resident()) is not None]
         memory = replace(memory, blocks=(*memory.blocks, *blocks))
+        # Only memory matters here. Equal costs suffice, since the plan fixes the order of tasks.
         costs = CostModel({task.name: TaskCost(1.0) for task in of_pairs}, memory=memory)
         peak = peak_of(planned, costs, streams=place.has_streams)
+        # The memory of an unused pair stays on the device, although no measured task touches it.
         unused = (pair.resident() for pair in pairs[count:])
         size = sum(block.bytes for block in unused if block is not None)
         return OffloadChoice(planned, of_pairs, tuple(used), size + (peak.bytes if peak else 0))
 
+    # Binary search for the smallest number: with more pairs, the plan never holds more.
     fewest = 0
     most = len(pairs)
     best = chosen(most)
@@ -91,7 +96,7 @@ def choose_offload(
             f"{in_bytes(max_bytes)}: allow that, give more pairs, or take smaller batches"
         )
         raise PlanError([Problem(text)])
-    while fewest < most:  # more pairs hold no more
+    while fewest < most:  # ``most`` pairs are known to suffice
         count = (fewest + most) // 2
         tried = chosen(count)
         if tried.peak_bytes <= max_bytes:

@@ -1,4 +1,4 @@
-"""Plans that are tried: what was measured of each, which one is chosen, and why."""
+"""Candidates: plans that are tried, with their measurements; and the choice among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.profiler.spread import mean_of
 
 _TRUSTED = 0.1  # relative error of a prediction that is still trusted
-_LOCKED = 0.9  # part of the interval for which the interpreter lock is held, where it limits
+_LOCKED = 0.9  # the lock limits if it is held for this fraction of the interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Candidate:
     Attributes:
         name: ``serial``, the name of a ready-made plan, or how the plan was made.
         plan: The plan.
-        predicted_us: What the simulator predicts.
+        predicted_us: The prediction of the simulator.
         why: Sentences about the plan.
-        rounds_us: What was measured, a figure per round. All candidates run in each round.
+        rounds_us: The measured time in each round. All candidates run in each round.
     """
 
     name: str
@@ -45,30 +45,32 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The first candidate, the simplest first, that the fastest one does not beat for sure.
+    """Return the first candidate, in order of simplicity, that the fastest does not clearly beat.
 
-    They are compared round by round, since a round is as slow for one as for the other; and by
-    their spreads, since of few rounds the differences may agree by chance.
+    Candidates are compared round by round, since a slow round is slow for all of them. Their
+    spreads count too: in a few rounds, differences may agree by chance.
     """
     best = min(candidates, key=lambda each: each.interval_us)
     return next(each for each in candidates if each is best or not _beats(best, each))
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:
-    """Whether one is faster than the other by more than the trial's spread."""
+    """Return whether ``one`` is faster than ``other`` by more than the spread of the trial."""
     gain_us = other.interval_us - one.interval_us
     by_round = mean_of([b - a for a, b in zip(one.rounds_us, other.rounds_us, strict=True)])
+    # Both tests must pass: the range over the rounds, and the interval of the differences.
     return gain_us > max(one.spread_us, other.spread_us) and by_round.is_clear
 
 
 def explain(
     candidates: Sequence[Candidate], chosen: Candidate, alone: CostModel
 ) -> tuple[str, ...]:
-    """Why a candidate was chosen, what limits it, and whether its prediction is to be trusted.
+    """Return why a candidate was chosen, what limits it, and whether to trust its prediction.
 
-    ``alone`` has costs measured one task at a time: only these have the times of the lock.
+    ``alone`` has costs measured one task at a time: only these include the times of the lock.
     """
     best = min(candidates, key=lambda each: each.interval_us)
+    # The serial plan is always the first candidate.
     serial = candidates[0]
     took_us = chosen.interval_us
     why = list(chosen.why)
@@ -84,6 +86,7 @@ def explain(
             f"Do not trust the prediction: {in_ms(chosen.predicted_us)} predicted, "
             f"{in_ms(took_us)} measured."
         )
+    # No thread can use the lock while a task holds it, so its times add up over all tasks.
     locked_us = {name: cost.gil_us for name, cost in alone.tasks.items()}
     held_us = sum(locked_us.values())
     if held_us > _LOCKED * took_us:
