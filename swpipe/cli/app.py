@@ -390,8 +390,9 @@ def demo(
 def _profiles(path: Path) -> ProfileResults:
     """Return a saved profile, of one batch or of several."""
     text = path.read_text(encoding="utf-8")
-    # A list has the results of several batches; any other text is that of a single result.
-    if isinstance(json.loads(text), list):
+    data = json.loads(text)
+    # A list, or an object with "batches", has the results of several batches.
+    if isinstance(data, list) or "batches" in data:
         return ProfileResults.from_json(text)
     return ProfileResults([ProfileResult.from_json(text)])
 

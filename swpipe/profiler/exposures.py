@@ -129,6 +129,8 @@ class Exposures:
                 of = [hosts_s[n] for n in kept]
                 means[kind].append({n: fmean(h.get(n, 0.0) for h in of) for n in of[0]})
             for kind, saved_s in differences_in(visits).items():
+                if kind not in self._saved_s:  # it failed in a later round
+                    continue
                 self._saved_s[kind].append(saved_s)
                 # A positive difference means that the task takes less while the kind is shortcut.
                 for name in means[BASE][0]:

@@ -31,6 +31,8 @@ def test_a_regression_beyond_the_interval_exits_with_1(
     RESULT.save(before)  # one result is as good
     replace(RESULT, baseline_s=0.0127).save(within)
     assert run("diff", before, within) == 0
+    ProfileResults.of([RESULT, OTHER], RESULT).save(before)  # with the result of the loop
+    assert run("diff", before, before) == 0
 
 
 def test_a_busy_machine_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

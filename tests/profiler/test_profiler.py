@@ -168,6 +168,30 @@ def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason() -> None:
     assert weight.grad is None
 
 
+def test_a_task_whose_replay_fails_in_a_later_round_is_a_row_with_the_reason() -> None:
+    """Its visits of the rounds before are left out as well."""
+    ran: list[int] = []
+    replays: list[int] = []
+
+    def forward(ctx: IterContext) -> None:
+        ran.append(ctx.iter_idx)
+        ctx.x = ctx.batch * 1
+
+    def step(ctx: IterContext) -> None:
+        if ran[-1] != ctx.iter_idx:
+            replays.append(ctx.iter_idx)
+            if len(replays) > 20:
+                raise ValueError("replayed once too often")
+        ctx.loss = ctx.x.sum()
+
+    tasks = [PipelineTask(fn.__name__, fn) for fn in (forward, step)]
+    with SWPipeline(overlapped({"default": ["forward", "step"]}), tasks) as pipe:
+        result = TaskProfiler(pipe).profile(torch.ones(3), num_measure=4, num_rounds=8)
+    assert len(replays) > 20
+    assert result.tasks == ("step",)
+    assert "replayed once too often" in result.not_measured["forward"]
+
+
 def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
     """Their caches stay too, although the profile used another batch."""
     pipe.enable_shortcut("forward")
