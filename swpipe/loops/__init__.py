@@ -1,4 +1,4 @@
-"""What a plain loop gets: work ahead of it, resume, ranks that end together, a stop."""
+"""Loops: work ahead of a plain loop, resume, ranks that end together, and a stop from outside."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,12 @@ __all__ = [
     "pad_with_last",
 ]
 
-if not TYPE_CHECKING:  # which would take each name for Any
+# Type checkers do not see this function, which would make each unknown name an Any.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What few loops use, loaded when asked for."""
+        """Load the classes that few loops use at their first access."""
+        # Loading stop_request registers handlers for each fork of the process.
         if name in ("StopRequest", "WatchedLoop"):
             from swpipe.loops import stop_request
 
