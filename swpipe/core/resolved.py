@@ -1,4 +1,4 @@
-"""A plan and everything that follows from it, derived once and handed on."""
+"""A plan with its dependences and orders, which are derived once and passed on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class ResolvedPlan:
     """A plan, its dependences and its two orders.
 
     Attributes:
+        plan: The plan.
         dependences: All that the plan declares, each with distance and lag; no duplicates.
-        period_order: One order of the tasks within a period; every edge of lag 0 points backwards.
+        period_order: An order of the tasks within a period; every edge of lag 0 points backwards.
         serial_order: The order of a serial run.
     """
 
@@ -32,9 +33,13 @@ class ResolvedPlan:
 
 
 def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
-    """Derive what follows from a plan. ``swpipe.analysis.validation.validate`` checks it as well.
+    """Derive the dependences and orders of a plan, without checking all of its rules.
 
-    ``names`` are its tasks in the order in which they were given; None is the schedule's order.
+    ``swpipe.analysis.validation.validate`` checks them as well.
+
+    Args:
+        plan: The plan.
+        names: Its tasks in the order in which they were given; None is the schedule's order.
 
     Raises:
         KeyError: A dependence or the order has a name that the schedule does not have.
@@ -47,7 +52,7 @@ def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> Reso
 
 
 def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tuple[str, ...]:
-    """The names as given, unless a dependence of distance 0 forbids it.
+    """Return the names as given, reordered only if a dependence of distance 0 requires it.
 
     Raises:
         CycleError: The dependences of distance 0 form a cycle.
@@ -55,6 +60,7 @@ def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tup
     names = tuple(names)
     within = [dep for dep in dependences if dep.distance == 0]
     edges = [(dep.consumer, dep.producer) for dep in within]
+    # The usual case, without the cost of a sort.
     if _follows(names, edges):
         return names
     rank = {name: (place,) for place, name in enumerate(names)}
@@ -62,13 +68,16 @@ def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tup
 
 
 def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
-    """Every dependence that a plan declares, for plans that may have no order."""
+    """Return every dependence that a plan declares, also for plans that may have no order."""
     stage = {name: entry.stage for name, entry in plan.schedule.items()}
     declared = [(c, p, 0, "deps") for c, p in plan.deps]
     declared += [(c, p, d, "cross_iter_deps") for c, p, d in plan.cross_iter_deps]
+    # The tasks of a same-period edge differ by their stages: distance = s(producer) - s(consumer)
+    # makes the lag 0.
     declared += [(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps]
     unique: dict[tuple[str, str, int], Dependence] = {}
     alone = frozenset(plan.host_only)
+    # The first declaration of an edge counts; its source is the one in messages.
     for c, p, d, source in declared:
         lag = stage[c] - stage[p] + d
         unique.setdefault((c, p, d), Dependence(c, p, d, lag, source, (c, p) in alone))
@@ -76,11 +85,11 @@ def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
 
 
 def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tuple[str, ...]:
-    """Topological over the edges of lag 0.
+    """Return the tasks in a topological order over the edges of lag 0.
 
-    Ties: ``plan.order``; worker groups before the default group, so that a collective of the next
-    batch takes its turn before this batch's backward; higher stages, so that the oldest iteration
-    is not stuck behind a newer one; declaration.
+    Ties are decided by ``plan.order``; then worker groups come before the default group, so that a
+    collective of the next batch is submitted before this batch's backward; then higher stages, so
+    that the oldest iteration does not wait behind a newer one; then declaration.
     """
     edges = [(dep.consumer, dep.producer) for dep in dependences if dep.lag == 0]
     order = tuple(plan.order)
@@ -94,7 +103,8 @@ def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tupl
     try:
         return tuple(topological(rank, [*edges, *ties], Cycle.ORDER))
     except CycleError:
-        topological(rank, edges, Cycle.PERIOD)  # raises where the order is not to blame
+        # With the edges alone: if they form a cycle, this raises another error than the one below.
+        topological(rank, edges, Cycle.PERIOD)
         raise
 
 
