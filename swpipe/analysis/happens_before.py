@@ -26,8 +26,8 @@ There are two relations:
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
 every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
-that consists of these two and those between: every step of a proof in that run has a counterpart in
-a longer run, and that run is itself one of them. So each distance has a walk of its own. The pull
+from the one to the other: every step of a proof in that run has a counterpart in each longer run,
+and that run is itself one of those asked for. So each distance has a walk of its own. The pull
 that finds the end of the data waits for the device too, but a drained run ends without that pull:
 nothing relies on it.
 """

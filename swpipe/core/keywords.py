@@ -46,6 +46,7 @@ def _is_asked(name: str, method: FunctionType) -> bool:
 def _suggest(error: TypeError, call: Callable[..., Any]) -> None:
     """Add the nearest keyword to a message that has no suggestion."""
     if unknown := _UNKNOWN.search(str(error)):
+        # From Python 3.13 on, the message itself has a suggestion, and _UNKNOWN does not match.
         near = get_close_matches(unknown[1], inspect.signature(call).parameters, 1)
         if near:
             error.args = (f"{error}. Did you mean {near[0]!r}?",)

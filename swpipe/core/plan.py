@@ -125,7 +125,7 @@ class PipelinePlan:
             much older than in a serial run. It changes no order; ``swpipe.analysis.verification``
             refuses any other staleness.
         newer: State to a number of iterations: these tasks may find the state that much newer. A
-            task that looks at later batches, as far as they are pulled, reads such a state.
+            task that looks at later batches, as far as they are pulled, reads a newer state.
         within_calls: Whether worker groups run within the caller's calls only: in each period they
             begin when the call does, and the call returns when they have done their tasks of the
             period. Otherwise they also run between two calls.
@@ -231,7 +231,7 @@ class PipelinePlan:
 
         It is one for each stage, one that is being pulled, and one for each further worker.
         """
-        # With w workers a task may take w periods, so w - 1 more iterations wait for its results.
+        # With w workers a task may take w periods, so w - 1 more iterations are in flight.
         return self.max_stage + self.most_workers + (self.pull_group is not None)
 
     def workers(self, group: str) -> int:

@@ -36,6 +36,7 @@ class Rows(ABC):
         """Return ``records`` as CSV text, with a line of titles."""
         text = io.StringIO()
         rows = self.records()
+        # csv ends lines with "\r\n" by default; files that Python opens as text add their own.
         writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -38,7 +38,8 @@ class Releases:
         why: Attribute to the reason why it is gone.
         why_others: The reason for attributes without an entry in ``why``, which are deleted at the
             end of the iteration.
-        serially: The releases of an iteration that is run serially; None if these are the ones.
+        serially: The releases of an iteration that is run serially; None in the object that is
+            itself for serial iterations.
     """
 
     kept: frozenset[str]
@@ -52,6 +53,7 @@ class Releases:
         """Return a problem if a task used attributes that may be gone, since no use was known."""
         known = self.uses.get(task)
         unsaid = [] if known is None else sorted(used - known - self.kept)
+        # Methods and properties of the context's class are never deleted.
         unsaid = [name for name in unsaid if not hasattr(type(ctx), name)]
         if not unsaid:
             return None

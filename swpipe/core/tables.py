@@ -36,5 +36,6 @@ def table(
     """
     from tabulate import tabulate
 
+    # disable_numparse, since tabulate would print "1e5" or "007", as a task may be called, anew.
     sides = ["left" if column in left else "right" for column in range(len(headers))]
     return tabulate([*rows], headers=[*headers], disable_numparse=True, colalign=sides)

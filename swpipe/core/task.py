@@ -334,7 +334,7 @@ class ByTask(dict[str, V]):
     """A dict of values by the name of a task; a task may stand for its name as a key."""
 
     def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]] = ()) -> None:
-        # Keys are stored as names, so that the table does not keep the tasks' functions alive.
+        # Keys are stored as names: a task and its name are one key.
         named = {
             ref.name if isinstance(ref, PipelineTask) else ref: value
             for ref, value in dict(values).items()

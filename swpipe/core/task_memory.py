@@ -60,9 +60,9 @@ class TaskMemory:
     Attributes:
         blocks: The memory that is held beyond the end of the task that allocated it. A storage
             counts once, however many tensors and attributes share it.
-        working: Task to the peak of its needs while it runs, beside the blocks from those that it
-            allocates to those that it frees. Negative if it frees before it allocates, as a
-            backward does.
+        working: Task to the peak of the memory that it needs while it runs, in addition to blocks.
+            Blocks count from the task that allocates them to the task that frees them, both
+            included. So the peak is negative if a task frees before it allocates, as a backward.
 
     Raises:
         PlanError: A size is not an integer of 0 or more, or a name is no task's.
@@ -125,7 +125,7 @@ class TaskMemory:
         return max([held[-1], *(held[k] + self.working.get(n, 0) for k, n in enumerate(names))])
 
     def check(self, tasks: Iterable[str]) -> None:
-        """Check that the memory is of these tasks.
+        """Check that the memory belongs to no other tasks than these.
 
         Raises:
             PlanError: It names other tasks.

@@ -58,7 +58,7 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
 
     def __getattr__(self, name: str) -> Any:
         loader = self.__dict__.get("_given")
-        # Before __init__ has run, as in copy and pickle, there is no loader to ask.
+        # Until ahead() has set _given, and in copy and pickle, there is no loader to ask.
         if loader is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # Accelerate's prepare() would take this loop for a DataLoader and rebuild it silently.

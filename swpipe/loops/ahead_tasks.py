@@ -75,8 +75,8 @@ class AheadTasks:
     ) -> None:
         self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
         self.drawn: dict[int, str] = {}
-        # All dictionaries below are by iteration. Threads share them without a lock: each entry has
-        # one writer at a time, and CPython's dict operations are atomic.
+        # Threads share the dictionaries below without a lock. Their keys are iterations, unless
+        # noted: an entry has one writer at a time, and CPython's dict operations are atomic.
         self._failures: dict[int, BaseException] = {}
         self._given: dict[int, BatchAsPulled] = {}  # the batch as its first task found it
         self._left: dict[int, _Left] = {}  # finished ahead, and not yet handed over

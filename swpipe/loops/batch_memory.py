@@ -105,8 +105,8 @@ def _sample(buffer: Any, most: int) -> bytes:
         if total <= most:
             return ctypes.string_at(address, total)
         memory = memoryview((ctypes.c_ubyte * total).from_address(address))
-        # An odd step visits different bytes of the items: an even one would, say, see only the high
-        # bytes. The first and the last item are always sampled.
+        # An odd step visits different bytes of the items: an even one could see the same byte of
+        # each item only. The first and the last item are always sampled.
         sample = memory[:: total // most | 1].tobytes()
         return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
     address, steps = _pieces(buffer)

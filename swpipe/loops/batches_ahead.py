@@ -105,7 +105,7 @@ class BatchesAhead:
         self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
         self._in_use: tuple[BatchAsPulled, ...] = ()  # the batches in use when the last pull began
-        # Returns, for each part that was dropped and modified, whether nobody has it any more.
+        # A function for each part that was dropped and modified: whether all references are gone.
         self._gone: list[Callable[[], bool]] = []
 
     def as_pulled(self, batch: Any, number: int) -> BatchAsPulled | None:
@@ -178,7 +178,7 @@ class BatchesAhead:
     def check_modified(self) -> None:
         """Raise an error if the loader may give batches again that were dropped and modified.
 
-        A batch that nobody has any more cannot come again: the loader makes it anew.
+        A batch to which no reference is left cannot come again: the loader makes a new one.
         """
         # Weak references tell whether the loader still has the modified parts.
         if all(gone() for gone in self._gone):

@@ -37,7 +37,8 @@ Assumptions
     - If a pull seeds a generator and sets it back, a body that draws only in between leaves no
       trace, and neither does a pull beside a body that does this. So a loader that is seen to do
       this is pulled serially.
-    - If loader and body each draw once, at the same time, the two draws are taken for one.
+    - If the first draw of one side and the only draw of the other come at the same time, they are
+      taken for one draw.
     - The loader does not draw from the accelerator's generators that the body draws from, unless it
       is seen to.
 """
@@ -115,8 +116,8 @@ class _Untold(NamedTuple):
     """A generator that changed while a pull and a body ran, so that either may have drawn.
 
     Attributes:
-        batch: The first batch whose body ran at such a time.
-        pull: The last pull that ran at such a time.
+        batch: The first batch whose body ran when the generator changed.
+        pull: The last pull that ran when the generator changed.
     """
 
     batch: int
@@ -307,7 +308,7 @@ class LoaderDraws:
             self._note_untold(found - self._generators.own, number)
 
     def drawn(self, states: States) -> States:
-        """Return those of the given states whose generators the loader draws from."""
+        """Return the given states of the generators that the loader draws from."""
         return {name: states[name] for name in self.names & states.keys()}
 
     @property

@@ -28,7 +28,7 @@ def goes_on(loader: Any) -> bool:
 
 
 def may_keep_rows(loader: Any) -> bool:
-    """Return whether the user's code in this process may be past a batch that nobody received.
+    """Return whether the user's code in this process may be past a batch that was not handed out.
 
     A stream may continue in the next pass where it stopped, and a ``collate_fn`` may keep rows.
     """

@@ -357,8 +357,8 @@ def loop_over(
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
-    # Accelerate's flags go with each batch: the first task takes them off the batch, and the
-    # first task in serial order shows them to Accelerate.
+    # Accelerate's flags go with each batch: the first task ahead splits them off, and the first task
+    # behind shows them to Accelerate.
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
         leading = (loader.unpack, *leading)
@@ -377,11 +377,11 @@ def loop_over(
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
     if keep is not None or depth is not None:
         plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
+    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     # The leading tasks are wrapped, so that an error in one of them, or memory that it shares with
     # the body, is found by the first task on the caller's thread.
-    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
-    # The user declares that a loader which is pulled ahead reads nothing that the loop changes.
+    # A loader that runs ahead is known, or declared, to read nothing that the loop changes.
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, functions.tasks, effects=effects, **options)
     loop = kind(loader, found, pipe, functions, draws, keep_nothing)

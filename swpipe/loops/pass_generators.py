@@ -79,7 +79,7 @@ class PassGenerators:
         as before, within some microseconds.
         """
         devices: States = {}
-        # Reading a device's generators may synchronize with the device: only if a name asks for it.
+        # The generators of devices are read only if a name asks for one, since it takes longer.
         if names is None or not self._known.issuperset(names):
             found = self._device.generator_states()
             devices = {f"{_TORCHS}{device}": state for device, state in found.items()}

@@ -181,8 +181,8 @@ class PlacesPulled:
 
         Args:
             handed_out: The number of the batch that was handed out last.
-            most: How many more batches a list or tuple may give before the pass is left. No task
-                changes these before their pull is noted, and the lock holds that off.
+            most: How many more batches a list or tuple may give before the pass is left. Tasks
+                change a batch only after its pull was noted, which waits for the lock held here.
         """
         with self._lock:
             pulled = takewhile(self._known.__contains__, count(handed_out + 1))
@@ -243,7 +243,7 @@ def _led_back(
             # Skip the batches before the compared ones; a state leads behind them.
             found = sum(1 for _ in islice(batches, number - len(again)))
             places, same = _pulled_again(loader, generators, batches, saved)
-        # A loader with a state may have another length now, and is compared by its batches only.
+        # Without a state, too few batches mean other data; with one, another beginning is tried.
         if own is None:
             _check_length(found + len(places), number)
         if same and len(places) == len(again):

@@ -50,7 +50,7 @@ class PulledTensors(TorchFunctionMode):
         return ""
 
     def end_pull(self, batch: Any) -> None:
-        """Keep those tensors of a pull that still exist and are not in its batch."""
+        """Keep the tensors of a pull that still exist and are not in its batch."""
         # Tensors of the batch belong to the body, which may use and change them.
         own = {_storage(buffer) for buffer in parts_of(batch)[0] if type(buffer) in _PLAIN}
         found = [reference() for reference, _ in self._used.values()]

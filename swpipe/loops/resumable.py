@@ -193,7 +193,7 @@ class ResumableLoop(Generic[Out]):
             )
         if not (current.ended or self._dropped):
             self._count(current)
-        # Such a caller asks for nothing more, so the pass ends here and not at the next request.
+        # A caller that counts batches makes no request after the last one: the pass ends here.
         if self.counted and self._is_complete(current):
             current.end()
         if current.ended:
@@ -466,7 +466,7 @@ class ResumableLoop(Generic[Out]):
     def _check_lost(self, left: LoaderPass) -> None:
         """Refuse a new pass after a pass that was left, if the dropped batches change its numbers.
 
-        If nobody can tell whether the dropped batches matter, this method warns once.
+        If it is not known whether the dropped batches matter, this method warns once.
 
         Raises:
             RuntimeError: Live workers have made dropped batches, and may draw or count.

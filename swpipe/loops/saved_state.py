@@ -47,7 +47,7 @@ def checked_state(
         same_ranks: Whether the state must be of as many ranks as this job has.
 
     Raises:
-        ValueError: The state was not saved by such a loop, or has changed since.
+        ValueError: The state was not saved by a loop of this kind, or has changed since.
     """
     if why := _why_not(state, loader, generators, same_ranks):
         raise ValueError(
