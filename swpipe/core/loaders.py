@@ -45,6 +45,8 @@ SEQUENCES = (list, tuple, range)
 
 _ACCELERATE = "accelerate.data_loader"
 
+# Torch's own samplers, by exact class: a subclass may read anything. DataLoader has the private
+# _InfiniteConstantSampler over an IterableDataset (torch 2.13).
 _SAMPLERS = (
     BatchSampler,
     DistributedSampler,

@@ -198,7 +198,8 @@ def _gone(part: Any) -> Callable[[], bool]:
 
     A number or string may be shared by any code, and never counts as gone.
     """
-    # The storage counts, not the tensor: a view in the loader keeps the memory alive.
+    # The storage counts, not the tensor: a view in the loader keeps the memory alive. A sparse
+    # tensor has no storage: torch._C._has_storage tells (private, torch 2.13).
     if isinstance(part, Tensor) and torch._C._has_storage(part):
         expired: Callable[[], bool] = StorageWeakRef(part.untyped_storage()).expired  # type: ignore[no-untyped-call]
         return expired

@@ -159,7 +159,7 @@ class LoaderDraws:
         self._all = generators.own | generators.defaults
         self._passes = 0
         self._seen: dict[str, Any] = {}  # the states when they were last compared
-        self._untold: dict[str, _Untold] = {}
+        self._untold: dict[str, _Untold] = {}  # changes that either side may have made, by name
         self._refused = ""  # an error for the caller's next request
         self._ahead = False  # some pull of this pass ran beside a body
         self._handed_out = 0  # the batches handed out when the last pull began

@@ -76,7 +76,7 @@ def lives_on(loader: Any) -> bool:
 
 def has_live_workers(loader: Any) -> bool:
     """Return whether workers of an earlier pass are used again, with what they drew and kept."""
-    # DataLoader._iterator (private, torch 2.x) is set while persistent workers live.
+    # DataLoader._iterator (private, torch 2.13) is set while persistent workers live.
     return lives_on(loader) and torchs(loader)._iterator is not None
 
 

@@ -357,8 +357,8 @@ def loop_over(
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
-    # Accelerate's flags go with each batch: the first task ahead splits them off, and the first task
-    # behind shows them to Accelerate.
+    # Accelerate's flags go with each batch: the first task ahead splits them off, and the first
+    # task behind shows them to Accelerate.
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
         leading = (loader.unpack, *leading)

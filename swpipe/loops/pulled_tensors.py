@@ -101,8 +101,8 @@ class BodyUse(TorchFunctionMode):
 
     def end(self) -> None:
         """Stop watching; under a mode that the body has left in place, this one stays, inactive."""
-        # Modes form a stack, and only the top one can be removed. torch._C's functions are private
-        # (torch 2.x); torch.overrides has no public way to look at the top.
+        # Modes form a stack, and only the top one can be removed. The two functions of torch._C are
+        # private (torch 2.13): torch.overrides has no public way to look at the top.
         depth = torch._C._len_torch_function_stack()
         if self._active and depth and torch._C._get_function_stack_at(depth - 1) is self:
             self.__exit__(None, None, None)
@@ -130,7 +130,7 @@ def _tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    # _cdata is the address of the C++ storage, which all views share (private, torch 2.x).
+    # _cdata is the address of the C++ storage, which all views share (private, torch 2.13).
     return int(tensor.untyped_storage()._cdata)
 
 
