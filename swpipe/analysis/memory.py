@@ -86,18 +86,18 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
         end, goes, later = block.end, bool(block.users), block.later
         if goes:
             end = places.after(block.users).task
-        # Memory on the context that streams may still use: as many copies as the host is ahead.
         elif waits and block.attribute and not later and (block.removed or end == KEPT):
+            # Streams may still use memory on the context: as many copies as the host is ahead.
             return plan.depth + (plan.launch_limit or 0)
         end = RETIRE if end == KEPT else end
         apart = range(1 - later, plan.depth)
         ordered = partial(before.host, end, block.begin)
-        # With several workers, an order at one distance holds at its multiples only, so the first
-        # distance that is free is searched for.
         if several:
+            # An order n iterations apart holds at multiples of n, not beyond each n: of iterations
+            # that far apart, at most one holds the block. So the first such n is looked for.
             free = next((k for k, n in enumerate(apart) if ordered(n)), len(apart))
-        # Without, an order that holds n iterations apart holds further apart: bisect.
         else:
+            # With one worker, an order n iterations apart holds at all larger distances: bisect.
             free = bisect_left(apart, True, key=ordered)
         return 1 + free + (goes and waits) * plan.most_workers
 

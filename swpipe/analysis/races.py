@@ -159,10 +159,10 @@ def violations(
                 continue
             if seeded and before.never_beside(producer, consumer, distance):
                 continue
-            # An order may break on one kind of device only: violations of both kinds are merged.
             reverse = keeps(consumer, producer, -distance)
             if either and reverse:
                 continue
+            # An order may break on one kind of device only: violations of both kinds are merged.
             violation = found.setdefault(key, Violation(*key))
             violation.reversed &= reverse
             violation.either &= either
@@ -197,8 +197,8 @@ def race_problems(
         and (BODY not in both or PULL in both)
     ]
     for number, violation in enumerate(between):
-        # Each proposal resolves a changed plan, which takes too long for very many violations.
         pair = (violation.consumer, violation.producer)
+        # Each proposal resolves a changed plan, which takes too long for very many violations.
         if number >= MOST_EXPLAINED:
             text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
             problems.append(Problem(text, pair))
@@ -243,8 +243,8 @@ def _beside_the_others(
         pair = {one.consumer, one.producer}
         if PULL in pair:
             pulled |= effects[PULL].undeclared
-        # With an undeclared task, the task is at fault; with a declared one, the shared states are.
         elif BODY in pair:
+            # An undeclared task is itself at fault; of a declared one, the shared states are.
             (task,) = pair - {BODY}
             if effects[task].undeclared:
                 silent[task] = None

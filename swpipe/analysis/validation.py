@@ -140,9 +140,9 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
             f"pull_group is {shown(group)}: give the name of a thread group other than "
             f"{DEFAULT_GROUP!r}, or leave it out to pull batches on the caller's thread"
         )
-    # Depth and workers are computed from stages: they are checked only if these are numbers. The
-    # comparison chains types, so that True, which is an int, is refused.
     elif all(
+        # Depth and workers are computed from stages: they are checked only if these are numbers.
+        # Types are compared, so that True, which is an int, is refused.
         type(e.stage) is type(e.workers) is int and max(e.stage, e.workers) < MOST_ITERATIONS
         for e in plan.schedule.values()
     ):

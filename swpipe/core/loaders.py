@@ -230,8 +230,7 @@ def own_generators(loader: object) -> dict[str, tuple[object, str]]:
                 name = f"the {attribute} of its {type(one).__name__}"
                 many = sum(other.startswith(name) for other in found)
                 found[f"{name} ({many + 1})" if many else name] = one, attribute
-            # ConcatDataset and its like.
-            elif attribute == "datasets":
+            elif attribute == "datasets":  # such as those of a ConcatDataset
                 parts += value
             elif attribute in _PARTS or isinstance(value, kinds):
                 parts.append(value)

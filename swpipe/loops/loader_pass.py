@@ -97,7 +97,7 @@ class LoaderPass:
         self._places = PlacesPulled(of.loader)
         self._ahead = BatchesAhead(of.loader, made_here=of.data is not None, most=of.most)
         self._again: deque[Any] = deque()
-        # Reentrant, because the condition below shares it and callers wait while they hold it.
+        # A Condition takes and releases a plain Lock in several steps; an RLock has methods for it.
         self._lock = threading.RLock()
         self._pulled_last = threading.Condition(self._lock)
         self._pulling = self.lost = False
@@ -253,7 +253,7 @@ class LoaderPass:
         return self._taken(self._part)
 
     def go_on(self) -> bool:
-        """Return whether batches remain after the iterator has ended, and make a new iterator."""
+        """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
             if self._at_end:
                 return False

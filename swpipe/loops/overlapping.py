@@ -163,7 +163,7 @@ class OverlappedLoop(ResumableLoop[C]):
         self._ahead.end_body()
         current.make_ready()
         draws = self._pulled.draws
-        # The body was seen to draw: its loader is serial from now on, and the user should know why.
+        # The body was seen to draw: all pulls are serial from now on, and the user should know why.
         if draws.takes_turns_with_body and told_once(self._loader):
             text = draws.why_in_turn(self._loader, self._call)
             warnings.warn(text, RuntimeWarning, stacklevel=self._frames)

@@ -401,7 +401,7 @@ class ResumableLoop(Generic[Out]):
                 if self._running is not current:  # a new pass has ended this one
                     return
         finally:
-            # Three ways lead here: the end, an early leave, and a pass without any request.
+            # This code runs at the end, after an early leave, and for a pass without any request.
             if current is not None:
                 current.stop_watching()
             if current is not None and runs and self._running is current:
