@@ -1,23 +1,23 @@
-r"""Which task comes before which in every interleaving of a compiled program.
+r"""The tasks that come before others in every interleaving of a compiled program.
 
-    default   <admit> . a . b . <retire> | <admit> . a . b ...      each lane knows what it ran,
-                 \         ^                                        and at a host wait (1) learns
+    default   <admit> . a . b . <retire> | <admit> . a . b ...      a lane knows what it has run;
+                 \         ^                                        at a host wait (1) it learns
     io            `(1) c --(1)                                      what the other lane knew there
                        |
-    device             c . . . (2) event . . > b                    a stream knows what it was given
-                                                                    and at an event wait (2) learns
+    device             c . . . (2) event . . > b                    a stream knows its work so far;
+                                                                    at an event wait (2) it learns
                                                                     what stood before the event
 
-Program order, host waits, stream order, event waits and back-pressure order, and nothing else.
+Order comes from program order, host waits, stream order, event waits and back-pressure only.
 ``HappensBefore`` walks the program once, period by period, in one order that its waits allow, and
-notes at each instruction what is known to lie before it (vector clocks, with a bit for each run of
-a task; Fidge 1988, Mattern 1989). The result does not depend on the order that is walked.
+notes at each instruction which runs are known to come before it (vector clocks, with a bit for each
+run of a task; Fidge 1988, Mattern 1989). The result does not depend on the order of the walk.
 
-Of a group of several workers each is a thread of its own, which runs every so many periods.
+Each worker of a group counts as a thread of its own, which runs once in ``workers`` periods.
 
-Two relations:
+There are two relations:
 
-- *host*: the first task's function has returned before the other one's is called. Lanes pass their
+- *host*: the first task's function has returned before the second one's is called. Lanes pass their
   instructions and do their host waits in every period, whether the iteration exists or not.
 - *device*: the first task's device work is done before the other one's starts. Known of what one
   stream was given by instructions in host order; through events, where both iterations exist; and
@@ -27,10 +27,10 @@ Two relations:
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
 every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
-that has the two and those between: every step of a proof in that run has its like in a longer one,
-and that run is one of those asked for. So each distance has a walk of its own. The pull that finds
-the end of the data waits for the device too, but a drained run ends without it: nothing relies on
-that.
+from the one to the other: every step of a proof in that run has a counterpart in each longer run,
+and that run is itself one of those asked for. So each distance has a walk of its own. The pull
+that finds the end of the data waits for the device too, but a drained run ends without that pull:
+nothing relies on it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from swpipe.core.resolved import ResolvedPlan
 
 
 class _Known(NamedTuple):
-    """What a lane knows, as sets of runs: bit n is set where run n is known to lie before.
+    """The knowledge of a lane, as sets of runs: bit n is set if run n is known to come before.
 
     Attributes:
-        host: Functions that have returned, events recorded.
-        done: Device work that is done, whichever stream it was on.
-        ahead: Stream to the device work that stands before whatever this lane gives it next.
+        host: Runs whose functions have returned and whose events are recorded.
+        done: Runs whose device work is done, on any stream.
+        ahead: Stream to the runs whose device work stands before whatever this lane gives it next.
     """
 
     host: int
@@ -68,14 +68,14 @@ class _Known(NamedTuple):
 
 
 class _Walk:
-    """One walk through a program's run of so many iterations.
+    """One walk through a program's run of a number of iterations.
 
     Attributes:
         host_before: (task, iteration) to the runs whose functions return before it is called.
         device_before: (task, iteration) to the runs whose device work is done before its own
             starts.
-        bits: Task to the set of its run on the first iteration alone; the next iteration's is one
-            bit further.
+        bits: Task to the set of its run on the first iteration alone; shift it by one bit for each
+            further iteration.
     """
 
     def __init__(self, program: Program, order: tuple[Instruction, ...], iterations: int) -> None:
@@ -84,14 +84,17 @@ class _Walk:
         self._program = program
         self._iterations = iterations
         self.bits = {ins.task: 1 << n * iterations for n, ins in enumerate(order)}
+        # Knowledge of each worker of each lane, and of each instruction at each period.
         lanes = [[_Known(0, 0, {})] * lane.workers for lane in program.lanes]
         passed: dict[tuple[str, int], _Known] = {}
         for period in range(iterations + program.depth - 1):
             for ins in order:
                 workers = lanes[ins.lane]
+                # Iteration i is the work of number i modulo ``workers``, as in the engine.
                 turn = (period - ins.stage) % len(workers)
                 known = workers[turn]
                 for wait in ins.host_waits:
+                    # Before the first periods there is nothing to wait for.
                     if period >= wait.lag:
                         told, streams = passed[wait.producer, period - wait.lag], known.ahead
                         known = _Known(
@@ -102,37 +105,40 @@ class _Walk:
                                 for s in streams | told.ahead
                             },
                         )
+                # An iteration that does not exist runs no function, but its waits above count.
                 if 0 <= period - ins.stage < iterations:
                     known = self._run(ins, period - ins.stage, known)
                 workers[turn] = passed[ins.task, period] = known
 
     def _run(self, ins: Instruction, i: int, known: _Known) -> _Known:
-        """What the lane knows after the instruction's turn on iteration i."""
+        """Return what the lane knows after the instruction's turn on iteration i."""
         host, done, ahead = known
         self.host_before[ins.task, i] = host
         own = self.bits[ins.task] << i  # the set of this run alone
         host |= own
         limit = self._program.launch_limit
+        # Back-pressure: the device has finished the iteration depth + launch_limit before.
         if ins.task == ADMIT and limit is not None and i >= self._program.depth + limit:
             done |= self._through(RETIRE, i - self._program.depth - limit)
         if ins.on_host:
             self.device_before[ins.task, i] = done
             return _Known(host, done | own, ahead)
         before = ahead.get(ins.stream, 0) | done
+        # These instructions give no stream any work.
         if ins.task in (*SOURCES, BEGIN):
             self.device_before[ins.task, i] = before
             return _Known(host, done, ahead)
         for wait in ins.event_waits:
             j = i - wait.distance
             exists = wait.producer not in SOURCES and 0 <= j < self._iterations
-            # An event is worth something only if it has been recorded for sure.
+            # An event orders work only if it is certain to have been recorded before the wait.
             if exists and host & self.bits[wait.producer] << j:
                 before |= self._through(wait.producer, j)
         self.device_before[ins.task, i] = before
         return _Known(host, done, {**ahead, ins.stream: before | own})
 
     def _through(self, task: str, i: int) -> int:
-        """What stands before the event of this run: the run, and what is before it."""
+        """Return the runs before the event of this run: the run itself, and all runs before it."""
         return self.device_before[task, i] | self.bits[task] << i
 
 
@@ -149,7 +155,7 @@ class HappensBefore:
         self._walks: dict[int, _Walk] = {}
         self._answers: dict[tuple[str, str, int, bool], bool] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
-        # ``<retire>``: whatever comes after it comes after the body, too.
+        # ``<retire>``: so an instruction that comes after ``<retire>`` comes after the body, too.
         self._stands_for = {BODY: RETIRE, PULL: PULL if PULL in program.order else ADMIT}
 
     @property
@@ -159,7 +165,7 @@ class HappensBefore:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, *, streams: bool) -> Self:
-        """The order that a validated plan keeps on a device with streams, or on one without."""
+        """Return the order that a validated plan keeps on a device with or without streams."""
         return cls(compile_plan(resolved, streams=streams))
 
     def keeps(self, first: str, then: str, distance: int, *, attribute: bool = False) -> bool:
@@ -175,12 +181,12 @@ class HappensBefore:
         return host_only or self.device(first, then, distance)
 
     def host(self, first: str, then: str, distance: int) -> bool:
-        """Whether ``first`` on iteration i has returned before ``then`` on i + distance is called.
+        """Return whether ``first`` on iteration i returns before ``then`` on i + distance begins.
 
         Args:
             first: A task, or ``<admit>``, ``<pull>`` or ``<retire>``.
-            then: Another, or the same.
-            distance: Iterations from the first to the other; may be negative.
+            then: Another of these, or the same.
+            distance: Iterations from ``first`` to ``then``; may be negative.
 
         Returns:
             True if it holds for every i, however many iterations there are.
@@ -189,18 +195,19 @@ class HappensBefore:
         return self._ask(first, then, distance, on_device=False) if known is None else known
 
     def never_beside(self, one: str, other: str, distance: int) -> bool:
-        """Whether two never run at the same time, ``distance`` or more iterations apart."""
+        """Return whether two tasks never overlap in time, ``distance`` or more iterations apart."""
+        # Iterations that are ``depth`` or more apart are never in flight together.
         return all(
             self.host(one, other, apart) or self.host(other, one, -apart)
             for apart in range(distance, distance + self.program.depth)
         )
 
     def device(self, first: str, then: str, distance: int) -> bool:
-        """The same of their device work, on a device with streams.
+        """Return whether the device work of ``first`` is done before that of ``then`` starts.
 
-        ``<admit>`` and ``<pull>`` have none that others wait for: what they do is done when they
-        return. What they make of device work comes after what is before them on the caller's
-        stream.
+        The arguments are those of ``host``. ``<admit>`` and ``<pull>`` have no device work that
+        other work waits for: when they return, they are done. Device work that they launch comes
+        after the earlier work on the caller's stream.
         """
         if first in SOURCES:
             return self.host(first, then, distance)
@@ -209,7 +216,7 @@ class HappensBefore:
 
     @cached_property
     def _order(self) -> tuple[Instruction, ...]:
-        """One order of a period's instructions in which all their waits point backwards."""
+        """An order of a period's instructions in which all their waits point backwards."""
         by_task = self.program.instructions
         edges = []
         for lane in self.program.lanes:
@@ -219,10 +226,11 @@ class HappensBefore:
         return tuple([by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges)])
 
     def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
-        """Ask the walk that answers for this distance, and remember what it says."""
+        """Ask the walk for this distance, and store its answer."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
             self._walks[iterations] = _Walk(self.program, self._order, iterations)
+        # Of the iterations in this walk, the two asked for are the first and the last.
         walk, i = self._walks[iterations], max(0, -distance)
         one, other = (self._stands_for.get(name, name) for name in (first, then))
         before = walk.device_before if on_device else walk.host_before

@@ -1,19 +1,19 @@
-"""Where each attribute of the context goes, under a plan that says what it keeps.
+"""The places where attributes of the context are deleted, under a plan with ``keep``.
 
     period order    copy i+1    forward i    backward i    <retire> i
     ctx.batch       set ......> read |
-                                     `-- goes here: whatever may use it has been called and has
-    ctx.loss                    set ...> read              returned; "loss" is kept
+                                     `-- deleted here: all tasks that may use it have returned
+    ctx.loss                    set ...> read              never deleted: keep names it
 
-A task *uses* an attribute if it reads, sets, modifies or deletes it: as it says by ``reads``, or as
-a recording has seen. A task of which neither is known uses every attribute. The place at which an
-attribute goes is the first one of the period that comes after all its users in every interleaving
-(``happens_before``): after a user, if that comes after all others, and else before the next task
-that does, or at ``<retire>``. So no lane waits for another one that did not wait before. What no
-task is known to use goes at ``<retire>``, too.
+A task *uses* an attribute if it reads, sets, modifies or deletes it, according to its ``reads`` or
+to a recording. A task with neither is assumed to use every attribute. An attribute is deleted at
+the first place of the period that comes after all its users in every interleaving
+(``happens_before``). This is after a user, if that user comes after all other ones; else before the
+next task that comes after all of them, or at ``<retire>``. So no lane gets a new wait. An attribute
+that no task is known to use is deleted at ``<retire>``, too.
 
-It is decided here, once, from the compiled program; what becomes of it in a run is told by
-``swpipe._engine.release``.
+The places are decided here, once, from the compiled program; ``swpipe._engine.release`` documents
+what happens at these places in a run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 
 Uses: TypeAlias = Mapping[str, frozenset[str] | None]
-"""Task to the attributes that it uses; None for a task of which that is not known."""
+"""Task to the attributes that it uses; None for a task whose attributes are not known."""
 
 BATCH = "batch"
 
 
 class ReleasePlace(NamedTuple):
-    """Where attributes go: before a task's turn, or after it."""
+    """A place where attributes are deleted: before a task's turn, or after it."""
 
     task: str
     after: bool
@@ -47,45 +47,49 @@ class ReleasePlace(NamedTuple):
 def uses_of(
     tasks: Iterable[PipelineTask], effects: EffectTable | None = None
 ) -> dict[str, frozenset[str] | None]:
-    """What tasks use, as they say it or were recorded to.
+    """Return the attributes that tasks use, as they declare or were recorded to.
 
-    A table without any attribute, such as that of declared states, says nothing of attributes.
+    A table without any attribute, such as a table of declared states, tells nothing of attributes.
     """
     recorded = {
         name: frozenset(p.name for p in touched.reads | touched.writes if not p.persistent)
         for name, touched in (effects or {}).items()
         if name != PULL
     }
+    # Otherwise every task would be taken to use no attribute at all.
     if not any(recorded.values()):
         recorded = {}
     found: dict[str, frozenset[str] | None] = {}
     for task in tasks:
         known = recorded.get(task.name)
+        # A recording may have missed a branch that ``reads`` names, so both count.
         said = None if task.reads is None else frozenset(task.reads)
         found[task.name] = said if known is None else known | (said or frozenset())
     return found
 
 
 def users_of(uses: Uses) -> dict[str, tuple[str, ...]]:
-    """Attribute to its users, of those that some task is known to use, and the batch."""
+    """Return the users of each attribute that some task is known to use, and of the batch."""
     named = {BATCH}.union(*(names for names in uses.values() if names is not None))
     return {
+        # A task with unknown attributes uses all of them.
         name: tuple(task for task, names in uses.items() if names is None or name in names)
         for name in sorted(named)
     }
 
 
 def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Releases:
-    """Where attributes go that are not kept.
+    """Return the places where attributes are deleted that are not kept.
 
     Args:
         before: The order that the compiled plan keeps.
-        uses: As from ``uses_of``, of all its tasks.
-        keep: What stays.
+        uses: The attributes of all its tasks, from ``uses_of``.
+        keep: The attributes that stay.
     """
-    kept = frozenset(keep) | {"iter_idx"}
+    kept = frozenset(keep) | {"iter_idx"}  # error messages name the iteration
     places = ReleasePlaces(before)
     users = {name: tasks for name, tasks in users_of(uses).items() if name not in kept}
+    # Attributes of the same place are deleted together, after one wait for the device.
     at: dict[ReleasePlace, list[str]] = {}
     for name, tasks in users.items():
         at.setdefault(places.after(tasks), []).append(name)
@@ -108,7 +112,15 @@ def with_releases(
     effects: EffectTable | None,
     keep: Sequence[str],
 ) -> tuple[Program, Releases]:
-    """The program with the events that releases take, and what goes where; tasks are serial."""
+    """Return the program with the events that releases need, and the releases.
+
+    Args:
+        before: The order that the compiled plan keeps.
+        tasks: The tasks, in serial order.
+        effects: The recorded effects, if any.
+        keep: The attributes that stay.
+    """
+    # A serial iteration, as in a recording, has its own order and so its own places.
     uses = uses_of(tasks, effects)
     serial = HappensBefore.of(resolve_plan(PipelinePlan.serial(tasks)), streams=False)
     releases = releases_of(before, uses, keep)
@@ -117,7 +129,7 @@ def with_releases(
 
 
 def _recording(program: Program, releases: Releases) -> Program:
-    """The program, with the events that are asked for: at a place, by the next of its thread."""
+    """Return the program with the events that releases wait for."""
     asked = {task for found in releases.at.values() for one in found for task in one.behind}
     if not asked:
         return program
@@ -130,14 +142,17 @@ def _recording(program: Program, releases: Releases) -> Program:
         )
         for lane in program.lanes
     )
+    # A release waits for its events at the same place of its worker's next iteration, which is
+    # ``workers`` iterations later: the ring of events holds that many iterations more.
     return replace(program, lanes=lanes, ring=program.ring + max(one.workers for one in lanes))
 
 
 class ReleasePlaces:
-    """Places of a program, and what comes before them."""
+    """The places of a program, and the tasks that come before them."""
 
     def __init__(self, before: HappensBefore) -> None:
         instructions = before.program.instructions
+        # By the time at which an iteration comes to them: stage first, then order in the period.
         order = [*before.program.tasks, RETIRE]
         self._by_turn = sorted(
             order, key=lambda name: (instructions[name].stage, order.index(name))
@@ -147,15 +162,16 @@ class ReleasePlaces:
         self._waits = before.streams and before.plan.names_streams
 
     def after(self, users: Sequence[str]) -> ReleasePlace:
-        """The first place after all of these; ``<retire>`` if there are none."""
+        """Return the first place after all of these tasks; ``<retire>`` if there are none."""
         if users:
             for task in self._by_turn:
+                # ``task == user``: the place after a user's own turn.
                 if all(task == user or self._before.host(user, task, 0) for user in users):
                     return ReleasePlace(task, task in users)
         return ReleasePlace(RETIRE, False)
 
     def last(self, users: Sequence[str]) -> list[str]:
-        """Those that do not come before another one, whatever the interleaving."""
+        """Return the tasks that do not come before another one of them in every interleaving."""
         return [
             one
             for one in users
@@ -163,12 +179,14 @@ class ReleasePlaces:
         ]
 
     def behind(self, place: ReleasePlace) -> tuple[str, ...]:
-        """The tasks before a place whose device work does not come before another one's of them.
+        """Return the tasks whose device work ends last before a place.
 
-        None, where all work is on one stream, or there is none.
+        When their work is done, that of all tasks before the place is. The result is empty if all
+        work is on one stream, or there is none.
         """
         if not self._waits:
             return ()
+        # Without ``<retire>``, the last one, which has no work of its own.
         before = [one for one in self._by_turn[:-1] if self._before.host(one, place.task, 0)]
         before += [place.task] if place.after else []
         before = [one for one in before if one not in self._on_host]  # these have no event

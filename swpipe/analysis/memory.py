@@ -1,20 +1,21 @@
-"""How much memory the iterations in flight hold at most under a plan, whatever their tasks' times.
+"""The memory that the iterations in flight hold at most under a plan, whatever their tasks' times.
 
-A block (``swpipe.core.task_memory``) lives from the task that makes it to the task that frees it,
-or to the end of its iteration. If its end on iteration i always comes before its beginning on
+A block (``swpipe.core.task_memory``) lives from the task that allocates it to the task that frees
+it, or to the end of its iteration. If its end on iteration i always comes before its beginning on
 iteration i + n (``swpipe.analysis.happens_before``), there are at most n copies.
 
-Where a plan uses streams of a device, memory comes back later: what a task removes from the context
-is held until its iteration retires, and the device may be behind the host by ``depth`` iterations
-and ``run_ahead`` more. So what stands on the context counts that many times.
+If a plan uses streams of a device, memory is freed later: an attribute that a task removes from the
+context is held until its iteration retires, and the device may be behind the host by ``depth``
+iterations and ``run_ahead`` more. So memory on the context counts that many times.
 
-Under a plan with ``keep``, what is not kept lives until it goes (``swpipe.analysis.last_readers``).
-Where the plan uses streams of a device, one iteration more has it then, whose memory waits for the
-device (``swpipe._engine.release``).
+Under a plan with ``keep``, an attribute that is not kept lives until it is deleted
+(``swpipe.analysis.last_readers``). If the plan uses streams of a device, one more iteration has
+this memory, which waits for the device (``swpipe._engine.release``).
 
-This is an upper bound: every block with as many copies as it can have, and of each thread the task
-that needs most while it runs, whether or not all have them at the same time. So it holds in every
-interleaving, where ``swpipe.planning.simulate`` tells of one. What the caller keeps comes on top.
+The result is an upper bound. It counts every block with its largest number of copies, and for each
+thread the task with the largest needs, whether or not these maxima coincide. So it holds in every
+interleaving, whereas ``swpipe.planning.simulate`` describes one. Memory that the caller keeps is
+not included.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from swpipe.core.task_memory import KEPT, WORKING, Block, TaskMemory, holder
 from swpipe.errors import Problem
 
 SHOWN_BLOCKS = 3
-"""Of the largest blocks, so many are named in a message."""
+"""The number of the largest blocks that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One block of a task's; ``copies`` iterations can hold it at once."""
+    """A block of a task, with the number of iterations that can hold a copy at once."""
 
     attribute: str
     task: str
@@ -48,7 +49,7 @@ class Held:
 
     @property
     def total_bytes(self) -> int:
-        """What all copies hold together."""
+        """The bytes of all copies together."""
         return self.copies * self.bytes_each
 
     def __str__(self) -> str:
@@ -58,45 +59,51 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the iterations in flight hold at most: every block, the largest first."""
+    """The maximum memory of the iterations in flight: every block, the largest first."""
 
     held: tuple[Held, ...]
     streams: bool
 
     @property
     def total_bytes(self) -> int:
-        """All blocks together."""
+        """The bytes of all blocks together."""
         return sum(held.total_bytes for held in self.held)
 
     def format(self) -> str:
-        """The sum, and the largest blocks, in a line."""
+        """Return the sum, and the largest blocks, on one line."""
         shown = ", ".join(map(str, self.held[:SHOWN_BLOCKS]))
         return f"in flight at most: {in_words(self.total_bytes)}; the largest: {shown or 'none'}"
 
 
 def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
-    """An upper bound on what the iterations in flight hold."""
+    """Return an upper bound on the memory that the iterations in flight hold."""
     plan = before.plan
     blocks, places = memory.under(plan.keep), ReleasePlaces(before)
     waits, several = before.streams and plan.names_streams, plan.most_workers > 1
 
     def copies(block: Block) -> int:
+        # How many iterations can hold the block at once.
         end, goes, later = block.end, bool(block.users), block.later
         if goes:
             end = places.after(block.users).task
         elif waits and block.attribute and not later and (block.removed or end == KEPT):
+            # Streams may still use memory on the context: as many copies as the host is ahead.
             return plan.depth + (plan.launch_limit or 0)
         end = RETIRE if end == KEPT else end
         apart = range(1 - later, plan.depth)
         ordered = partial(before.host, end, block.begin)
-        if several:  # at most one of those that are as far apart, or a multiple of it
+        if several:
+            # An order n iterations apart holds at multiples of n, not beyond each n: of iterations
+            # that far apart, at most one holds the block. So the first such n is looked for.
             free = next((k for k, n in enumerate(apart) if ordered(n)), len(apart))
-        else:  # what holds n iterations apart holds further apart: search by halves
+        else:
+            # With one worker, an order n iterations apart holds at all larger distances: bisect.
             free = bisect_left(apart, True, key=ordered)
         return 1 + free + (goes and waits) * plan.most_workers
 
     held = [Held(one.attribute, one.begin, copies(one), one.bytes) for one in blocks]
-    working: dict[str, Held] = {}  # each thread of a group runs one task at a time
+    # Each thread of a group runs one task at a time: the largest need counts for each of them.
+    working: dict[str, Held] = {}
     for task, size in memory.working.items():
         group = plan.schedule[task].thread_group
         if size > (working[group].bytes_each if group in working else 0):
@@ -109,10 +116,11 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
 def memory_problems(
     before: HappensBefore, memory: TaskMemory, budget_bytes: int
 ) -> Iterator[Problem]:
-    """That the budget is exceeded, if it is: by what, and what would fit."""
+    """Yield a problem if the budget is exceeded: the largest blocks, and what would fit."""
     plan, streams = before.plan, before.streams
 
     def fits(changed: PipelinePlan) -> bool:
+        # A smaller depth keeps other orders, so the plan is compiled again.
         other = HappensBefore.of(resolve_plan(changed), streams=streams)
         return bytes_in_flight(other, memory).total_bytes <= budget_bytes
 
@@ -129,7 +137,8 @@ def memory_problems(
 
 
 def _mend(plan: PipelinePlan, footprint: Footprint, fits: Callable[[PipelinePlan], bool]) -> str:
-    """The largest run-ahead that fits, or else the largest depth."""
+    """Return the largest run-ahead that fits the budget, or else the largest depth."""
+    # The run-ahead first: to reduce it costs less overlap than to reduce the depth.
     alone = sum(held.bytes_each for held in footprint.held)
     limit = (plan.launch_limit or 0) if footprint.streams and plan.names_streams else 0
     for ahead in range(limit - 1, -1, -1):

@@ -1,19 +1,19 @@
-"""Whether a plan keeps the serial order wherever tasks conflict, in every interleaving.
+"""The orders that conflicting tasks require, and whether a plan keeps them in every interleaving.
 
-``required_orders`` says which orders must be kept, from what tasks touch; ``violations`` compares
-them with what the compiled plan guarantees (``swpipe.analysis.happens_before``).
+``required_orders`` derives the orders that must be kept from the effects of tasks; ``violations``
+compares them with the orders that the compiled plan keeps (``swpipe.analysis.happens_before``).
 
-**What is required.** Every conflict (``swpipe.core.effects``) in serial order, at distances 0 and
-1. Larger distances follow: of the two tasks of a conflict, A and then B, one writes, and so
-conflicts with itself at distance 1. If A writes, A on i comes before A on i + 1 and so on, and the
-last of these before B; if B does, A comes before the first B, and that before the next. All
-iterations between two that exist exist, so each step holds wherever it is needed.
+**Required orders.** Every conflict (``swpipe.core.effects``) in serial order, at distances 0 and 1.
+Larger distances follow: of the two tasks of a conflict, A and then B, one writes, and so conflicts
+with itself at distance 1. If A writes, A on i comes before A on i + 1 and so on, and the last of
+these before B; if B writes, A comes before the first B, and that before the next. All iterations
+between two existing iterations exist, so each step holds wherever it is needed.
 
 **Intended shifts.** ``PipelinePlan.stale`` allows tasks that only read a state to find it as it was
 up to k iterations before. The serial order of write before read is then required from k iterations
-further apart. At smaller distances either order will do, but it must be the same in every
-interleaving: what is read must not depend on timing. ``PipelinePlan.newer`` is the mirror: it says
-the same of the serial order of read before write. Everything else is required as before.
+further apart. At smaller distances either order is allowed, but it must be the same in every
+interleaving: the value that is read must not depend on timing. ``PipelinePlan.newer`` allows the
+same for the serial order of read before write. Every other order is required as without shifts.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import Problem
 
 SHOWN_PLACES = 4
-"""How many of the locations that two tasks share are named in a message."""
+"""The maximum number of shared locations that a message names."""
 
 MOST_EXPLAINED = 100
-"""How many violations are told with a mend; each mend resolves the plan once more."""
+"""The maximum number of violations with a proposed mend; each mend resolves the plan once more."""
 
 
 class RequiredOrder(NamedTuple):
@@ -60,8 +60,9 @@ class RequiredOrder(NamedTuple):
 
     Attributes:
         conflict: Consumer, producer and distance.
-        either: The opposite one will do, too.
-        seeded: It will do if the two never run at the same time: one of them is seeded for itself.
+        either: Whether the opposite order is allowed, too, if it is kept in every interleaving.
+        seeded: Whether it is enough that the two never run at the same time, since one of them is
+            seeded by itself.
     """
 
     conflict: Conflict
@@ -74,10 +75,13 @@ class Violation:
     """A required order that some interleaving breaks.
 
     Attributes:
-        reversed: The opposite order is kept in every interleaving.
-        either: Any order would do.
-        devices: Whether the devices on which it breaks have streams.
-        conflicts: All between these two at this distance.
+        consumer: The task that must come later.
+        producer: The task that must come first.
+        distance: The difference of their iterations.
+        reversed: Whether the opposite order is kept in every interleaving.
+        either: Whether any order is allowed that is kept in every interleaving.
+        devices: The kinds of device on which the order breaks: True for devices with streams.
+        conflicts: All conflicts between these two tasks at this distance.
     """
 
     consumer: str
@@ -92,24 +96,30 @@ class Violation:
 def required_orders(
     effects: EffectTable, stale: Mapping[str, int], newer: Mapping[str, int]
 ) -> list[RequiredOrder]:
-    """Return every order that must be kept; ``effects`` is in serial order.
+    """Return every order that must be kept.
 
-    ``stale`` and ``newer`` are those of the plan.
+    Args:
+        effects: Task name to its effects, in serial order.
+        stale: ``PipelinePlan.stale``.
+        newer: ``PipelinePlan.newer``.
     """
     place_of = {name: place for place, name in enumerate(effects)}
     found: list[RequiredOrder] = []
     for conflict in conflicts(effects):
         consumer, producer, distance, location, _ = conflict
+        # If both write, no shift applies: only a task that reads may find another value.
         readers = [n for n in (consumer, producer) if location not in effects[n].writes]
         shift = 0
-        if readers and location.persistent:  # a reader that comes second would find it older
+        # A reader that comes second would find the state older, one that comes first, newer.
+        if readers and location.persistent:
             shift = (stale if consumer in readers else newer).get(location.name, 0)
+        # Two random tasks both read DRAWS and have no conflict; a writer may draw at any moment.
         if location == DRAWS and readers:
             found.append(RequiredOrder(conflict, either=False, seeded=True))
         elif not shift:
             found.append(RequiredOrder(conflict, either=False))
         elif distance == 0 or place_of[producer] > place_of[consumer]:
-            # From the least distance at which the two meet serially; all further ones follow.
+            # Begin at the least distance at which the two meet serially; the larger ones follow.
             for further in range(shift):
                 nearer = conflict._replace(distance=distance + further)
                 found.append(RequiredOrder(nearer, either=True))
@@ -119,7 +129,12 @@ def required_orders(
 
 
 def guarantees(resolved: ResolvedPlan, streams: bool | None) -> tuple[HappensBefore, ...]:
-    """What a validated plan keeps on a device with or without streams; None: on both kinds."""
+    """Return the orders that a plan keeps, by kind of device.
+
+    Args:
+        resolved: A validated plan.
+        streams: Whether the device has streams; None for both kinds.
+    """
     kinds = (True, False) if streams is None else (streams,)
     return tuple(HappensBefore.of(resolved, streams=kind) for kind in kinds)
 
@@ -127,10 +142,11 @@ def guarantees(resolved: ResolvedPlan, streams: bool | None) -> tuple[HappensBef
 def violations(
     required: Iterable[RequiredOrder], guaranteed: Iterable[HappensBefore]
 ) -> list[Violation]:
-    """The orders that some interleaving breaks; one for each pair of tasks and distance."""
+    """Return the orders that some interleaving breaks, one for each pair of tasks and distance."""
     required = tuple(required)
     found: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
+        # The same question comes up for each location that two tasks share: it is asked once.
         kept: set[tuple[object, ...]] = set()
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
@@ -148,6 +164,7 @@ def violations(
             reverse = keeps(consumer, producer, -distance)
             if either and reverse:
                 continue
+            # An order may break on one kind of device only: violations of both kinds are merged.
             violation = found.setdefault(key, Violation(*key))
             violation.reversed &= reverse
             violation.either &= either
@@ -159,12 +176,13 @@ def violations(
 def race_problems(
     effects: EffectTable, guaranteed: Sequence[HappensBefore], *, beside_body: bool = False
 ) -> list[Problem]:
-    """Every required order that a validated plan breaks, with the edge that would restore it.
+    """Return a problem for every required order that a plan breaks, with the edge that restores it.
 
     Args:
-        effects: In serial order, with those of the loop's body and loader where they count.
-        guaranteed: What the plan keeps, on each kind of device that counts.
-        beside_body: Ask for orders between a task and the body alone.
+        effects: The effects in serial order, with those of the loop's body and loader if they
+            matter.
+        guaranteed: The orders that the validated plan keeps, on each kind of device that matters.
+        beside_body: Whether to ask only for orders between a task and the body.
     """
     plan = guaranteed[0].plan
     required = required_orders(effects, plan.stale, plan.newer)
@@ -172,7 +190,7 @@ def race_problems(
         required = [one for one in required if BODY in one[0][:2] and PULL not in one[0][:2]]
     found = violations(required, guaranteed)
     problems = _beside_the_others(plan, effects, found)
-    # What somebody does who says nothing is told once, and not with each task beside it.
+    # Undeclared code is reported once, and not with each task that it conflicts with.
     told = {name for one in problems for name in one.tasks if effects[name].undeclared}
     between = [
         one
@@ -182,11 +200,13 @@ def race_problems(
     ]
     for number, violation in enumerate(between):
         pair = (violation.consumer, violation.producer)
+        # Each proposal resolves a changed plan, which takes too long for very many violations.
         if number >= MOST_EXPLAINED:
             text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
             problems.append(Problem(text, pair))
             continue
         table = {name: touched for name, touched in effects.items() if name in pair}
+        # The kind of device is named only if the plan keeps the order on another kind.
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(plan, violation) if len(failing) < len(guaranteed) else ""
         mends = None if PULL in pair else Mends.of(plan, violation)
@@ -196,17 +216,20 @@ def race_problems(
 
 
 def proves(effects: EffectTable, before: HappensBefore) -> bool:
-    """Whether a plan gives the serial numbers if tasks touch only ``effects`` and their contexts.
+    """Return whether a plan gives the serial numbers if tasks touch only ``effects`` and contexts.
 
-    It does if no order is broken although every task may read and write the whole context. Tasks
-    that say nothing are not looked at one by one where they are not beside the loop's body.
+    It does if no order is broken although every task may read and write the whole context.
+    Undeclared tasks elsewhere than beside the loop's body count as not proved.
     """
     plan = before.plan
+    # Beside the body: last stage, caller's thread and stream. There, program order is serial.
     silent = [plan.schedule[n] for n in effects if effects[n].undeclared]
     beside = TaskSchedule(plan.max_stage)
     if any(replace(entry, globally_ordered=False) != beside for entry in silent):
         return False
+    # One location stands for all attributes, so that each task conflicts with every other one.
     whole = Effects(*[frozenset([Location("the context", False)])] * 2)
+    # Only tasks use the context: the loader runs before it exists, the body after the tasks.
     table = {n: e if n in OTHERS else e | whole for n, e in effects.items()}
     return not violations(required_orders(table, plan.stale, plan.newer), [before])
 
@@ -214,7 +237,7 @@ def proves(effects: EffectTable, before: HappensBefore) -> bool:
 def _beside_the_others(
     plan: PipelinePlan, effects: EffectTable, found: Iterable[Violation]
 ) -> list[Problem]:
-    """Who may run before the loop's body, or is pulled ahead, against the order."""
+    """Return problems of tasks that may run before the loop's body, and of batches pulled ahead."""
     pulled = False
     silent = dict.fromkeys(_silent_apart(plan, effects))
     shared: dict[str, dict[Location, None]] = {}
@@ -223,6 +246,7 @@ def _beside_the_others(
         if PULL in pair:
             pulled |= effects[PULL].undeclared
         elif BODY in pair:
+            # An undeclared task is itself at fault; of a declared one, the shared states are.
             (task,) = pair - {BODY}
             if effects[task].undeclared:
                 silent[task] = None
@@ -239,6 +263,7 @@ def _beside_the_others(
         )
         for name in silent
     ]
+    # Tasks that share the same states with the body have one problem together.
     alike: dict[tuple[Location, ...], list[str]] = {}
     for name, places in shared.items():
         alike.setdefault(tuple(sorted(places)), []).append(name)
@@ -248,7 +273,10 @@ def _beside_the_others(
 
 
 def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
-    """Tasks that say nothing, on other threads than others that do: what each has for itself."""
+    """Return the undeclared tasks on another thread than the body, or than the first of them.
+
+    Tasks on different threads have no order, whatever their stages are.
+    """
     group = {name: entry.thread_group for name, entry in plan.schedule.items()}
     group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
     silent = [name for name in effects if effects[name].undeclared]
@@ -257,7 +285,7 @@ def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
 
 
 def _where_in(plan: PipelinePlan, name: str) -> str:
-    """Where a plan has a task, as far as it is elsewhere than the loop's body."""
+    """Return the places of a task in the plan that differ from those of the loop's body."""
     entry, last = plan.schedule[name], plan.max_stage
     found = {
         f"stage {entry.stage} (the last is {last})": entry.stage != last,
@@ -268,7 +296,7 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
 
 
 def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
-    """That the body may touch what tasks touch, and how to say that it does not."""
+    """Return the text for tasks that share states with the body: what is wrong, and the mend."""
     tasks, one = listed([repr(name) for name in names], most=4), len(names) == 1
     where = f"The plan has {names[0]!r} in {_where_in(plan, names[0])}"
     if places == (DRAWS,):
@@ -321,11 +349,11 @@ class Mends(NamedTuple):
     """The changes of a plan that the message of a violation may propose.
 
     Attributes:
-        edge: Makes the consumer wait.
-        reverse: Makes the producer wait, in the same period.
-        consumer_later: With the edge, where the consumer's stage comes too early for it.
-        producer_earlier: The same for the producer.
-        consumer_after: With the edge, where it would close a cycle.
+        edge: The edge that makes the consumer wait.
+        reverse: The edge that makes the producer wait, in the same period.
+        consumer_later: The stage to move the consumer to, if ``edge`` would have a negative lag.
+        producer_earlier: The stage to move the producer to, in the same case.
+        consumer_after: The stage to move the consumer to, if ``edge`` would close a cycle.
     """
 
     edge: ProposedEdge
@@ -338,6 +366,7 @@ class Mends(NamedTuple):
     def of(cls, plan: PipelinePlan, violation: Violation) -> Self:
         """Return the changes for a violation between two tasks."""
         consumer, producer, distance = violation.consumer, violation.producer, violation.distance
+        # The lag s(consumer) - s(producer) + distance must be at least 0.
         s_c = plan.schedule[consumer].stage
         s_p = plan.schedule[producer].stage
         return cls(
@@ -350,13 +379,15 @@ class Mends(NamedTuple):
 
 
 def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
-    """Say what is wrong, over what, and what would mend it."""
+    """Return the text of a violation: what is wrong, over which locations, and how to mend it."""
     distance = violation.distance
     consumer = f"{violation.consumer!r} on iteration i"
     producer = f"{violation.producer!r} on iteration i" + (f" - {distance}" if distance else "")
+    # Two tasks may share hundreds of parameters: the first few are enough to find the rest.
     places = [f"{c.place} ({c.hazard})" for c in violation.conflicts]
     more = f" and {len(places) - SHOWN_PLACES} more" if len(places) > SHOWN_PLACES else ""
     what = f"both touch {', '.join(places[:SHOWN_PLACES])}{more}"
+    # Within the range of a shift, the fault is not the order but that it depends on timing.
     if violation.either:
         return (
             f"{consumer} may come before or after {producer}, and {what}: "
@@ -369,6 +400,7 @@ def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
 
 
 def _where(plan: PipelinePlan, violation: Violation) -> str:
+    # Elsewhere, the order of a stream keeps the two tasks apart.
     if True not in violation.devices:
         return "on a device without streams, such as the CPU: "
     both = [plan.schedule.get(one) for one in (violation.producer, violation.consumer)]
@@ -381,10 +413,11 @@ def _name(stream: StreamRef) -> str:
 
 
 def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
-    """Return the edge to add or, where it could not be kept, what stands in its way."""
+    """Return the edge to add or, if the plan could not keep it, what stands in its way."""
     consumer, producer, distance = violation.consumer, violation.producer, violation.distance
     if mends is None:
         return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
+    # The edge is there, but orders functions only, and the state is used by device work.
     if (consumer, producer) in plan.host_only:
         return (
             f"the edge between them is host_only, which orders their functions and not their work "
@@ -414,11 +447,13 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
     if distance:
         changed = replace(plan, cross_iter_deps=[*plan.cross_iter_deps, (*pair, distance)])
     apart = plan.schedule[consumer].stage - plan.schedule[producer].stage
+    # A negative lag: the producer has not run yet when the consumer does.
     if apart + distance < 0:
         return (
             f"move {consumer!r} from {mends.consumer_later}, or {producer!r} from "
             f"{mends.producer_earlier}, and add {edge}"
         )
+    # The plan is resolved once with the edge, so that no message proposes an edge that is refused.
     try:
         resolve_plan(changed)
     except CycleError as error:
@@ -430,7 +465,7 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
 
 
 def _mend_reversed(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
-    """Return how to make sure of the opposite order, where the two meet in one period."""
+    """Return the edge for the opposite order, if the two tasks meet in one period; else ""."""
     if mends is None:
         return ""
     apart = plan.schedule[violation.producer].stage - plan.schedule[violation.consumer].stage
@@ -446,11 +481,12 @@ def _meant(
     violation: Violation,
     guaranteed: Iterable[HappensBefore],
 ) -> str:
-    """Return how to allow reads that are always equally many iterations older or newer."""
+    """Return the declaration that allows reads at a constant shift, if there is one; else ""."""
     persistent = all(conflict.place.persistent for conflict in violation.conflicts)
     if violation.either or not (violation.reversed and persistent):
-        return ""  # no shift would help
+        return ""  # the order depends on timing, which no shift allows, or on a context's attribute
     shifted = _shifted(violation)
+    # The least shift is proposed, since a larger one would allow more than the plan does.
     for count in range(1, plan.depth + 1):
         shifts = {what: dict.fromkeys(states, count) for what, states in shifted.items()}
         stale = {**plan.stale, **shifts.get("stale", {})}
@@ -464,9 +500,10 @@ def _meant(
 
 
 def _shifted(violation: Violation) -> dict[str, list[str]]:
-    """Return the states on which the two conflict, by the plan's field that would allow it."""
+    """Return the states of a violation, by the plan's field that would allow its order."""
     found: dict[str, list[str]] = {}
     for conflict in violation.conflicts:
+        # A reader that should come first and comes second finds a newer state.
         what = "newer" if conflict.hazard == "write after read" else "stale"
         found.setdefault(what, []).append(conflict.place.name)
     return found

@@ -1,4 +1,4 @@
-"""What can be refused of a plan before the first batch: everything that is wrong, at once."""
+"""The rules that a plan can break before the first batch, checked all at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError, Problem
 
 MOST_ROWS = 20
-"""Of a larger plan, the grid in a message shows so many of the tasks at fault."""
+"""The maximum number of rows in a message's grid; of a larger plan, it has only tasks at fault."""
 
 PRIORITIES = range(-128, 128)
 
@@ -42,14 +42,15 @@ def validate(
             None if it is not known yet.
 
     Raises:
-        PlanError: Lists all that is wrong, with the period x task grid.
+        PlanError: Lists all problems, with the period x task grid.
     """
     tasks = plan.tasks or None if tasks is None else tasks
     problems = [*_tasks(plan, tasks), *_entries(plan, device), *_names(plan)]
-    # What follows needs sound entries, known names and a plan that is not too large.
+    # The next checks need sound entries, known names and a plan that is not too large.
     problems = problems or [*_work(plan)]
     if not problems:
         problems = [*_future_reads(plan)]
+        # A plan with future reads may have a cycle as well: both are reported together.
         try:
             resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
         except CycleError as error:
@@ -60,9 +61,10 @@ def validate(
 
 
 def refusal(plan: PipelinePlan, problems: Sequence[Problem]) -> PlanError:
-    """The error that refuses a plan, with its grid: tasks whose stage is no number have no row."""
+    """Return the error that refuses a plan, with a grid of all tasks whose stage is a number."""
     rows = [n for n, e in plan.schedule.items() if type(e.stage) is int and e.stage >= 0]
     faulty = {name for problem in problems for name in problem.tasks}
+    # The grid of thousands of tasks would hide those at fault.
     if len(rows) > MOST_ROWS:
         rows = [name for name in rows if name in faulty][:MOST_ROWS]
     last = max((plan.schedule[name].stage for name in rows), default=0)
@@ -82,6 +84,7 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         if not isinstance(task, PipelineTask):
             mend = "write PipelineTask(name, function)"
             yield Problem(f"tasks has {shown(task)}, which is no task: {mend}")
+    # Entries that are no task have been reported above, and have no name.
     names = Counter([task.name for task in tasks if isinstance(task, PipelineTask)])
     for name in (name for name, count in names.items() if count > 1):
         yield Problem(f"task {name!r} is given {names[name]} times: names are unique", (name,))
@@ -90,6 +93,7 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
         if name not in scheduled:
             mend = "add it to the plan, or leave the task out"
             yield Problem(f"task {name!r} has no schedule: {mend}")
+    # Both directions, since a misspelt name is missing on one side and unknown on the other.
     for name in scheduled:
         if name not in names:
             what = f"the plan schedules {name!r}, which is not among the tasks ({known})"
@@ -101,6 +105,7 @@ def _work(plan: PipelinePlan) -> Iterator[Problem]:
     far = max((distance for _, _, distance in plan.cross_iter_deps), default=0)
     tasks, stages = len(plan.schedule), plan.max_stage + 1
     deps = len(plan.deps) + len(plan.cross_iter_deps) + len(plan.same_period_deps)
+    # The compiler walks every task of every period, so its time grows with this product.
     if tasks * (stages + far) + deps > MOST_WORK:
         yield Problem(
             f"{tasks} tasks in {stages} stages, with distances up to {far} iterations and {deps} "
@@ -126,6 +131,7 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         if stream not in used:
             named = f"named are: {listed(used)}"
             yield Problem(f"streams has {shown(stream)}, but no task names it ({named})")
+    # Declared as object, since a plan from a file or an untyped caller may have any value here.
     within: object = plan.within_calls
     if type(within) is not bool:
         yield Problem(f"within_calls is {shown(within)}: write True or False")
@@ -136,6 +142,8 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
             f"{DEFAULT_GROUP!r}, or leave it out to pull batches on the caller's thread"
         )
     elif all(
+        # Depth and workers are computed from stages: they are checked only if these are numbers.
+        # Types are compared, so that True, which is an int, is refused.
         type(e.stage) is type(e.workers) is int and max(e.stage, e.workers) < MOST_ITERATIONS
         for e in plan.schedule.values()
     ):
@@ -150,11 +158,13 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
 
 
 def _workers(plan: PipelinePlan) -> Iterator[Problem]:
-    """What the tasks of a group with several workers have in common."""
+    """Yield a problem for each group with workers whose tasks do not fit together."""
+    # Threads of a group run different iterations at once, so its tasks have to agree.
     for group in plan.thread_groups:
         entries = {n: e for n, e in plan.schedule.items() if e.thread_group == group}
         counts = sorted({entry.workers for entry in entries.values()})
         stages = sorted({entry.stage for entry in entries.values()})
+        # Lists are compared, so that a group without tasks ([]) counts as one with one worker.
         if counts[-1:] <= [1]:
             continue
         text = f"thread_group {shown(group)} has {counts[-1]} workers, "
@@ -174,6 +184,7 @@ def _workers(plan: PipelinePlan) -> Iterator[Problem]:
 
 
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:
+    # A plan of one stage still needs one iteration in flight.
     least, depth = max(plan.least_depth, 1), plan.pipeline_depth
     depth = least if depth is None else depth
     if type(depth) is not int or depth < least:
@@ -181,6 +192,7 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
         last = [n for n, e in plan.schedule.items() if e.stage == stage]
         pulled = "" if plan.pull_group is None else f" and pull_group {shown(plan.pull_group)}"
         workers = f" and {plan.most_workers} workers" if plan.most_workers > 1 else ""
+        # The message names everything that raises the minimum.
         needs = "need" if pulled or workers else "needs"
         yield Problem(
             f"pipeline_depth is {shown(depth)}, but stage {stage} of {listed([*map(repr, last)])}"
@@ -205,6 +217,7 @@ def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
         rule = f"give a name, {DEFAULT_GROUP!r} for the caller's own thread"
         found.append(f"thread_group is {shown(entry.thread_group)}; {rule}")
     if isinstance(stream, torch.Stream):
+        # "cuda" without an index stands for any device of this type, as does a stream without one.
         kind, _, index = (device or "").partition(":")
         there = stream.device.type == kind and (
             not index or stream.device.index in (None, int(index))
@@ -225,6 +238,7 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
     pairs += [("same_period_deps", pair) for pair in plan.same_period_deps]
     declared = {pair for _, pair in pairs}
     scheduled = plan.schedule.keys()
+    # host_only changes an edge that is declared elsewhere, and is none itself.
     for pair in plan.host_only:
         if pair not in declared:
             text = f"host_only has {shown(pair)}, and no dependence is declared between these two"
@@ -244,6 +258,7 @@ def _names(plan: PipelinePlan) -> Iterator[Problem]:
 
 def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
     for dep in dependences_of(plan):
+        # A negative lag: in the consumer's period, the producer has not run on that iteration yet.
         if dep.lag < 0:
             consumer, producer = dep.consumer, dep.producer
             s_c = plan.schedule[consumer].stage
@@ -260,6 +275,7 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
 
 
 def _cycle(error: CycleError) -> Problem:
+    # Each cause has its own mend: stages cannot break a cycle within an iteration.
     match error.source:
         case Cycle.ITERATION:
             named = listed([str(dep) for dep in error.dependences])

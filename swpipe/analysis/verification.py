@@ -1,6 +1,6 @@
-"""The one question about a plan: can it run, and does it give the numbers of the serial run?
+"""The verification of a plan: can it run, and does it give the numbers of the serial run?
 
-It is asked in this order:
+It has four steps, in this order:
 
 1. ``validation``: can the plan run at all?
 2. ``happens_before``: which order does it keep in every interleaving of threads and streams?
@@ -8,9 +8,9 @@ It is asked in this order:
    than serially?
 4. ``memory``: how many bytes may be in flight?
 
-``verify`` answers a user. ``verify_for_run`` asks for a pipeline, and gives what was derived on the
-way, a ``VerifiedPlan``: whoever runs, watches or draws the plan is handed that, and derives nothing
-again.
+``verify`` answers a user. ``verify_for_run`` answers a pipeline, and also returns what it has
+derived on the way, as a ``VerifiedPlan``: code that runs, watches or draws the plan gets that
+object, and derives nothing again.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from swpipe.errors import PlanError, Problem
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A plan that was found correct.
+    """The result for a plan that was found correct.
 
     Attributes:
-        orders: How many required orders it keeps; 0 means that no conflict is known.
-        footprint: What may be in flight at most; None if no memory was given.
-        undeclared: Tasks of which nothing is declared. They stay with the loop's body; declared,
-            they might run ahead.
+        orders: The number of required orders that the plan keeps; 0 if no conflict is known.
+        footprint: The maximum memory in flight; None if no memory was given.
+        undeclared: The undeclared tasks. They stay with the loop's body; with a declaration, they
+            might run ahead.
     """
 
     orders: int
@@ -71,38 +71,40 @@ def verify(
     pull_ahead: bool = False,
     body: bool = True,
 ) -> Verified:
-    """Make sure that a plan gives the numbers of the serial run in every interleaving.
+    """Check that a plan gives the numbers of the serial run in every interleaving.
 
-    What is checked is what is declared: ``pure=True``, the states in ``io``, and ``effects``, which
-    a recorded iteration gives. Whoever says nothing (a task, the loader, the loop's body) may touch
-    everything that is not said to be apart from it.
+    The check is based on declarations: ``pure=True``, the states in ``io``, and ``effects``, which
+    a recorded iteration gives. Undeclared code (a task, the loader, the loop's body) is assumed to
+    read and write every state that is not declared apart from it.
 
     Args:
         plan: The plan.
-        tasks: The tasks that it is to run; their declared states are checked. May be left out where
-            ``effects`` are given, or the plan has the tasks themselves.
-        effects: What each task touches, in serial order, which the plan must keep; joined with the
-            states that the tasks declare. Without it, serial order is that of a pipeline: that of
-            the tasks, as far as the dependences within an iteration allow. Entries ``"<pull>"``,
-            the first, and ``"<body>"``, the last, are what the loader and the body touch; alone,
-            they stand beside what the tasks declare.
-        streams: Whether the device has streams. None asks for both kinds of device: stream order
+        tasks: The tasks that it is to run; their declared states are checked. May be left out if
+            ``effects`` are given, or the plan has the tasks itself.
+        effects: The effects of each task, in serial order, which the plan must keep; joined with
+            the states that the tasks declare. Without them, the serial order is that of a pipeline:
+            the order of the tasks, as far as the dependences within an iteration allow. Entries
+            ``"<pull>"``, the first, and ``"<body>"``, the last, are the effects of the loader and
+            the body; alone, they are added to what the tasks declare.
+        streams: Whether the device has streams. None checks both kinds of device: stream order
             keeps tasks apart that are free on a CPU, and program order keeps tasks apart on a CPU
-            that streams let go. A plan that is right on one kind only is refused then, which the
-            message says.
-        memory: What the tasks hold, from ``swpipe.profiler.measure_memory``.
-        budget_bytes: What may be in flight at most; needs ``memory``.
-        loader: Where the batches come from. A list, or torch's ``DataLoader`` with workers, is
-            known to be apart (``swpipe.core.loaders``); without one nothing is known.
-        pull_ahead: Any other loader is apart, too, as for ``swpipe.overlap``.
-        body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
+            that are free on streams. A plan that is right on one kind only is refused then, and the
+            message says so.
+        memory: The memory that the tasks hold, from ``swpipe.profiler.measure_memory``.
+        budget_bytes: The maximum memory in flight; needs ``memory``.
+        loader: The source of the batches. A list, or torch's ``DataLoader`` with workers, is known
+            to be apart (``swpipe.core.loaders``); without a loader nothing is known.
+        pull_ahead: Whether any other loader is declared to be apart, too, as for
+            ``swpipe.overlap``.
+        body: Whether the loop has a body, as with ``iterate()`` and ``progress()``; False for
+            ``run()``.
 
     Returns:
-        How much there was to check, and the memory's bound.
+        How much there was to check, and the bound of the memory.
 
     Raises:
-        PlanError: Lists all that is wrong.
-        TypeError: Neither tasks nor effects, or a budget without memory.
+        PlanError: Lists all problems.
+        TypeError: There are neither tasks nor effects, or there is a budget without memory.
     """
     given = tasks_given(plan, tasks)
     if not given and effects is None:
@@ -117,13 +119,15 @@ def verify(
     guaranteed = guarantees(resolved, streams)
     if memory is not None:
         memory.check(plan.schedule)
+    # With unknown names, the table has no effects for some tasks, and no order can be checked.
     if not (problems := _name_problems(plan, table)):
         problems = [*stale_problems(plan, table), *race_problems(table, guaranteed)]
         if memory is not None and budget_bytes is not None:
             problems += memory_problems(guaranteed[0], memory, budget_bytes)
     if problems:
         raise refusal(plan, problems)
-    # With streams memory comes back later: the bound is larger.
+    # The first kind is the one with streams, if both were asked for: memory is freed later there,
+    # so the bound is larger.
     footprint = None if memory is None else bytes_in_flight(guaranteed[0], memory)
     return Verified(
         orders=len(set(required_orders(table, plan.stale, plan.newer))),
@@ -134,16 +138,16 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPlan:
-    """A plan that a pipeline runs, and what follows from it.
+    """A plan that a pipeline runs, with everything that was derived to verify it.
 
     Attributes:
         tasks: The tasks, in serial order.
-        declared: What they declare of what they touch.
-        touched: What they, the loader and the loop's body touch, as far as the plan has to keep
-            order between them; in serial order.
-        before: Which task comes before which, on the pipeline's kind of device.
-        program: What its threads run.
-        releases: Which attributes go where; None where all stay.
+        declared: The declarations of these tasks.
+        touched: The effects of tasks, loader and loop's body that the plan has to order; in serial
+            order.
+        before: The order that the program keeps, on the pipeline's kind of device.
+        program: The program that its threads run.
+        releases: The places where attributes are deleted; None if all attributes stay.
     """
 
     tasks: tuple[PipelineTask, ...]
@@ -164,16 +168,16 @@ class VerifiedPlan:
         return self.resolved.plan
 
     def refuse_beside_body(self) -> None:
-        """Refuse the plan for a loop with a body.
+        """Raise an error if the plan is wrong for a loop with a body.
 
         Raises:
-            PlanError: Tasks may touch a state in another order with the body than serially.
+            PlanError: Tasks and body may touch a state in another order than serially.
         """
         if problems := race_problems(self.touched, [self.before], beside_body=True):
             raise refusal(self.plan, problems)
 
     def proved_by_declarations(self) -> bool:
-        """Whether it gives the serial numbers if tasks do what they declare, and no more."""
+        """Return whether the plan gives the serial numbers if tasks do only what they declare."""
         return proves(_in_order(self.resolved, self.declared.effects), self.before)
 
 
@@ -190,17 +194,28 @@ def verify_for_run(
 ) -> VerifiedPlan:
     """Verify a plan for a pipeline's device, and compile it.
 
-    A plan is its author's word about the order of tasks of which nothing is declared; with
-    ``effects`` it is checked for these, too. That batches are pulled ahead is the plan's word.
+    The order of undeclared tasks in the plan is taken as declared by its author; with ``effects``
+    it is checked for them, too. A plan that pulls batches ahead declares that the loader allows it.
+
+    Args:
+        plan: The plan.
+        tasks: The tasks to run; None for the plan's own.
+        effects: The recorded effects, if any.
+        device: The name of the pipeline's device.
+        streams: Whether this device has streams.
+        keep: A value to replace the plan's; None for the plan's.
+        run_ahead: A value to replace the plan's; None for the plan's.
+        record_all: Whether the program records the events of all tasks.
 
     Raises:
-        PlanError: Lists all that is wrong.
+        PlanError: Lists all problems.
 
     Warns:
         RuntimeWarning: ``run_ahead`` on a device without streams.
     """
     given = tasks_given(plan, tasks)
     changes = {"keep": keep, "run_ahead": run_ahead}
+    # Arguments of the pipeline take precedence over the plan's own values.
     if changes := {name: value for name, value in changes.items() if value is not None}:
         plan = replace(plan, **changes)  # type: ignore[arg-type]  # each has its field's type
     resolved = validate(plan, given, device)
@@ -213,29 +228,35 @@ def verify_for_run(
         )
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])
+    # Compiled once: the checks, the pipeline and its drawings all use this program.
     declared, releases = Declared.by(in_order), None
     program = compile_plan(resolved, streams=streams, record_all=record_all)
     before = HappensBefore(program)
+    # Undeclared tasks have no effects here, since the plan's order stands for their declaration.
     if effects is None:
         touched: EffectTable = {**_in_order(resolved, declared.named), BODY: declared.unknown}
     else:
         touched = _table(resolved, declared, effects, apart=True, body=True)
     if problems := _run_problems(declared, touched, before):
         raise refusal(plan, problems)
+    # Releases need the order that was checked, and add events to the program.
     if plan.keep is not None:
         program, releases = with_releases(before, in_order, effects, plan.keep)
     return VerifiedPlan(in_order, declared, touched, before, program, releases)
 
 
 def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefore) -> list[Problem]:
-    """What is wrong without a body: ``run`` has none."""
+    """Return the problems of a run without a body; ``refuse_beside_body`` checks the body."""
     resolved = before.program.resolved
     table = {name: one for name, one in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems
     problems = [*_silent_workers(resolved.plan, declared), *race_problems(table, [before])]
-    if PULL in table:  # these are effects that were given
+    # Only recorded effects have an entry of the loader.
+    if PULL in table:
         problems = stale_problems(resolved.plan, table) + problems
+        # The effects may be in another serial order than the run: then declared states are checked
+        # in the order of the run as well.
         if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
             said = _in_order(resolved, declared.named)  # as a serial run has it
             problems = race_problems(said, [before])
@@ -243,7 +264,7 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
 
 
 def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]:
-    """Tasks that would run beside themselves, and neither they nor the plan say that they may."""
+    """Yield a problem for each undeclared task with workers, unless the plan orders its runs."""
     said = {consumer for consumer, producer, _ in plan.cross_iter_deps if consumer == producer}
     for name in sorted(declared.silent - said):
         if (workers := plan.schedule[name].workers) > 1:
@@ -259,7 +280,7 @@ def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]
 def tasks_given(
     plan: PipelinePlan, tasks: Iterable[PipelineTask] | None
 ) -> tuple[PipelineTask, ...]:
-    """The tasks that were given, or else those that the plan has.
+    """Return the tasks that were given, or else the plan's own.
 
     Raises:
         PlanError: ``plan`` is no plan, or ``tasks`` cannot be iterated over.
@@ -281,18 +302,22 @@ def _table(
     apart: bool,
     body: bool,
 ) -> EffectTable:
-    """What was recorded, if anything, and what the tasks declare; in serial order."""
+    """Return the recorded and the declared effects of tasks, loader and body, in serial order."""
     recorded = {n: touched for n, touched in (effects or {}).items() if n not in OTHERS}
     others = {n: touched for n, touched in (effects or {}).items() if n in OTHERS}
     unknown = anything([*recorded.values()]) if declared is None else declared.unknown
+    # Without a recording, declarations are all there is; undeclared tasks touch all they may.
     if declared is not None and not recorded and (effects is None or others):
         recorded = dict(_in_order(resolved, declared.effects))
     else:
-        if declared is not None:  # the effects say it of themselves, where nothing is declared
+        if declared is not None:
+            # A recording tells what undeclared tasks touch: only named states are added to it.
             named = declared.named
             recorded = {n: one | named.get(n, Effects()) for n, one in recorded.items()}
-        if BODY not in others:  # a recording has said it of all that say nothing
+        # A recording with a body has been widened by all that undeclared code may touch.
+        if BODY not in others:
             recorded = {n: one | unknown if one.undeclared else one for n, one in recorded.items()}
+    # A recording of loader and tasks only does not know what an undeclared loader may touch.
     if PULL in others and BODY not in others and others[PULL].undeclared:
         others[PULL] |= unknown
     table = {**others, **recorded}
@@ -304,6 +329,7 @@ def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:
 
 
 def _name_problems(plan: PipelinePlan, table: EffectTable) -> list[Problem]:
+    # A table of another plan's effects would otherwise verify nothing, without a word.
     known = {*plan.schedule, *OTHERS}
     strange = [name for name in table if name not in known]
     unknown = [name for name in plan.schedule if name not in table]

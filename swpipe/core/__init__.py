@@ -1,1 +1,1 @@
-"""What users declare: tasks, plans, effects and costs; the model of dependences; errors."""
+"""The declarations of users: tasks, plans, effects and costs; the model of dependences; errors."""

@@ -1,4 +1,4 @@
-"""What one iteration carries from task to task."""
+"""The context: the object that carries one iteration's values from task to task."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ RELEASED = "_released"
 
 
 class TypedContext:
-    """Base class of contexts that declare their attributes, for type checkers.
+    """The base class of contexts that declare their attributes, for type checkers.
 
     A subclass annotates the attributes that tasks set, so that a type checker reports any other,
     such as a misspelt one. It may have methods and properties, which use the context alone, and an
-    ``__init__(self, batch, iter_idx)``. Give it as ``SWPipeline(context=...)``.
+    ``__init__(self, batch, iter_idx)``. Pass the subclass as ``SWPipeline(context=...)``.
 
     Attributes:
-        batch: What the user's iterator gave; any object, None included.
-        iter_idx: The iteration's number in this pipeline, from 0, counted on through all iterators.
+        batch: The batch from the user's iterator; any object, including None.
+        iter_idx: The iteration's number in this pipeline, from 0, counted over all iterators.
     """
 
-    # Attribute that a pipeline with ``keep`` has let go to why it went; there only if it has
-    # ``keep``. In a slot, since ``vars(ctx)`` has what tasks set.
+    # The slot maps an attribute that a pipeline with ``keep`` has deleted to the reason. It is set
+    # only in pipelines with ``keep``. It is a slot because ``vars(ctx)`` has what tasks set.
     __slots__ = (RELEASED, "__dict__", "__weakref__")
 
     def __init__(self, batch: Any, iter_idx: int) -> None:
         self.batch = batch
         self.iter_idx = iter_idx
 
-    if not TYPE_CHECKING:  # to a type checker it would declare every attribute
+    if not TYPE_CHECKING:  # a type checker would take it to declare every attribute
 
         def __getattr__(self, name: str) -> Any:
             if name != RELEASED and (why := getattr(self, RELEASED, {}).get(name)) is not None:
                 number = self.__dict__.get("iter_idx")
-                # No AttributeError: hasattr, and a default, would take it for one never set.
+                # No AttributeError: hasattr() would then say that the attribute was never set.
                 raise RuntimeError(f"iteration {number} has no attribute {name!r} any more: {why}")
             raise AttributeError(
                 f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
@@ -52,7 +52,7 @@ class TypedContext:
 
 
 class IterContext(TypedContext):
-    """The state of one iteration: ``batch``, ``iter_idx``, and whatever attributes tasks set."""
+    """The context of one iteration: ``batch``, ``iter_idx``, and all attributes that tasks set."""
 
     if TYPE_CHECKING:  # tasks set and read attributes freely
 
@@ -72,10 +72,10 @@ else:
 
 
 def context_class(given: type[C] | None) -> type[C]:
-    """The class of a pipeline's contexts: the one given, or ``IterContext`` for None.
+    """Return the class of a pipeline's contexts: the given class, or ``IterContext`` for None.
 
     Raises:
-        TypeError: It cannot be used; the message lists all reasons.
+        TypeError: The class cannot be used; the message lists all reasons.
     """
     if given is None:
         return cast("type[C]", IterContext)

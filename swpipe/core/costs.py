@@ -1,4 +1,4 @@
-"""What each task costs: measured by the profiler, or written by hand for a machine elsewhere."""
+"""Costs of tasks: measured by the profiler, or written by hand for another machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class TaskCost:
         gil_us: The part of ``host_us`` in which the thread holds the interpreter lock, which only
             one thread at a time can hold.
         device_us: Microseconds of device work that the task queues; 0 without streams.
-        resources: What only one task at a time can use, such as a communicator or a direction of
-            the copy engine. Held during the device work or, without any, during the host work.
-        blocks: The task returns when its device work is done, as with ``.item()`` or a copy from
-            pageable memory. ``host_us`` is then without the wait.
+        resources: Names of resources that only one task at a time can use, such as a communicator
+            or a direction of the copy engine. They are held during the device work or, without
+            any, during the host work.
+        blocks: Whether the task returns only when its device work is done, as with ``.item()`` or a
+            copy from pageable memory. ``host_us`` does not include this wait.
         host_each_us: ``host_us`` in each sampled iteration, in their order; () if it is the same
             in all of them, or only the mean is known. The lock is held for the same part of each.
-        device_each_us: The same of ``device_us``.
+        device_each_us: ``device_us`` in each sampled iteration, likewise.
     """
 
     host_us: float = 0.0
@@ -56,7 +57,8 @@ class TaskCost:
         return TaskCost.mean([self], factor)
 
     def each(self, iterations: int) -> Iterator[TaskCost]:
-        """Yield the cost in each of so many sampled iterations."""
+        """Yield the cost in each of ``iterations`` sampled iterations."""
+        # A task without a table costs its mean in each of them.
         host = self.host_each_us or (self.host_us,) * iterations
         device = self.device_each_us or (self.device_us,) * iterations
         for host_us, device_us in zip(host, device, strict=True):
@@ -64,18 +66,20 @@ class TaskCost:
 
     @classmethod
     def mean(cls, costs: Sequence[TaskCost], factor: float = 1.0) -> TaskCost:
-        """Return the mean of each time, times ``factor``; that of tables, iteration by iteration.
+        """Return the mean of each time, times ``factor``, and the mean of tables by iteration.
 
-        There is no table where the costs have tables of different lengths. The resources are those
-        of all. A task that blocks in one cost blocks.
+        The result has no table if the costs have tables of different lengths. It has the resources
+        of all costs. It blocks if one of the costs blocks.
         """
         times: dict[str, Any] = {}
         for key in _TIMES:
             times[key] = factor * fmean(getattr(cost, key) for cost in costs)
         for key in _TABLES:
             each = [getattr(cost, key) for cost in costs]
+            # An empty table beside a full one is another length: its iterations are unknown.
             columns = zip(*each, strict=True) if len({*map(len, each)}) == 1 else ()
             times[key] = tuple(factor * fmean(column) for column in columns)
+        # Without duplicates, in the order of their first use.
         resources = tuple(dict.fromkeys(name for cost in costs for name in cost.resources))
         return cls(resources=resources, blocks=any(cost.blocks for cost in costs), **times)
 
@@ -84,12 +88,15 @@ class TaskCost:
 class CostModel:
     """The costs of a plan's tasks: their means, and how they vary over sampled iterations.
 
-    The tables of all tasks are of the same iterations, so that what is slow together stays so.
+    The tables of all tasks are of the same iterations, so that tasks that are slow together stay
+    slow together.
 
     Attributes:
-        tasks: Task name to its cost; ``PULL`` to that of calling the loader, 0 if it is left out.
-        handover_us: Microseconds from the moment a thread wakes another until that one runs.
-        memory: What the tasks hold, if it is known, from ``swpipe.profiler.measure_memory``.
+        tasks: Task name to its cost; ``PULL`` to the cost of calling the loader, 0 if left out.
+        handover_us: Microseconds from the moment at which a thread wakes another thread until that
+            thread runs.
+        memory: The memory that the tasks hold, if it is known, from
+            ``swpipe.profiler.measure_memory``.
 
     Raises:
         PlanError: A cost is negative, above ``MOST_US`` or not a number, a ``gil_us`` is above its
@@ -101,12 +108,14 @@ class CostModel:
     memory: TaskMemory | None = None
 
     def __post_init__(self) -> None:
+        # Lookups accept a task in place of its name.
         object.__setattr__(self, "tasks", ByTask(self.tasks))
         problems = [
             Problem(f"task {shown(name)}: {text}", (name,))
             for name, cost in self.tasks.items()
             for text in _faults(name, cost)
         ]
+        # With a faulty cost, a table may be no tuple and have no length.
         lengths = {} if problems else self._lengths()
         if len({*lengths.values()}) > 1:
             each = listed([f"{table} {length}" for table, length in lengths.items()])
@@ -120,10 +129,10 @@ class CostModel:
 
     @classmethod
     def mean(cls, models: Sequence[CostModel]) -> Self:
-        """The mean of each time, over batches or ranks; the union of the resources.
+        """Return the mean of each time, over batches or ranks, with the union of the resources.
 
-        A task that blocks in one model blocks. Of the memory, that with which one iteration alone
-        holds most.
+        A task blocks if it blocks in one of the models. The memory is the one with the largest peak
+        of one iteration alone.
 
         Raises:
             PlanError: A model has no cost for a task of the first model.
@@ -133,17 +142,18 @@ class CostModel:
             raise ValueError("models is empty: give at least one cost model")
         rows = [model.of(models[0].tasks) for model in models]
         tasks = {name: TaskCost.mean([row[name] for row in rows]) for name in models[0].tasks}
+        # Memory is not averaged: blocks of different runs need not correspond.
         known = [model.memory for model in models if model.memory is not None]
         memory = max(known, key=lambda one: one.serial_peak(models[0].tasks), default=None)
         return cls(tasks, fmean(model.handover_us for model in models), memory)
 
     @property
     def iterations(self) -> int:
-        """How many sampled iterations the tables have; 0 without tables."""
+        """The number of sampled iterations in the tables; 0 without tables."""
         return max(self._lengths().values(), default=0)
 
     def _lengths(self) -> dict[str, int]:
-        """Return the lengths of the tables that there are, by task and field."""
+        """Return the lengths of all tables that are not empty, by task and field."""
         tables = {
             f"{name}.{key}": getattr(cost, key)
             for name, cost in self.tasks.items()
@@ -152,12 +162,12 @@ class CostModel:
         return {where: len(table) for where, table in tables.items() if table}
 
     def with_scaled(self, factors: Mapping[str, float]) -> Self:
-        """Return the model in which some tasks take so many times as long."""
+        """Return the model in which the times of some tasks are multiplied by their factors."""
         scaled = {name: self.tasks[name].scaled(factor) for name, factor in factors.items()}
         return replace(self, tasks={**self.tasks, **scaled})
 
     def of(self, tasks: Iterable[TaskRef]) -> dict[str, TaskCost]:
-        """The costs of these tasks, by name, in the order given.
+        """Return the costs of these tasks, by name, in the order given.
 
         Raises:
             PlanError: Tasks have no cost; the error lists them.
@@ -171,26 +181,28 @@ class CostModel:
         return {name: self.tasks[name] for name in names}
 
     def to_json(self) -> str:
-        """The model as JSON; ``from_json`` returns an equal model. Zeros are left out."""
+        """Return the model as JSON, without zeros; ``from_json`` returns an equal model."""
         rows = {
             name: {key: value for key, value in asdict(cost).items() if value}
             for name, cost in self.tasks.items()
         }
+        # A model without memory has no key for it, and equals what from_json makes of that.
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
         data = {"handover_us": self.handover_us, "tasks": rows, **memory}
         return json.dumps(data, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a model from JSON; or the cost file of a schedulable pipeline.
+        """Read a model from JSON, also from the cost file of a schedulable pipeline.
 
-        That is one object: task to ``cpu_us`` and ``gpu_us``, which are host and device time.
+        The latter is one object: task to ``cpu_us`` and ``gpu_us``, which are host and device time.
 
         Raises:
             json.JSONDecodeError: ``text`` is not JSON.
-            PlanError: It is JSON, but not a cost model.
+            PlanError: ``text`` is JSON, but not a cost model.
         """
         data: object = json.loads(text)
+        # The cost file of a schedulable pipeline has no key of its own: its rows tell.
         if isinstance(data, dict) and data and all(map(_of_schedulable, data.values())):
             given = {"cpu_us": "host_us", "gpu_us": "device_us"}
             data = {"tasks": {n: {given[k]: us for k, us in r.items()} for n, r in data.items()}}
@@ -199,21 +211,23 @@ class CostModel:
         problems: list[Problem] = []
         known = sorted(f.name for f in fields(TaskCost))
         rows = read_rows(data["tasks"], "tasks", known, problems, "an object")
+        # Unknown keys are refused: a misspelt "handover_us" would otherwise count as 0.
         if unknown := sorted(set(data) - {"tasks", "handover_us", "memory"}):
             problems.append(Problem(f"unknown keys in the cost model: {listed(unknown)}"))
         if problems:
             raise PlanError(problems)
         tasks = {name: TaskCost(**row) for name, row in rows.items()}
         memory = TaskMemory.from_dict(data["memory"]) if "memory" in data else None
+        # The values are checked where the model is made, with those that are written in Python.
         return cls(tasks, data.get("handover_us", 0.0), memory)
 
     def save(self, path: str | Path) -> None:
-        """Write the model to a JSON file; if this fails, the file is as it was before."""
+        """Write the model to a JSON file; after a failure, the old file is unchanged."""
         write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a JSON file; raises the errors of ``read_text`` and ``from_json``."""
+        """Read a model from a JSON file, with the errors of ``read_text`` and ``from_json``."""
         return cls.from_json(read_text(path))
 
 
@@ -229,9 +243,10 @@ _RULE = f"times are microseconds from 0 to {MOST_US:g}"
 
 
 def _is_time(value: object) -> bool:
+    # bool is a subclass of int, and true is no time.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 <= value <= MOST_US  # never true of nan
+    return 0 <= value <= MOST_US  # false for nan, which compares false with every number
 
 
 def _faults(name: object, cost: object) -> Iterable[str]:
@@ -244,6 +259,7 @@ def _faults(name: object, cost: object) -> Iterable[str]:
     for key, value in times.items():
         if not _is_time(value):
             yield f"{key} is {shown(value)}: {_RULE}"
+    # Compared only if both are times, so that each wrong value is reported once.
     if all(map(_is_time, times.values())) and cost.gil_us > cost.host_us:
         rule = "the lock is held for a part of the host time"
         yield f"gil_us is {cost.gil_us}, but host_us only {cost.host_us}: {rule}"

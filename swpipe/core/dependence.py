@@ -1,7 +1,7 @@
-"""The one model under every front end: dependences with a distance and a lag.
+"""Dependences, each with a distance and a lag: the one model under every front end.
 
-A dependence (consumer, producer, d) says: the consumer on iteration i comes after the producer on
-iteration i - d. Task t works in period p on iteration p - s(t), so the two lie
+In a dependence (consumer, producer, d), the consumer on iteration i comes after the producer on
+iteration i - d. Task t works in period p on iteration p - s(t), so the two are
 
     lag = s(consumer) - s(producer) + d
 
@@ -24,12 +24,15 @@ from swpipe.core.messages import MOST_LISTED
 
 
 class Dependence(NamedTuple):
-    """The consumer on iteration i comes after the producer on iteration i - distance.
+    """An edge: the consumer on iteration i comes after the producer on iteration i - distance.
 
     Attributes:
+        consumer: The task that comes later.
+        producer: The task that comes first.
+        distance: The difference of their iterations.
         lag: Periods from the producer's run to the consumer's.
-        source: The field of the plan that declares it, for messages.
-        host_only: It orders the two functions, and no work on streams.
+        source: The field of the plan that declares the edge, for messages.
+        host_only: Whether it orders the two functions only, and no work on streams.
     """
 
     consumer: str
@@ -40,6 +43,7 @@ class Dependence(NamedTuple):
     host_only: bool = False
 
     def __str__(self) -> str:
+        # The distance of a same-period edge follows from the stages; nobody has declared it.
         distant = self.distance and self.source != "same_period_deps"
         back = f" of {self.distance} iterations before" if distant else ""
         alone = ", host_only" if self.host_only else ""
@@ -50,7 +54,9 @@ class ProposedEdge(NamedTuple):
     """An edge that a message proposes; its ``str`` is the plan's field that declares it.
 
     Attributes:
-        distance: None for an edge within a period.
+        consumer: The task that comes later.
+        producer: The task that comes first.
+        distance: The difference of their iterations; None for an edge within a period.
     """
 
     consumer: str
@@ -70,9 +76,9 @@ class ProposedStage(NamedTuple):
     """The stages to which a message proposes to move a task.
 
     Attributes:
-        stage: The first of them.
-        bound: On which side of it the others lie.
-        now: The task's present stage, where the message names it.
+        stage: The stage that is nearest to the present one.
+        bound: Whether all later or all earlier stages are possible, too.
+        now: The task's present stage, if the message names it.
     """
 
     stage: int
@@ -85,7 +91,7 @@ class ProposedStage(NamedTuple):
 
 
 class Cycle(Enum):
-    """What forms a cycle."""
+    """The cause of a cycle."""
 
     EDGES = "the edges form a cycle"
     ITERATION = "the dependences within an iteration form a cycle"
@@ -94,12 +100,12 @@ class Cycle(Enum):
 
 
 class CycleError(Exception):
-    """Tasks that would each have to come after the next.
+    """An error about tasks that would each have to come after the next.
 
     Attributes:
-        cycle: Their names; the first stands again at the end.
-        source: What asks for it.
-        dependences: Those between two neighbours, where ``topological`` was given any.
+        cycle: The names of the tasks; the first name stands again at the end.
+        source: The cause of the cycle.
+        dependences: The given dependences between two neighbours in the cycle.
     """
 
     def __init__(
@@ -112,10 +118,12 @@ class CycleError(Exception):
         self.source = source
         neighbours = set(pairwise(self.cycle))
         self.dependences = tuple(one for one in dependences if one[:2] in neighbours)
+        # The arguments, so that the error can be pickled; __str__ makes the message.
         super().__init__(cycle, source)
 
     def __str__(self) -> str:
         names = [repr(name) for name in self.cycle]
+        # The ends stay, so that the message still shows that the cycle closes.
         if len(names) > MOST_LISTED:
             names[MOST_LISTED - 1 : -1] = [f"{len(names) - MOST_LISTED} more"]
         return " after ".join(names)
@@ -127,17 +135,24 @@ def topological(
     source: Cycle = Cycle.EDGES,
     dependences: Iterable[Dependence] = (),
 ) -> list[str]:
-    """Kahn's algorithm over (consumer, producer) edges; the least rank among the ready is next.
+    """Return the tasks in a topological order, by Kahn's algorithm.
+
+    Args:
+        rank: Task to its rank: of the tasks that are ready, the one with the least rank is next.
+        edges: (consumer, producer) pairs.
+        source: The cause to name in the error.
+        dependences: The dependences behind the edges, for the error.
 
     Raises:
-        CycleError: There is no such order; the error has this source, and those of these
-            dependences that are in the cycle.
+        CycleError: There is no topological order.
     """
     producers: dict[str, set[str]] = {name: set() for name in rank}
     consumers: dict[str, set[str]] = {name: set() for name in rank}
     for consumer, producer in edges:
         producers[consumer].add(producer)
         consumers[producer].add(consumer)
+    # How many producers of each task are still to come. Sets drop repeated edges, which would
+    # otherwise be counted twice.
     missing = {name: len(of) for name, of in producers.items()}
     ready = [(rank[name], name) for name, count in missing.items() if count == 0]
     heapq.heapify(ready)
@@ -149,17 +164,20 @@ def topological(
             missing[consumer] -= 1
             if missing[consumer] == 0:
                 heapq.heappush(ready, (rank[consumer], consumer))
+    # The tasks left over each wait for another one that is left over.
     if len(order) < len(rank):
         raise CycleError(_cycle(producers, set(rank) - set(order)), source, dependences)
     return order
 
 
 def _cycle(producers: Mapping[str, set[str]], left: set[str]) -> list[str]:
-    """One cycle among the tasks left over: each of them waits for another that is left over."""
+    """Return one cycle among the tasks left over, each of which waits for another one of them."""
+    # Follow producers until a task repeats; the least name makes the message deterministic.
     name = min(left)
     path: dict[str, None] = {}
     while name not in path:
         path[name] = None
         name = min(producers[name] & left)
+    # The path may lead into the cycle from outside: it is cut where the cycle begins.
     names = [*path]
     return [*names[names.index(name) :], name]

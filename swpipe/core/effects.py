@@ -1,11 +1,11 @@
-"""What tasks read and write, and which of them must therefore keep their serial order.
+"""The effects of tasks, and which tasks must therefore keep their serial order.
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
-persists between iterations. Whoever says nothing (a task, the body of the loop, a loader) uses and
-changes everything that is not said to be apart from it (``anything``): the state ``UNDECLARED``,
-and each named state, as far as ``DeclaredIO.others`` lets it. Two tasks *conflict* if both access a
-location and one of them writes it. A plan that orders all conflicts like a serial run gives the
-same numbers.
+persists between iterations. Undeclared code (a task, the body of the loop, a loader) is assumed to
+read and write every state that is not declared apart from it (``anything``): the state
+``UNDECLARED``, and each named state, as far as ``DeclaredIO.others`` allows. Two tasks *conflict*
+if both access a location and one of them writes it. A plan that orders all conflicts like a serial
+run gives the same numbers.
 
 Conflicts over an attribute are within one iteration: distance 0. For a state it is enough to order
 each pair within an iteration (distance 0, in serial order) and between successive iterations
@@ -25,9 +25,12 @@ from swpipe.core.task import PipelineTask
 
 
 class Location(NamedTuple):
-    """An attribute or, if persistent, a state; it may be "unnamed memory (...)".
+    """An attribute or, if persistent, a state; its name may be "unnamed memory (...)".
 
-    ``on_host``: no device work uses the state (``DeclaredIO.on_host``).
+    Attributes:
+        name: The name of the attribute or state.
+        persistent: Whether it is a state.
+        on_host: Whether no device work uses the state (``DeclaredIO.on_host``).
     """
 
     name: str
@@ -41,20 +44,21 @@ class Location(NamedTuple):
 
 
 UNDECLARED = Location("undeclared", True)
-"""Whatever is touched by those of whom nothing is declared, and is not a named state."""
+"""The state that stands for everything that undeclared code touches and that has no name."""
 
 DRAWS = Location("torch's default generators", True)
-"""Whoever says nothing may draw: it writes. A random task, which is seeded for itself, reads: the
-two may come in either order, but not run at the same time."""
+"""The state of torch's default generators. Undeclared code may draw: it writes. A random task is
+seeded by itself: it reads. Tasks of the two kinds may run in either order, but not at the same
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What one task may read, and may set, delete or modify in place, in one iteration.
+    """The locations that one task may access in one iteration.
 
     Attributes:
-        reads: What it may read.
-        writes: What it may write.
+        reads: The locations that it may read.
+        writes: The locations that it may set, delete or modify in place.
     """
 
     reads: frozenset[Location] = frozenset()
@@ -65,22 +69,22 @@ class Effects:
 
     @property
     def undeclared(self) -> bool:
-        """Whether it may touch anything of which nothing is declared."""
+        """Whether the task may touch state without a declaration."""
         return UNDECLARED in self.reads | self.writes
 
 
 UNKNOWN = Effects(frozenset([UNDECLARED, DRAWS]), frozenset([UNDECLARED, DRAWS]))
-"""Of a task or a loader of which nothing is declared, where no state is named."""
+"""The effects of an undeclared task or loader, if no state is named."""
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]
-"""Task name to its effects, in serial order."""
+"""Task name to the task's effects, in serial order."""
 
 Hazard: TypeAlias = Literal["read after write", "write after read", "write after write"]
 
 
 class Conflict(NamedTuple):
-    """The consumer on iteration i must run after the producer on iteration i - distance."""
+    """A pair of accesses: the consumer on iteration i runs after the producer on i - distance."""
 
     consumer: str
     producer: str
@@ -91,12 +95,12 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What tasks declare of what they touch outside their contexts.
+    """The effects outside the context that tasks declare.
 
     Attributes:
-        named: Task to the states that it names, and torch's generators where it is random.
-        unknown: What somebody who says nothing may touch, beside these tasks.
-        silent: The tasks that say nothing.
+        named: Task to the states that it names, and torch's generators if it is random.
+        unknown: The effects of undeclared code that runs beside these tasks.
+        silent: The undeclared tasks.
     """
 
     named: dict[str, Effects]
@@ -105,10 +109,11 @@ class Declared:
 
     @classmethod
     def by(cls, tasks: Iterable[PipelineTask]) -> Declared:
-        """What these tasks declare."""
+        """Collect the declarations of tasks."""
         tasks = tuple(tasks)
         said = [(task.name, io) for task in tasks for io in task.io if io.state]
-        on_device = {io.state for _, io in said if not io.on_host}  # one is enough
+        # A state is on the host only if all tasks that name it say so.
+        on_device = {io.state for _, io in said if not io.on_host}
         found: dict[str, tuple[list[Location], list[Location]]] = {t.name: ([], []) for t in tasks}
         for name, io in said:
             place = Location(str(io.state), True, io.state not in on_device)
@@ -116,8 +121,10 @@ class Declared:
                 if way in io.mode:
                     places.append(place)
         states = {place for both in found.values() for places in both for place in places}
+        # One task's restriction of ``others`` is enough: it holds for the state.
         unread, unwritten = ({io.state for _, io in said if one not in io.others} for one in "rw")
         unknown = _anything(states, unread, unwritten)
+        # Added after ``unknown``, which has the generators in any case.
         for task in tasks:
             if task.random:
                 found[task.name][0].append(DRAWS)
@@ -126,26 +133,26 @@ class Declared:
 
     @property
     def effects(self) -> dict[str, Effects]:
-        """The effects of all tasks; of those that say nothing, all that they may touch."""
+        """The effects of all tasks; an undeclared task has all that it may touch."""
         silent, unknown = self.silent, self.unknown
         return {n: one | unknown if n in silent else one for n, one in self.named.items()}
 
 
 def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
-    """The effects that the tasks declare.
+    """Return the effects that the tasks declare.
 
-    A task that says nothing touches whatever is not said to be apart from it.
+    An undeclared task touches every state that is not declared apart from it.
     """
     return Declared.by(tasks).effects
 
 
 def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
-    """What somebody who says nothing may touch, beside these tasks."""
+    """Return the effects of undeclared code that runs beside these tasks."""
     return Declared.by(tasks).unknown
 
 
 def anything(named: Iterable[Effects]) -> Effects:
-    """What whoever says nothing may touch, beside those who touch this."""
+    """Return the effects of undeclared code beside code with the given effects."""
     return _anything({place for one in named for place in one.reads | one.writes})
 
 
@@ -154,11 +161,14 @@ def _anything(
     unread: Collection[str | None] = (),
     unwritten: Collection[str | None] = (),
 ) -> Effects:
-    """What whoever says nothing may touch: this is the rule between what is said and what is not.
+    """Return the effects of undeclared code, by the one rule for what declarations leave open.
 
-    It is all but the context, which each iteration has for itself, and states of which it is said
-    that others do not touch them. What pure tasks use is apart by their word.
+    They are all states, except those that are declared not to be touched by other code. The context
+    is left out, since each iteration has its own. What pure tasks use is apart by declaration.
     """
+    # Two states are always included. UNDECLARED makes any two undeclared tasks conflict, so that
+    # they keep their serial order. DRAWS is there because undeclared code may draw, whether or not
+    # a task is random.
     states = {place for place in places if place.persistent} | {UNDECLARED, DRAWS}
     return Effects(
         frozenset([place for place in states if place.name not in unread]),
@@ -169,21 +179,23 @@ def _anything(
 def with_the_others(
     effects: EffectTable, unknown: Effects, *, apart: bool, body: bool
 ) -> dict[str, Effects]:
-    """A table with entries of the loader, the first, and of the loop's body, the last.
+    """Return a table of effects with the loader first and the loop's body last.
 
     Args:
-        effects: Of tasks, and maybe of the others already.
-        unknown: What they touch if the table has no entry of them.
-        apart: Whether a loader of which there is no entry is known to touch nothing.
+        effects: The effects of tasks; may already have entries of loader and body.
+        unknown: The effects of loader and body if the table has no entry of them.
+        apart: Whether a loader without an entry is known to touch nothing.
         body: Whether there is a body.
     """
     pull = effects.get(PULL, Effects() if apart else unknown)
+    # The order of the table is the serial order: pull, tasks, body.
     table = {PULL: pull} | {n: touched for n, touched in effects.items() if n not in OTHERS}
     return table | ({BODY: effects.get(BODY, unknown)} if body else {})
 
 
 def conflicts(effects: EffectTable) -> list[Conflict]:
-    """Every conflict, by consumer, with one hazard each; ``effects`` is in serial order."""
+    """Return all conflicts, by consumer, with one hazard each; ``effects`` is in serial order."""
+    # Tasks by location, so that only tasks that share one are compared.
     users: dict[Location, list[str]] = defaultdict(list)
     for name, touched in effects.items():
         for place in touched.reads | touched.writes:
@@ -194,18 +206,18 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
 
 
 def _over(place: Location, names: Sequence[str], effects: EffectTable) -> list[Conflict]:
-    """The conflicts between the tasks that access one location."""
+    """Return the conflicts between the tasks that access one location."""
     writers = {name: at for at, name in enumerate(names) if place in effects[name].writes}
     everyone = {name: at for at, name in enumerate(names)}
     found: list[Conflict] = []
     for consumer, later in (everyone if writers else {}).items():
         reads = place in effects[consumer].reads
-        # One of the two writes: a reader's conflicts are with writers alone.
+        # One of the two must write: a reader conflicts with writers only.
         for producer, sooner in (everyone if consumer in writers else writers).items():
             hazard = _HAZARDS.get((producer in writers, reads, consumer in writers))
             if hazard is not None and sooner < later:
                 found.append(Conflict(consumer, producer, 0, place, hazard))
-            # Also with itself: a writer runs after itself on the iteration before.
+            # A writer also conflicts with itself, on the previous iteration.
             if hazard is not None and place.persistent:
                 found.append(Conflict(consumer, producer, 1, place, hazard))
     return found
@@ -218,4 +230,4 @@ _HAZARDS: dict[tuple[bool, bool, bool], Hazard] = {
     (False, True, True): "write after read",
     (False, False, True): "write after read",
 }
-"""Whether the producer writes, the consumer reads, and the consumer writes."""
+"""The hazard, by whether the producer writes, the consumer reads, and the consumer writes."""

@@ -1,4 +1,4 @@
-"""Files of plans, costs and timelines: read and checked, and replaced as a whole or not at all."""
+"""Files of plans, costs and timelines: read with checks, and replaced as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ MOST_BYTES = 16 * 2**20
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
         OSError: The file cannot be read.
-        UnicodeDecodeError: It is not UTF-8.
-        PlanError: It has more than ``most_bytes``.
+        UnicodeDecodeError: The file is not UTF-8.
+        PlanError: The file has more than ``most_bytes``.
     """
     with Path(path).open("rb") as file:
+        # One byte more than allowed tells a file that is too large, whatever its size is.
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         rule = f"it has more than {most_bytes} bytes, the most that is read"
@@ -46,7 +47,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file; where this fails, the file is as it was before. See ``replacing``."""
+    """Write a UTF-8 file; a failure leaves the old file unchanged. See ``replacing``."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -55,9 +56,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary file to write, which replaces ``path`` if the block succeeds.
 
-    It is in the same folder and has the same suffix. A symbolic link stays, and the file that it
-    leads to is replaced. The new file has the permissions of the old one. What is not a regular
-    file, such as a pipe or ``/dev/stdout``, is given as it is.
+    The temporary file is in the same folder and has the same suffix. A symbolic link stays, and the
+    file that it leads to is replaced. The new file has the permissions of the old one. A path that
+    is not a regular file, such as a pipe or ``/dev/stdout``, is given as it is.
 
     Raises:
         OSError: The file or its folder cannot be written.
@@ -67,9 +68,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(path)
         return
     target = Path(os.path.realpath(path))
+    # In the same folder, since a rename is atomic within one file system only.
     temporary = target.with_name(f".swpipe-{os.urandom(8).hex()}{target.suffix}")
     try:
-        temporary.touch(exist_ok=False)  # with the permissions that the umask leaves
+        temporary.touch(exist_ok=False)  # with the permissions that the umask allows
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         yield temporary
@@ -81,17 +83,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if a file cannot be written; changes nothing."""
+    """Raise OSError if a file cannot be written; change nothing."""
     if _written_in_place(path):
         return
+    # Opened without O_TRUNC, so that the file keeps its contents.
     if Path(path).exists():
         os.close(os.open(path, os.O_WRONLY))
     else:
+        # A new file is tried out in its folder under another name.
         with TemporaryFile(dir=Path(os.path.realpath(path)).parent):
             pass
 
 
 def _written_in_place(path: str | os.PathLike[str]) -> bool:
+    # A device or pipe cannot be replaced by renaming a file: it is written directly.
     special = os.fspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return special or (Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir())
 
@@ -106,7 +111,10 @@ def read_rows(
     problems: list[Problem],
     form: str = "a table",
 ) -> dict[str, dict[str, Any]]:
-    """The known fields of each entry of ``table``, with lists as tuples; the rest are problems."""
+    """Return the known fields of each entry of ``table``, with lists as tuples.
+
+    All other fields and entries are added to ``problems``.
+    """
     rows = {}
     for name, entry in table.items():
         where = f"{key}.{plain(name)}"
@@ -129,21 +137,22 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
     Args:
         value: The data.
         hint: ``bool``, ``int``, ``float``, ``str`` or a ``Literal``; a dataclass; a tuple or a
-            mapping of such types; one of them or None.
+            mapping of these types; or one of them or None.
         where: The data's place, for the message.
-        readers: Type to a function from data to a value of it, which raises ValueError.
+        readers: Type to a function from data to a value of that type, which raises ValueError.
 
     Raises:
-        ValueError: The data, or a part of it, has another type; names its place.
+        ValueError: The data, or a part of it, has another type; the message names its place.
     """
     kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind is UnionType:  # of a type and None
+    if kind is UnionType:  # a type or None
         (other,) = (part for part in parts if part is not NoneType)
         return None if value is None else read_typed(value, other, where, readers)
     if kind is Literal:
         if value not in parts:
             raise ValueError(f"{where} is {shown(value)}: it must be {listed(parts)}")
         return value
+    # Before dataclasses, so that a reader may have its own form for one.
     if kind in readers:
         try:
             return readers[kind](value)
@@ -164,6 +173,8 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
             name: read_typed(of, parts[1], f"{where}.{plain(name)}", readers)
             for name, of in value.items()
         }
+    # type() and not isinstance(), since True is an int. JSON also knows NaN and Infinity, which no
+    # field takes.
     number = kind is float and type(value) is int
     if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
@@ -171,6 +182,7 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
 
 
 def _read_fields(value: Any, kind: type[Any], where: str, readers: Readers) -> Any:
+    # A field without a default has to be given.
     needed = {e.name for e in fields(kind) if e.default is e.default_factory is MISSING}
     every = {each.name for each in fields(kind)}
     if not isinstance(value, Mapping) or not needed <= set(value) <= every:
@@ -189,14 +201,15 @@ def _read_fields(value: Any, kind: type[Any], where: str, readers: Readers) -> A
 def read_table(
     data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Read ``data[key]`` as name -> ``kind``, checking the type of each field."""
+    """Read ``data[key]`` as a table of name to ``kind``, and check the type of each field."""
     table = data.get(key, {})
     if not isinstance(table, Mapping):
         problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
         return {}
     kinds: dict[str, list[type]] = {}
     for field, hint in get_type_hints(kind).items():
-        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)  # what a file can hold
+        # None is left out, since no file holds it, and so are stream objects.
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         kinds[field] = [get_origin(k) or k for k in parts if k not in (type(None), torch.Stream)]
     rows = read_rows(table, key, kinds, problems)
     for name, row in rows.items():

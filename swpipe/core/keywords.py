@@ -1,4 +1,4 @@
-"""A misspelt keyword is answered with the one that was meant, as by Python itself from 3.13 on."""
+"""Suggestions for misspelt keyword arguments, as Python itself makes from 3.13 on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'$")
 def suggests_keywords(call: Call) -> Call:
     """Decorate a function; or a class, for its constructor and methods with keyword-only arguments.
 
-    A right call costs one more frame, and nothing else. Type checkers see what is decorated.
+    A correct call costs one more frame, and nothing else. Type checkers see the decorated object.
     """
     if isinstance(call, type):
         for name, member in [*vars(call).items()]:
@@ -31,7 +31,7 @@ def suggests_keywords(call: Call) -> Call:
         try:
             return call(*args, **given)
         except TypeError as error:
-            # Of this very call, and not of what it runs.
+            # Without a deeper frame, the error is about this call and not about a call inside it.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 _suggest(error, call)
             raise
@@ -44,8 +44,9 @@ def _is_asked(name: str, method: FunctionType) -> bool:
 
 
 def _suggest(error: TypeError, call: Callable[..., Any]) -> None:
-    """Add the nearest keyword to a message that has none."""
+    """Add the nearest keyword to a message that has no suggestion."""
     if unknown := _UNKNOWN.search(str(error)):
+        # From Python 3.13 on, the message itself has a suggestion, and _UNKNOWN does not match.
         near = get_close_matches(unknown[1], inspect.signature(call).parameters, 1)
         if near:
             error.args = (f"{error}. Did you mean {near[0]!r}?",)

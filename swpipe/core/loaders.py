@@ -1,16 +1,16 @@
-"""Which loaders read nothing that a loop's tasks or its body may change.
+"""Loaders that read nothing that a loop's tasks or its body may change.
 
 A list, a tuple and a range have their batches already. The worker processes of torch's
-``DataLoader`` have their own copies of dataset and ``collate_fn``, made when the pass begins. What
-these share with this process, they see: a ``multiprocessing.Value``, tensors in shared memory,
-memory maps, files. That the loop writes none of it is taken to be so. What such a loader still does
-in this process, with each pull:
+``DataLoader`` have their own copies of dataset and ``collate_fn``, made when the pass begins. They
+still see what they share with this process: a ``multiprocessing.Value``, tensors in shared memory,
+memory maps, files. The loop is assumed to write none of these. With each pull, the ``DataLoader``
+still does this in this process:
 
-    samplers      torch's read attributes and generators of their own, and ``len()`` of a dataset
-    pin_memory    on a thread of the loader's, which is ahead in a plain loop, too
+    samplers      torch's samplers read attributes, generators of their own, and a dataset's length
+    pin_memory    runs on a thread of the loader's, which is ahead in a plain loop, too
 
-A loader of any other class runs code that may read whatever the loop changes. Of torchdata's
-``StatefulDataLoader``, which does the same, a loop may ask the state in mid-pass.
+A loader of any other class runs code that may read anything that the loop changes. Torchdata's
+``StatefulDataLoader`` works in the same way, but a loop may ask for its state in mid-pass.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ SEQUENCES = (list, tuple, range)
 
 _ACCELERATE = "accelerate.data_loader"
 
+# Torch's own samplers, by exact class: a subclass may read anything. DataLoader has the private
+# _InfiniteConstantSampler over an IterableDataset (torch 2.13).
 _SAMPLERS = (
     BatchSampler,
     DistributedSampler,
@@ -57,32 +59,32 @@ _SAMPLERS = (
 
 
 class LoaderAround:
-    """A loader of swpipe's around another one; a pull touches what that one's touches.
+    """A loader of swpipe's around another one; a pull touches what a pull of the inner one touches.
 
     Attributes:
-        loader: The other one.
-        touches: What a pull may touch besides, in words; empty for nothing.
+        loader: The inner loader.
+        touches: A description of what a pull may touch besides; empty for nothing.
     """
 
     loader: Any
     touches = ""
 
     def leave(self) -> None:
-        """A loop leaves the pass that began last; a pull of it must not wait any more."""
+        """Leave the pass that began last: a pull of that pass must not wait any more."""
 
 
 def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
-    """Whether pulling a batch touches nothing that tasks or the loop's body may change.
+    """Return whether pulling a batch touches nothing that tasks or the loop's body may change.
 
     Args:
-        loader: As in ``for batch in loader``; one that Accelerate prepared is what it wraps.
-        draws_watched: Whether somebody looks if others draw from ``generators_in_pass``.
+        loader: The iterable of batches; a loader that Accelerate prepared counts as the one inside.
+        draws_watched: Whether draws of other code from ``generators_in_pass`` are detected.
     """
     return why_not_apart(loader, draws_watched=draws_watched) is None
 
 
 def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str] | None:
-    """What is not known of a loader, and what to do about it; None for one that is apart."""
+    """Return what is not known of a loader, and what to do about it; None for one that is apart."""
     if type(loader) in SEQUENCES:
         return None
     if isinstance(loader, LoaderAround):
@@ -92,11 +94,13 @@ def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str
             return "is over a list, which the loop may change", "Give it a tuple"
         return why_not_apart(loader.loader, draws_watched=draws_watched)
     loader = unprepared(loader)
+    # _BaseDataLoaderIter is the private base class of a DataLoader's iterators (torch 2.13).
     if isinstance(loader, _BaseDataLoaderIter):
         return "is an iterator of a DataLoader", "Give the DataLoader itself, with workers"
     worker = "Let a worker make them (DataLoader(num_workers=1))"
     if isinstance(loader, GeneratorType) or getattr(loader, "num_workers", None) == 0:
         return "makes its batches in this process, and may read what the loop changes", worker
+    # A subclass may override anything, so only the class itself is known.
     if type(loader) is not DataLoader:
         what = "is of a class of which it is not known whether it reads what the loop changes"
         return what, "Use torch's own DataLoader, with workers"
@@ -113,7 +117,8 @@ def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str
 
 
 def _is_known(sampler: Any) -> bool:
-    """Whether it is known what it reads."""
+    """Return whether it is known what a sampler reads."""
+    # By name, since Accelerate is not imported here.
     accelerates = "BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"
     kind = type(sampler)
     return kind in (*_SAMPLERS, tuple, range) or (
@@ -122,12 +127,12 @@ def _is_known(sampler: Any) -> bool:
 
 
 def _may_be_changed(sampler: Any) -> bool:
-    """Whether it reads indices, in mid-pass, from a list or tensor that the loop may have, too."""
+    """Return whether a sampler reads indices in mid-pass from a list or tensor of the loop's."""
     return type(sampler) is SubsetRandomSampler and type(sampler.indices) not in (tuple, range)
 
 
 def draws_nothing(loader: Any) -> bool:
-    """Whether a loader is known, by its type, to use no default generator after its first batch.
+    """Return whether a loader's type tells that only its first pull uses default generators.
 
     Worker processes have generators of their own; torch's samplers draw their seed at the first
     pull of a pass.
@@ -138,10 +143,12 @@ def draws_nothing(loader: Any) -> bool:
     stateful = _of("torchdata.stateful_dataloader", "StatefulDataLoader")
     if type(loader) not in (DataLoader, *stateful):
         return type(loader) in SEQUENCES
+    # torchdata has samplers of its own that take the place of torch's in a StatefulDataLoader.
     own = _of("torchdata.stateful_dataloader.sampler", "RandomSampler", "BatchSampler")
     samplers = [*samplers_of(loader)]
     if draws_in_mid_pass(loader) or not all(_is_known(s) or type(s) in own for s in samplers):
         return False
+    # Without workers, the dataset and collate_fn run in this process, and must be known, too.
     collates = loader.collate_fn in (default_collate, default_convert)
     return loader.num_workers > 0 or (
         collates and type(loader.dataset) in (TensorDataset, *SEQUENCES)
@@ -149,7 +156,10 @@ def draws_nothing(loader: Any) -> bool:
 
 
 def draws_in_mid_pass(loader: object) -> str:
-    """The class of a sampler that draws from torch's default generator for each batch, or ""."""
+    """Return the name of a sampler's class that draws from torch's default generator in mid-pass.
+
+    The name is empty if there is no sampler of this kind.
+    """
     loader = unprepared(loader)
     for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
         if getattr(sampler, "generator", None) is torch.default_generator:
@@ -158,18 +168,20 @@ def draws_in_mid_pass(loader: object) -> str:
 
 
 def unprepared(loader: object) -> Any:
-    """The ``DataLoader`` within Accelerate's loader or swpipe's; any other loader as it is."""
+    """Return the ``DataLoader`` inside Accelerate's loader or swpipe's; any other as it is."""
     while isinstance(loader, LoaderAround):
         loader = loader.loader
     kind = type(loader)
     prepared = kind.__name__ in ("DataLoaderShard", "SkipDataLoader")
     if prepared and kind.__module__ == _ACCELERATE:
+        # From vars(): Accelerate's __getattr__ asks the inner loader (Accelerate 1.15).
         return vars(loader).get("base_dataloader")
     return loader
 
 
 def samplers_of(loader: Any) -> Iterator[Any]:
-    """The sampler that a ``DataLoader`` asks for indices, and those within it."""
+    """Yield the sampler that a ``DataLoader`` asks for indices, and the samplers inside it."""
+    # Without batch_sampler (batch_size=None) the loader asks the sampler itself.
     one = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while one is not None:
         yield one
@@ -178,28 +190,33 @@ def samplers_of(loader: Any) -> Iterator[Any]:
 
 
 def generators_in_pass(loader: object) -> list[torch.Generator]:
-    """Generators that somebody gave to samplers, which draw from them in the middle of a pass.
+    """Return the generators given to samplers that draw from them in the middle of a pass.
 
-    Other samplers draw before the first batch is there, as in a plain loop.
+    All other samplers draw before the first batch, as in a plain loop.
     """
     loader = unprepared(loader)
+    # With a generator that was given, RandomSampler draws indices whenever it has none left; with
+    # its own, it draws from torch's default generator once, at the beginning of a pass.
     kinds = (RandomSampler, *_of("torchdata.stateful_dataloader.sampler", "RandomSampler"))
     found = samplers_of(loader) if isinstance(loader, DataLoader) else ()
     return [one.generator for one in found if type(one) in kinds and one.generator is not None]
 
 
 def own_generators(loader: object) -> dict[str, tuple[object, str]]:
-    """Random generators that a loader, its samplers and its dataset have as attributes.
+    """Return the random generators that a loader, its samplers and its dataset have as attributes.
 
-    By a name to tell each by: who has it, and as what. Only those of classes that torch, torchdata
-    or Accelerate define, or that are derived from them, are looked at. Accelerate's sampler seeds
-    its own whenever a pass begins.
+    Only objects of classes that torch, torchdata or Accelerate define, or of derived classes, are
+    searched. Accelerate's sampler is left out: it seeds its generator whenever a pass begins.
+
+    Returns:
+        A name for each generator, to the object that has it and the attribute.
     """
     nodes = _of("torchdata.nodes.base_node", "BaseNode"), _of("torchdata.nodes.loader", "Loader")
     kinds = (DataLoader, Sampler, Dataset, *chain(*nodes))
     seeded = (random.SystemRandom, *_of(_ACCELERATE, "SeedableRandomSampler"))
     found: dict[str, tuple[object, str]] = {}
     seen: list[object] = []
+    # A work list, since samplers and datasets may be nested to any depth, or in a cycle.
     parts = [one for one in [unprepared(loader)] if isinstance(one, kinds)]
     while parts:
         one = parts.pop(0)
@@ -207,12 +224,13 @@ def own_generators(loader: object) -> dict[str, tuple[object, str]]:
             continue
         seen.append(one)
         for attribute, value in vars(one).items():
+            # Several objects may share one generator: it is listed once, where it is found first.
             if is_generator(value) and not any(value is s for s in seen):
                 seen.append(value)
                 name = f"the {attribute} of its {type(one).__name__}"
                 many = sum(other.startswith(name) for other in found)
                 found[f"{name} ({many + 1})" if many else name] = one, attribute
-            elif attribute == "datasets":
+            elif attribute == "datasets":  # such as those of a ConcatDataset
                 parts += value
             elif attribute in _PARTS or isinstance(value, kinds):
                 parts.append(value)
@@ -220,24 +238,25 @@ def own_generators(loader: object) -> dict[str, tuple[object, str]]:
 
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
-"""Attributes of loaders, samplers and datasets that may be of any class."""
+"""Attributes of loaders, samplers and datasets whose values may be of any class."""
 
 
 def read_in_pass(loader: object) -> list[Any]:
-    """What known samplers still read of their attributes in the middle of a pass.
+    """Return the attributes that known samplers still read in the middle of a pass.
 
-    A pass that is pulled ahead reads it earlier than a plain one: it has to stay as it was.
+    A pass that is pulled ahead reads them earlier than a plain one, so they must not change.
     """
     loader = unprepared(loader)
     found: list[Any] = []
     for one in samplers_of(loader) if isinstance(loader, DataLoader) else ():
         attributes = vars(one) if hasattr(one, "__dict__") else {}
         found += [attributes[name] for name in _IN_PASS if name in attributes]
-        if isinstance(one, RandomSampler):  # at its end
+        if isinstance(one, RandomSampler):  # which asks for the length at the end of its pass
             found.append(len(one.data_source))
     return found
 
 
+# Accelerate's BatchSamplerShard reads the last three, torch's samplers the rest.
 _IN_PASS = (
     *("batch_size", "drop_last", "sampler", "batch_sampler"),
     *("indices", "replacement", "_num_samples"),
@@ -246,7 +265,7 @@ _IN_PASS = (
 
 
 def are_same(before: list[Any], after: list[Any]) -> bool:
-    """Whether values are the same objects, or equal numbers."""
+    """Return whether values are the same objects, or equal integers."""
     return len(before) == len(after) and all(
         one is other or (type(one) is int and one == other)
         for one, other in zip(before, after, strict=True)
@@ -254,6 +273,6 @@ def are_same(before: list[Any], after: list[Any]) -> bool:
 
 
 def _of(module: str, *names: str) -> tuple[type, ...]:
-    """Classes of a library; none if nobody has loaded it."""
+    """Return the named classes of a module; none if the module is not loaded."""
     loaded = sys.modules.get(module)
     return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))

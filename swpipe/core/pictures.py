@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: how they look, and a picture as a file or an element of a page."""
+"""Pictures by matplotlib: their style, and pictures as files or elements of a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH_IN, DPI = 10.0, 200
 
 @contextmanager
 def figure_of(height_in: float, title: str | None) -> Iterator[Figure]:
-    """A figure with a title, to be drawn and saved within the block.
+    """Make a figure with a title, to be drawn and saved within the block.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -47,7 +47,7 @@ def figure_of(height_in: float, title: str | None) -> Iterator[Figure]:
 
 
 def style_axes(axes: Axes) -> None:
-    """Rows with names on the left, milliseconds on a faint axis below."""
+    """Set the style of axes: rows with names on the left, milliseconds on a faint axis below."""
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(LINE)
     axes.tick_params(axis="y", length=0, labelsize=ROW_SIZE, labelcolor=INK)
@@ -64,8 +64,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg_of(figure: Figure) -> str:
-    """The ``<svg>`` element of a figure, with its text as text, as wide as the page at most."""
+    """Return the ``<svg>`` element of a figure, with text as text, at most as wide as the page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
-    element = text.getvalue().partition("<svg")[2]  # before it stands what only files have
+    element = text.getvalue().partition("<svg")[2]  # without the XML header of a file
     return f'<svg style="max-width: 100%; height: auto"{element}'

@@ -1,4 +1,4 @@
-"""How to overlap: stages, streams, thread groups, order and dependences. A plan is pure data."""
+"""Plans: stages, streams, thread groups, order and dependences of tasks, as pure data."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from swpipe.core.task import (
 from swpipe.errors import PlanError, Problem
 
 PULL = "<pull>"
-"""The call of the loader, in costs, traces and programs."""
+"""The name of the loader's call, in costs, traces and programs."""
 
 BODY = "<body>"
-"""What the caller does between two calls of ``progress()``, in tables of effects."""
+"""The name of the caller's code between two calls of ``progress()``, in tables of effects."""
 
 OTHERS = (PULL, BODY)
-"""Who is beside the tasks."""
+"""The names of what runs beside the tasks."""
 
 HOST = "<host>"
 """The stream of a task of the host alone, which has none: see ``TaskSchedule.stream``."""
@@ -43,14 +43,16 @@ DEFAULT_GROUP = "default"
 """The thread group of the caller of ``progress()``."""
 
 MOST_ITERATIONS = 1_000
-"""The largest depth, distance of a dependence, and shift of a read; stages are below it."""
+"""The largest depth, distance of a dependence, and shift of a read; stages are smaller."""
 
 MOST_TASKS = 10_000
 MOST_WORK = 100_000
-"""The most tasks x (stages + largest distance) + dependences: more take too long to compile."""
+"""The largest value of tasks x (stages + largest distance) + dependences: more work takes too long
+to compile."""
 DEFAULT_RUN_AHEAD = 1
-"""When a period begins, the device has at most the launched work of a whole one left. With less,
-host and device take turns; with more, memory that streams share is given back later."""
+"""Iterations. When a period begins, the device has at most the launched work of a whole iteration
+left. With less, host and device wait for each other; with more, memory that streams share is freed
+later."""
 
 StreamRef: TypeAlias = str | torch.Stream | None
 Pair: TypeAlias = tuple[str, str]
@@ -76,11 +78,13 @@ class TaskSchedule:
             comes after it waits for the device work that it comes after. Ignored on a device
             without streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
-        globally_ordered: Submit such tasks one at a time, in the same order on every rank: for
-            collectives, and for tasks that launch them, such as backward under DDP.
-        workers: How many threads the group has: iteration i is the work of number i modulo
-            ``workers``, in all of the group's tasks, which have one stage and say the same here. So
-            a task may take as many periods. For tasks that do not depend on the iteration before.
+        globally_ordered: Whether to submit the task in the same order on every rank, one at a time
+            with all other tasks that set this: for collectives, and for tasks that launch them,
+            such as backward under DDP.
+        workers: The number of threads of the group. Thread number i modulo ``workers`` runs
+            iteration i in all of the group's tasks, which have one stage and the same number here.
+            So a task may take as many periods. For tasks that do not depend on the previous
+            iteration.
     """
 
     stage: int = 0
@@ -102,7 +106,11 @@ def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
 @suggests_keywords
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """How to create a named stream. As in CUDA, a lower ``priority`` (-128 to 127) runs first."""
+    """The properties of a named stream.
+
+    Attributes:
+        priority: -128 to 127; as in CUDA, work on a stream with a lower number runs first.
+    """
 
     priority: int = 0
 
@@ -110,7 +118,7 @@ class StreamSpec:
 @suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """A complete plan. Tasks may be given as themselves or by name; the plan stores names.
+    """A complete plan, which stores the names of tasks; tasks may be given as objects or by name.
 
     In each pair the consumer comes first, and runs after the producer.
 
@@ -121,39 +129,41 @@ class PipelinePlan:
             the producer on iteration i - distance; 1 to 1,000 iterations, by default 1.
         same_period_deps: (consumer, producer), in the same period, on any iterations.
         host_only: (consumer, producer) of the edges above that order the two functions alone: the
-            consumer's stream does not wait for the producer's work. For what Python uses on the
-            host, such as a counter.
+            consumer's stream does not wait for the producer's work. For values that Python uses on
+            the host, such as a counter.
         order: Tasks in the order in which they run within a period, as far as the dependences
             leave it open; it must not contradict them, and need not name every task.
         streams: Stream name to ``StreamSpec``, for streams that differ from the default.
         pipeline_depth: How many iterations may be in flight; None is the minimum, ``least_depth``.
             Each further iteration lets worker groups run one period further ahead of the caller.
             At most 1,000.
-        pull_group: Thread group that calls the loader, one iteration before the tasks need the
-            batch, also between two calls of the caller's: that it reads nothing that these may
-            change is its author's word. Its own group, or one that tasks have. None: the caller's
-            thread calls the loader, at the beginning of an iteration.
-        stale: State to how many iterations older than in a serial run the tasks that only read it
-            may find it. It changes no order; ``swpipe.analysis.verification`` refuses any other
-            staleness.
-        newer: State to how many iterations newer these tasks may find it. A task that looks at the
-            batches behind its own, as far as they are there, reads such a state.
-        within_calls: Worker groups run within the caller's calls only: in each period they begin
-            when the call does, and it returns when they have done their tasks of the period.
-            Otherwise they run on between two calls.
-        keep: Attributes of the context that are read after the iteration; all others go as soon as
-            no task can use them any more (``swpipe.analysis.last_readers``). None: all stay.
+        pull_group: The thread group that calls the loader, one iteration before the tasks need the
+            batch, also between two calls of ``progress()``. The plan's author declares by it that
+            the loader reads nothing that code in between may change. It is a group of its own, or
+            one that tasks have. None: the caller's thread calls the loader, at the beginning of an
+            iteration.
+        stale: State to a number of iterations: tasks that only read the state may find it that
+            much older than in a serial run. It changes no order; ``swpipe.analysis.verification``
+            refuses any other staleness.
+        newer: State to a number of iterations: these tasks may find the state that much newer. A
+            task that looks at later batches, as far as they are pulled, reads a newer state.
+        within_calls: Whether worker groups run within the caller's calls only: in each period they
+            begin when the call does, and the call returns when they have done their tasks of the
+            period. Otherwise they also run between two calls.
+        keep: Attributes of the context that are read after the iteration; all others are deleted as
+            soon as no task can use them any more (``swpipe.analysis.last_readers``). None: all
+            stay.
         run_ahead: How far the host may launch ahead of a device with streams, 0 to 1,000
-            iterations: an iteration is admitted when the device has done the one
-            ``depth + run_ahead`` before. ``depth`` limits the contexts alive; this limits the
-            memory that several streams use, which an allocator can give out again only when the
-            device is done with it. None: 1, or no limit where no task names a stream, as in a
-            plain loop.
+            iterations: an iteration is admitted when the device has finished the one
+            ``depth + run_ahead`` before it. ``depth`` limits the number of contexts; ``run_ahead``
+            limits the memory that several streams use, which an allocator can reuse only when the
+            device is done with it. None: 1, or no limit if no task names a stream, as in a plain
+            loop.
         tasks: The tasks, if they were given here or as keys of ``schedule``; not saved.
 
     Raises:
-        PlanError: An entry does not have the form above. The rest is checked when a pipeline is
-            built.
+        PlanError: An entry does not have the form above. All other rules are checked when a
+            pipeline is built.
     """
 
     schedule: Mapping[str, TaskSchedule]
@@ -190,6 +200,7 @@ class PipelinePlan:
         run_ahead: int | None = None,
         tasks: Iterable[PipelineTask] = (),
     ) -> None:
+        # All problems are raised at once, so that a plan need not be mended line by line.
         problems: list[Problem] = []
         values: dict[str, Any] = {
             "schedule": _schedule(schedule, problems),
@@ -211,12 +222,13 @@ class PipelinePlan:
         _check_names(values, problems)
         if problems:
             raise PlanError(problems)
+        # A frozen dataclass: its own __setattr__ refuses.
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def serial(cls, tasks: Iterable[TaskRef]) -> Self:
-        """A plan that runs all tasks in one stage on the caller's thread, in the order given.
+        """Return a plan that runs all tasks in one stage on the caller's thread, in this order.
 
         Raises:
             TypeError: ``tasks`` is no list.
@@ -231,25 +243,27 @@ class PipelinePlan:
 
     @property
     def most_workers(self) -> int:
-        """How many threads the group has that has most."""
+        """The largest number of threads of a group."""
         return max((entry.workers for entry in self.schedule.values()), default=1)
 
     @property
     def least_depth(self) -> int:
-        """How many iterations are in flight at least.
+        """The minimum number of iterations in flight.
 
-        One for each stage, one that is being pulled, and one for each further worker.
+        It is one for each stage, one that is being pulled, and one for each further worker.
         """
+        # With w workers a task may take w periods, so w - 1 more iterations are in flight.
         return self.max_stage + self.most_workers + (self.pull_group is not None)
 
     def workers(self, group: str) -> int:
-        """How many threads a group has."""
+        """Return the number of threads of a group."""
+        # Tasks of one group have the same number of workers; a group without tasks has one thread.
         found = (e.workers for e in self.schedule.values() if e.thread_group == group)
         return next(found, 1)
 
     @property
     def depth(self) -> int:
-        """How many iterations may be in flight."""
+        """The maximum number of iterations in flight."""
         return self.least_depth if self.pipeline_depth is None else self.pipeline_depth
 
     @property
@@ -259,31 +273,33 @@ class PipelinePlan:
 
     @property
     def launch_limit(self) -> int | None:
-        """``run_ahead``, or what it is where it is left out; None for no limit."""
+        """The limit of the run-ahead in iterations, the default filled in; None for no limit."""
         if self.run_ahead is None and self.names_streams:
             return DEFAULT_RUN_AHEAD
         return self.run_ahead
 
     @property
     def thread_groups(self) -> tuple[str, ...]:
-        """The caller's group, then the others as tasks first name them, then the loader's."""
+        """The caller's group, then all other groups as tasks first name them, then the loader's."""
+        # A dict keeps the order of first use and drops repetitions, unlike a set.
         groups = (DEFAULT_GROUP, *(s.thread_group for s in self.schedule.values()))
         return tuple(dict.fromkeys((*groups, *([self.pull_group] if self.pull_group else []))))
 
     @property
     def threads(self) -> int:
-        """How many threads all groups have together, the caller's counted."""
+        """The number of threads of all groups together, including the caller's."""
         return sum(map(self.workers, self.thread_groups))
 
     # ------------------------------------------------------------------ files
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, for TOML or JSON, without default values.
+        """Return the plan as plain data, for TOML or JSON, without default values.
 
         Raises:
             TypeError: A task's stream is a ``torch.Stream``; only named streams can be saved.
         """
         for name, entry in self.schedule.items():
+            # A stream object belongs to this process, and has no name to find it by in another.
             if isinstance(entry.stream, torch.Stream):
                 raise TypeError(
                     f"task {shown(name)}: its stream is a torch.Stream object, which no file "
@@ -292,7 +308,7 @@ class PipelinePlan:
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
         empty: tuple[Any, ...] = (None, [], {})
         said = {k: v for k, v in data.items() if v not in empty and v is not False}
-        if self.keep == ():  # nothing is kept, which is no default
+        if self.keep == ():  # keep nothing, which differs from the default, None
             said["keep"] = []
         return {"schedule": {}, **said}
 
@@ -312,6 +328,8 @@ class PipelinePlan:
         streams = read_table(data, "streams", StreamSpec, problems)
         if "schedule" not in data:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
+        # The remaining values are only checked for being lists or tables here; the constructor
+        # checks their entries, as it does for plans written in Python.
         rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
         for key, value in rest.items():
             if key not in _NO_LISTS and not isinstance(value, list):
@@ -326,7 +344,7 @@ class PipelinePlan:
         return cls(schedule=schedule, streams=streams, **rest)
 
     def to_toml(self) -> str:
-        """The plan as TOML; ``from_toml`` returns an equal plan."""
+        """Return the plan as TOML; ``from_toml`` returns an equal plan."""
         import tomli_w  # writing is rare: not worth importing with the framework
 
         return tomli_w.dumps(self.to_dict())
@@ -339,12 +357,13 @@ class PipelinePlan:
             tomllib.TOMLDecodeError: ``text`` is not TOML.
             PlanError: It is TOML, but not a plan.
         """
+        # Loaded here, because most programs neither read nor write plan files.
         import tomllib
 
         return cls.from_dict(tomllib.loads(text))
 
     def to_json(self) -> str:
-        """The plan as JSON; ``from_json`` returns an equal plan."""
+        """Return the plan as JSON; ``from_json`` returns an equal plan."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
@@ -355,13 +374,14 @@ class PipelinePlan:
             json.JSONDecodeError: ``text`` is not JSON.
             PlanError: It is JSON, but not a plan.
         """
+        # TOML is always a table; JSON may also be a list, a string or a number.
         data: object = json.loads(text)
         if not isinstance(data, dict):
             raise PlanError([Problem(f"a plan is a JSON object, not {type(data).__name__}")])
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a ``.toml`` or ``.json`` file; if this fails, it is as it was before.
+        """Write the plan to a ``.toml`` or ``.json`` file; a failure leaves the old file unchanged.
 
         Raises:
             TypeError: A task's stream is a ``torch.Stream``.
@@ -383,19 +403,22 @@ class PipelinePlan:
         return cls.from_json(text) if Path(path).suffix == ".json" else cls.from_toml(text)
 
     def digest(self) -> str:
-        """A hash (hex) of ``agreed_fields``, for comparing plans across ranks."""
+        """Return a hash (hex) of ``agreed_fields``, for comparing plans across ranks."""
         data = {key: _plain(value) for key, value in self.agreed_fields().items()}
-        # As pairs: the order of the schedule counts.
+        # As pairs, since sort_keys would hide the order of the schedule, which counts.
         data["schedule"] = [[name, row] for name, row in data["schedule"].items()]
         return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
     def agreed_fields(self) -> dict[str, Any]:
-        """Field to value, for the fields that all ranks must agree on, since they affect order."""
+        """Return the values of the fields that affect order, on which all ranks must agree."""
+        # A new field of the plan is compared unless _MAY_DIFFER says why it need not be.
         names = [name for name in _KEYS if name not in _MAY_DIFFER]
+        # The depth itself, not pipeline_depth: None and its default are the same plan.
         return {name: getattr(self, name) for name in names} | {"pipeline_depth": self.depth}
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
+# Keys of a file whose values are no lists; from_dict checks these by other rules.
 _NO_LISTS = ("pipeline_depth", "pull_group", "stale", "newer", "within_calls", "run_ahead")
 _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
@@ -427,7 +450,7 @@ def _schedule(schedule: Mapping[Any, Any], problems: list[Problem]) -> ByTask[Ta
 def _edges(
     what: str, entries: Iterable[Any], problems: list[Problem]
 ) -> tuple[tuple[Any, ...], ...]:
-    """(consumer, producer) pairs; those across iterations have a distance too."""
+    """Return (consumer, producer) pairs, for edges across iterations with a distance."""
     far = what == "cross_iter_deps"
     form = "(consumer, producer)"
     if far:
@@ -438,6 +461,7 @@ def _edges(
         is_list = isinstance(entry, Sequence) and not isinstance(entry, str)
         parts = [p.name if isinstance(p, PipelineTask) else p for p in (entry if is_list else ())]
         if far and len(parts) == 2:
+            # The default distance is filled in, so that equal plans compare equal.
             parts.append(1)
         match parts:
             case (str(), str()) if not far:
@@ -461,6 +485,7 @@ def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
 
 def _shifts(what: str, shifts: Mapping[Any, Any], problems: list[Problem]) -> dict[str, int]:
     for state, count in shifts.items():
+        # type() and not isinstance(): True is an int, but no number of iterations.
         is_count = type(count) is int and 1 <= count <= MOST_ITERATIONS
         if not (is_count and isinstance(state, str)):
             rule = f"write state = iterations, 1 to {MOST_ITERATIONS}"
@@ -476,12 +501,14 @@ def _keep(keep: Any, problems: list[Problem]) -> tuple[str, ...]:
     names = tuple(keep)
     wrong = [name for name in names if not (isinstance(name, str) and is_label(name))]
     problems += [Problem(f"keep has {shown(name)}: {rule}") for name in wrong]
+    # Without duplicates, in the order given.
     return () if wrong else tuple(dict.fromkeys(names))
 
 
 def _tasks(given: Iterable[Any], problems: list[Problem]) -> tuple[PipelineTask, ...]:
     named: dict[str, PipelineTask] = {}
     for task in given:
+        # The same task may be given twice, in tasks= and as a key of the schedule.
         if isinstance(task, PipelineTask) and named.setdefault(task.name, task) != task:
             text = f"two tasks are named {shown(task.name)}; names are unique"
             problems.append(Problem(text, (task.name,)))
@@ -489,17 +516,18 @@ def _tasks(given: Iterable[Any], problems: list[Problem]) -> tuple[PipelineTask,
 
 
 def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
-    """Find names that a terminal or a file could not show; validation tells empty ones."""
+    """Report names that a terminal or a file cannot show; validation reports empty names."""
     edges = chain(values["deps"], values["cross_iter_deps"], values["same_period_deps"])
     used = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
     names = dict.fromkeys([name for name in used if isinstance(name, str)])
-    for task in values["tasks"]:  # whose name was checked when it was made
+    for task in values["tasks"]:  # names of PipelineTasks were checked when these were made
         names.pop(task.name, None)
     problems += [
         Problem(f"task name {shown(name)}: {NAME_RULE}", (name,))
         for name in names
         if not is_name(name)
     ]
+    # Entries of a wrong type have been reported already, and have no labels to look at.
     entries = [entry for entry in values["schedule"].values() if isinstance(entry, TaskSchedule)]
     labels: list[tuple[str, Any]] = [
         *[("thread_group", entry.thread_group) for entry in entries],
@@ -508,6 +536,7 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
         *[("stream", name) for name in values["streams"]],
         *[(what, name) for what in ("stale", "newer") for name in values[what]],
     ]
+    # The default group and streams that are objects need no check. Each name is reported once.
     labels = [one for one in labels if isinstance(one[1], str) and one[1] != DEFAULT_GROUP]
     problems += [
         Problem(f"{what} {shown(name)}: {LABEL_RULE}")
@@ -517,13 +546,15 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists, dicts and scalars; of schedule entries, only the values that are not the default."""
+    """Return lists, dicts and scalars; of schedule entries only values that are not the default."""
+    # For digest(): stream objects differ between ranks, and to_dict() has refused them before.
     if isinstance(value, torch.Stream):
         return "<torch.Stream>"
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
+    # Defaults are left out, so that a file shows only what its author chose.
     if isinstance(value, TaskSchedule | StreamSpec):
         held, default = (
             {f.name: _plain(getattr(of, f.name)) for f in fields(of)}

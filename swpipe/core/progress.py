@@ -1,4 +1,4 @@
-"""How far long work has come: on a terminal one line, written over and over; in a file, lines."""
+"""The progress of long work: on a terminal one line, rewritten each time; in a file, lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 EVERY_S = 10.0
-"""Between two lines in a file."""
+"""Seconds between two lines in a file."""
 
 
 def progress_bar(
@@ -18,20 +18,20 @@ def progress_bar(
     leave: bool = True,
     delay: float = 0.0,
 ) -> Any:
-    """A bar of tqdm's on standard error; in a file its lines have neither bar nor carriage return.
+    """Return a tqdm bar on standard error; in a file, its lines have no bar or carriage return.
 
     Args:
-        desc: What is going on.
-        unit: What is counted, behind a number: " steps".
-        total: How many there will be; None where it is not known.
-        shown: False for nothing at all.
+        desc: A description of the work.
+        unit: The unit that is counted, behind a number: " steps".
+        total: The expected number of units; None if it is not known.
+        shown: Whether to show anything.
         leave: Whether the last state stays.
-        delay: Seconds that must pass before there is anything to see.
+        delay: Seconds that must pass before anything is shown.
     """
     from tqdm import tqdm
 
     given: Any = {"desc": desc, "unit": unit, "total": total, "disable": not shown, "delay": delay}
-    if sys.stderr.isatty() or "ipykernel" in sys.modules:  # both write a line over
+    if sys.stderr.isatty() or "ipykernel" in sys.modules:  # both can rewrite a line
         return tqdm(**given, leave=leave)
 
     class Lines(tqdm):  # type: ignore[type-arg]
@@ -45,7 +45,7 @@ def progress_bar(
                 self._write(str(desc))
 
         def clear(self, nolock: bool | None = False) -> None:
-            """There is nothing to clear."""
+            """Do nothing: lines in a file are not cleared."""
 
         def close(self) -> None:
             if leave and not self.disable and self.last_print_t >= self.start_t + delay:
@@ -53,11 +53,11 @@ def progress_bar(
             super().close()
 
         def _write(self, line: str) -> None:
-            # All but what changes with the time alone.
+            # The text without rate and times, which change even if nothing has been done.
             if (told := line.partition(" [")[0]) != getattr(self, "_told", None):
                 self._told = told
                 self.fp.write(f"{line}\n")
                 self.fp.flush()
 
-    # Without columns there is no bar.
+    # ncols=0 leaves the bar out.
     return Lines(**given, leave=False, ncols=0, mininterval=EVERY_S, miniters=1)

@@ -13,36 +13,37 @@ _MOST_LINES = 4
 
 
 def first_lines(value: object, text: str) -> str:
-    """A repr of what prints as ``text``: its class, and the first lines."""
+    """Return a repr of an object that prints as ``text``: its class, and the first lines."""
     lines = text.splitlines()
     more = ["..."] if len(lines) > _MOST_LINES else []
     return "\n".join([f"<{type(value).__name__}>", *lines[:_MOST_LINES], *more])
 
 
 class Rows(ABC):
-    """What has rows of plain values, and a text that shows it."""
+    """The base class of results that have rows of plain values, and a text that shows them."""
 
     __slots__ = ()
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """The rows; all of them have the same keys."""
+        """Return the rows, which all have the same keys."""
 
     @abstractmethod
     def as_text(self) -> str:
-        """The text that a notebook shows."""
+        """Return the text that a notebook shows."""
 
     def to_csv(self) -> str:
-        """``records`` as CSV text, with a line of titles."""
+        """Return ``records`` as CSV text, with a line of titles."""
         text = io.StringIO()
         rows = self.records()
+        # csv ends lines with "\r\n" by default; files that Python opens as text add their own.
         writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
 
     def to_dataframe(self) -> Any:
-        """``records`` as a pandas data frame.
+        """Return ``records`` as a pandas data frame.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.

@@ -1,4 +1,4 @@
-"""Which attributes of the context go where, as compiled from a plan that says what it keeps."""
+"""The places where attributes of the context are deleted, compiled from a plan with ``keep``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swpipe.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What goes at one place.
+    """The attributes that are deleted at one place.
 
     Attributes:
-        after: The place is after the task's turn; else before it.
+        after: Whether the place is after the task's turn; else before it.
         names: The attributes.
-        behind: Tasks such that, when the device has done their work on the iteration, it has done
-            that of all tasks that come before the place. Their events are recorded. None, if all
-            work is on one stream, or there is no device.
+        behind: Tasks whose device work comes last: when the device has done it, it has done the
+            work of all tasks before the place. Their events are recorded. Empty if all work is on
+            one stream, or there is no device.
     """
 
     after: bool
@@ -29,15 +29,17 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """What goes in one iteration.
+    """The attributes that are deleted in one iteration.
 
     Attributes:
         kept: The attributes that stay.
-        uses: Task to the attributes that it is known to use; None, if it may use any.
-        at: Task to what goes there; the rest goes at the end of the iteration.
-        why: Attribute to why it is gone, in words.
-        why_others: The same of all that are not in it, which go at the end of the iteration.
-        serially: What goes in an iteration that is run serially; None if that is asked of this.
+        uses: Task to the attributes that it is known to use; None if it may use any.
+        at: Task to its places; all other attributes are deleted at the end of the iteration.
+        why: Attribute to the reason why it is gone.
+        why_others: The reason for attributes without an entry in ``why``, which are deleted at the
+            end of the iteration.
+        serially: The releases of an iteration that is run serially; None in the object that is
+            itself for serial iterations.
     """
 
     kept: frozenset[str]
@@ -48,9 +50,10 @@ class Releases:
     serially: Releases | None = None
 
     def unsaid_use(self, task: str, ctx: TypedContext, used: Set[str]) -> Problem | None:
-        """That a task used attributes that may have gone, since it was not known to use them."""
+        """Return a problem if a task used attributes that may be gone, since no use was known."""
         known = self.uses.get(task)
         unsaid = [] if known is None else sorted(used - known - self.kept)
+        # Methods and properties of the context's class are never deleted.
         unsaid = [name for name in unsaid if not hasattr(type(ctx), name)]
         if not unsaid:
             return None

@@ -1,4 +1,4 @@
-"""A plan and everything that follows from it, derived once and handed on."""
+"""A plan with its dependences and orders, which are derived once and passed on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class ResolvedPlan:
     """A plan, its dependences and its two orders.
 
     Attributes:
+        plan: The plan.
         dependences: All that the plan declares, each with distance and lag; no duplicates.
-        period_order: One order of the tasks within a period; every edge of lag 0 points backwards.
+        period_order: An order of the tasks within a period; every edge of lag 0 points backwards.
         serial_order: The order of a serial run.
     """
 
@@ -33,9 +34,13 @@ class ResolvedPlan:
 
 
 def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
-    """Derive what follows from a plan. ``swpipe.analysis.validation.validate`` checks it as well.
+    """Derive the dependences and orders of a plan, without checking all of its rules.
 
-    ``names`` are its tasks in the order in which they were given; None is the schedule's order.
+    ``swpipe.analysis.validation.validate`` checks them as well.
+
+    Args:
+        plan: The plan.
+        names: Its tasks in the order in which they were given; None is the schedule's order.
 
     Raises:
         KeyError: A dependence or the order has a name that the schedule does not have.
@@ -48,7 +53,7 @@ def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> Reso
 
 
 def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tuple[str, ...]:
-    """The names as given, unless a dependence of distance 0 forbids it.
+    """Return the names as given, reordered only if a dependence of distance 0 requires it.
 
     Raises:
         CycleError: The dependences of distance 0 form a cycle.
@@ -56,6 +61,7 @@ def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tup
     names = tuple(names)
     within = [dep for dep in dependences if dep.distance == 0]
     edges = [(dep.consumer, dep.producer) for dep in within]
+    # The usual case, without the cost of a sort.
     if _follows(names, edges):
         return names
     rank = {name: (place,) for place, name in enumerate(names)}
@@ -63,13 +69,16 @@ def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tup
 
 
 def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
-    """Every dependence that a plan declares, for plans that may have no order."""
+    """Return every dependence that a plan declares, also for plans that may have no order."""
     stage = {name: entry.stage for name, entry in plan.schedule.items()}
     declared = [(c, p, 0, "deps") for c, p in plan.deps]
     declared += [(c, p, d, "cross_iter_deps") for c, p, d in plan.cross_iter_deps]
+    # The tasks of a same-period edge differ by their stages: distance = s(producer) - s(consumer)
+    # makes the lag 0.
     declared += [(c, p, stage[p] - stage[c], "same_period_deps") for c, p in plan.same_period_deps]
     unique: dict[tuple[str, str, int], Dependence] = {}
     alone = frozenset(plan.host_only)
+    # The first declaration of an edge counts; its source is the one in messages.
     for c, p, d, source in declared:
         lag = stage[c] - stage[p] + d
         unique.setdefault((c, p, d), Dependence(c, p, d, lag, source, (c, p) in alone))
@@ -97,7 +106,8 @@ def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tupl
     try:
         return tuple(topological(rank, [*edges, *ties], Cycle.ORDER))
     except CycleError:
-        topological(rank, edges, Cycle.PERIOD)  # raises where the order is not to blame
+        # With the edges alone: if they form a cycle, this raises another error than the one below.
+        topological(rank, edges, Cycle.PERIOD)
         raise
 
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 WIDTH = 80
-"""Of a terminal, in characters."""
+"""The width of a terminal, in characters."""
 
 
 def wrapped(text: str) -> str:
-    """Lines that fit a terminal; those that go on are indented as the first, and by two more."""
+    """Return text in lines that fit a terminal; continued lines are indented by two more."""
     return "\n".join(
         textwrap.fill(
             line,
@@ -27,14 +27,15 @@ def wrapped(text: str) -> str:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)
 ) -> str:
-    """A table.
+    """Return rows as a table in plain text.
 
     Args:
-        headers: One for each column.
-        rows: Their cells, as they are to be shown.
-        left: The columns that begin on the left; numbers end on the right.
+        headers: One title for each column.
+        rows: The cells of each row, as they are to be shown.
+        left: The indices of the columns that are aligned left; numbers are aligned right.
     """
     from tabulate import tabulate
 
+    # disable_numparse, since tabulate would print "1e5" or "007", as a task may be called, anew.
     sides = ["left" if column in left else "right" for column in range(len(headers))]
     return tabulate([*rows], headers=[*headers], disable_numparse=True, colalign=sides)

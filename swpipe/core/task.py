@@ -1,4 +1,4 @@
-"""What to compute: a name, a function of the iteration's context, and declared side effects."""
+"""Tasks: a name, a function of the iteration's context, and declared side effects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import MOST_CHARACTERS, shown
 
 TaskFn: TypeAlias = Callable[[Any], None]
-"""A function of the iteration's context, of whatever type."""
+"""A function of the iteration's context, of any type."""
 
 Mode: TypeAlias = Literal["r", "w", "rw"]
 Others: TypeAlias = Literal["rw", "r", ""]
@@ -25,28 +25,30 @@ V = TypeVar("V")
 class DeclaredIO:
     """A side effect of a task, outside its context.
 
-    While a task is shortcut it does not run; ``capture`` and ``restore`` reproduce its side effect.
-    ``restore`` may get the captured value many times: of a one-shot value, such as the handle of a
-    collective, capture the result instead.
+    While a shortcut replaces a task, the task does not run; ``capture`` and ``restore`` reproduce
+    its side effect. ``restore`` may get the captured value many times: of a value that can be used
+    only once, such as the handle of a collective, capture the result instead.
 
     If two tasks name the same ``state`` and one of them writes it, every plan must run them in
     serial order; ``swpipe.analysis.verification`` checks this.
 
     Attributes:
-        capture: Called right after the task ran; returns the value to keep.
-        restore: Called instead of the task with that value, its tensors detached.
-        state: Name of something that outlives an iteration: "model", "cache", "data.log".
+        capture: A function that is called right after the task ran; it returns the value to keep.
+        restore: A function that is called instead of the task with that value, its tensors
+            detached.
+        state: The name of an object that outlives an iteration: "model", "cache", "data.log".
         mode: Whether the task reads ("r"), writes ("w") or does both ("rw").
         memory: The tensors and modules that hold the state, alone or in lists and dicts; needed
             only once per state. A recording reports accesses to this memory by the state's name,
-            and a trial puts it back; also objects with ``state_dict`` and ``load_state_dict``.
-        reset: Called when iterations in flight are dropped, by a failure or by ``close``: lets go
-            of what the task keeps for them outside their contexts.
-        on_host: Python uses the state on the host alone, as a counter, and no device work does. Its
-            order is then kept if the functions are in order (``PipelinePlan.host_only``).
-        others: How the state may be touched by whoever says nothing (the loop's body, a loader, a
-            task): "rw", "r" if they only read it, "" if only tasks that name the state touch it.
-            Needed only once per state.
+            and a trial puts its contents back. Objects with ``state_dict`` and
+            ``load_state_dict`` are accepted, too.
+        reset: A function that is called when iterations in flight are dropped, by a failure or by
+            ``close``; it drops the values that the task keeps for them outside their contexts.
+        on_host: Whether Python uses the state on the host alone, as a counter, and no device work
+            does. Its order is then kept if the functions are in order (``PipelinePlan.host_only``).
+        others: How undeclared code (the loop's body, a loader, a task) may touch the state: "rw";
+            "r" if it only reads; "" if only tasks that name the state touch it. Needed only once
+            per state.
 
     Raises:
         ValueError: The fields are incomplete or contradict each other.
@@ -62,6 +64,7 @@ class DeclaredIO:
     others: Others = "rw"
 
     def __post_init__(self) -> None:
+        # Raised at the first fault: unlike a plan, a DeclaredIO is written in one place.
         if (self.capture is None) != (self.restore is None):
             raise ValueError(
                 "a DeclaredIO needs both capture and restore, or neither: what one keeps, "
@@ -90,55 +93,57 @@ class DeclaredIO:
             )
 
 
+# Names are shown in messages, tables and traces, and are keys in files: printable and short.
 LABEL_RULE = f"names have 1 to {MOST_CHARACTERS} printable characters; choose another"
 NAME_RULE = f"{LABEL_RULE}, not beginning with '<', which swpipe keeps for its own steps"
 
 
 def is_name(name: str) -> bool:
-    """Whether a task may have this name."""
+    """Return whether a task may have this name."""
     return 0 < len(name) <= MOST_CHARACTERS and name[0] != "<" and name.isprintable()
 
 
 def is_label(name: str) -> bool:
-    """Whether a thread group, a stream, a state or a resource may have this name."""
+    """Return whether a thread group, a stream, a state or a resource may have this name."""
     return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
 
 
 @suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """One named unit of work. Plans refer to it by name.
+    """A named unit of work, to which plans refer by its name.
 
     ``task(ctx)`` calls ``fn(ctx)`` and nothing else: no pipeline, no seed, no shortcut.
 
     Attributes:
-        name: Unique among the tasks of a pipeline; 1 to 200 printable characters, the first of
-            which is not "<".
-        fn: Reads and writes attributes of the context; its return value is ignored.
-        io: Side effects outside the context.
-        random: The task draws from torch's default generators. Each run is seeded from the
+        name: The name, unique among the tasks of a pipeline; 1 to 200 printable characters, the
+            first of which is not "<".
+        fn: The function, which reads and writes attributes of the context; its return value is
+            ignored.
+        io: The side effects outside the context.
+        random: Whether the task draws from torch's default generators. Each run is seeded from the
             pipeline's seed, the task's name and the iteration, so every plan draws the same
-            numbers. All threads share the generators, so such tasks run one at a time.
-        pure: The task uses its context and what nobody changes while the loop runs, and changes its
-            context only (and, if ``random``, draws). It may then run ahead of other iterations. A
-            task that is not pure and names no state in ``io`` is *undeclared*: it may touch
-            everything that is not said to be apart from it, and keeps its serial order with all
-            undeclared tasks, with the loop's body, and with tasks that name states of which they do
-            not say that ``others`` leave them alone.
+            numbers. All threads share the generators, so these tasks run one at a time.
+        pure: Whether the task uses its context and values that nobody changes while the loop runs,
+            and changes its context only (and, if ``random``, draws). It may then run ahead of
+            other iterations. A task that is not pure and names no state in ``io`` is *undeclared*:
+            it may touch every state that is not declared apart from it. It keeps its serial order
+            with all undeclared tasks, with the loop's body, and with tasks that name states
+            without restricting ``others``.
         reads: The attributes of the context that the task uses: reads, modifies, replaces or
-            deletes; not those that it sets first. A pipeline with ``keep`` lets a value go after
-            the last task that uses it. None: any, as far as no recording says otherwise.
+            deletes; without those that it sets first. A pipeline with ``keep`` deletes a value
+            after the last task that uses it. None: any attribute, unless a recording shows which.
 
     Raises:
         TypeError: ``name`` is not a string, ``fn`` cannot be called or is asynchronous or a
-            generator function, ``io`` has something else than ``DeclaredIO``, or ``reads`` is no
+            generator function, ``io`` has an entry that is no ``DeclaredIO``, or ``reads`` is no
             list of names.
         ValueError: ``name`` is empty, longer, not printable, or begins with "<"; or the task is
             pure and ``io`` names a state that it writes.
     """
 
     name: str
-    fn: TaskFn  # compared, so that two tasks of one name are seen to be two
+    fn: TaskFn  # compared, so that two different tasks of one name are not equal
     io: Sequence[DeclaredIO] = field(default=(), compare=False)
     random: bool = field(default=False, compare=False)
     pure: bool = field(default=False, compare=False)
@@ -152,6 +157,7 @@ class PipelineTask:
         task = f"task {self.name!r}"
         if not callable(self.fn):
             raise TypeError(f"{task}: fn must be callable with a context, not {shown(self.fn)}")
+        # A call of these only makes a coroutine or a generator, and the task would do nothing.
         if any(kind(self.fn) for kind in _NOT_RUN):
             raise TypeError(
                 f"{task}: fn is asynchronous or has a yield, so a call would not run it: give a "
@@ -159,6 +165,7 @@ class PipelineTask:
             )
         if isinstance(self.io, DeclaredIO):
             raise TypeError(f"{task}: io is one DeclaredIO: give a list, io=[...]")
+        # Lists become tuples, so that nobody can change a task; the dataclass is frozen.
         object.__setattr__(self, "io", tuple(self.io))
         if self.reads is not None:
             is_list = isinstance(self.reads, Iterable) and not isinstance(self.reads, str)
@@ -170,6 +177,7 @@ class PipelineTask:
         for one in self.io:
             if not isinstance(one, DeclaredIO):
                 raise TypeError(f"{task}: io has {shown(one)}: give DeclaredIOs")
+            # A pure task may run ahead of iterations whose tasks use the state.
             if self.pure and one.state is not None and "w" in one.mode:
                 raise ValueError(
                     f"{task} is pure, and its io names state {one.state!r} with mode {one.mode!r}: "
@@ -177,6 +185,7 @@ class PipelineTask:
                     "pure task may read states (mode='r')"
                 )
 
+    # Without fn, since a callable object need not be hashable.
     def __hash__(self) -> int:
         return hash(self.name)
 
@@ -185,10 +194,11 @@ class PipelineTask:
 
     @property
     def undeclared(self) -> bool:
-        """Whether nothing is said of what the task uses and changes outside its context.
+        """Whether nothing is declared about state that the task touches outside its context.
 
-        States that swpipe itself adds, whose names begin with "<", say nothing for the author.
+        States that swpipe itself adds have names that begin with "<", and declare nothing.
         """
+        # An io without a state, for a shortcut or a reset, declares nothing about state either.
         return not self.pure and not any((io.state or "<")[0] != "<" for io in self.io)
 
 
@@ -197,7 +207,7 @@ _NOT_RUN = (
     inspect.isgeneratorfunction,
     inspect.isasyncgenfunction,
 )
-"""Kinds of functions of which a call only makes an object."""
+"""Tests for functions whose call only makes an object, and runs nothing."""
 
 
 @overload
@@ -226,20 +236,21 @@ def task(
     pure: bool = False,
     reads: Sequence[str] | None = None,
 ) -> PipelineTask | Callable[[TaskFn], PipelineTask]:
-    """Make a function a ``PipelineTask``: ``@task``, or ``@task(pure=True)``.
+    """Return a ``PipelineTask`` that runs a function: ``@task``, or ``@task(pure=True)``.
 
     Args:
         fn: The function, which remains ``fn`` of the task.
         name: The task's name; None is the function's name.
-        io: As for ``PipelineTask``, and so are the others.
-        random: As there.
-        pure: As there.
-        reads: As there.
+        io: Its side effects, as for ``PipelineTask``.
+        random: Whether it draws from torch's default generators, as for ``PipelineTask``.
+        pure: Whether it changes its context only, as for ``PipelineTask``.
+        reads: The attributes that it uses, as for ``PipelineTask``.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it has no name, as a lambda, and none is given.
+        TypeError: ``fn`` cannot be called, or it has no name, like a lambda, and none is given.
         ValueError: ``fn`` is a method, defined with ``self``, or ``name`` cannot be a task's.
     """
+    # Called with keywords only: return the decorator, which gets the function next.
     if fn is None:
         decorator: Any = partial(task, name=name, io=io, random=random, pure=pure, reads=reads)
         return decorator  # type: ignore[no-any-return]
@@ -247,12 +258,14 @@ def task(
         raise TypeError(
             f"a task is a function of the context, not {shown(fn)}; @task takes its name as name="
         )
+    # In a class body a method is a plain function; only its first parameter tells.
     if isinstance(fn, FunctionType) and [*inspect.signature(fn).parameters][:1] == ["self"]:
         raise ValueError(
             f"@task decorates functions of the context, and {fn.__qualname__} is a method: its "
             "first parameter is self. Leave the decorator out, and write "
             f"PipelineTask({fn.__name__!r}, obj.{fn.__name__}), where obj is the object"
         )
+    # A partial or another callable object has no name either.
     if name is None:
         name = getattr(fn, "__name__", "")
         if not is_name(name):  # such as <lambda>
@@ -264,17 +277,17 @@ def task(
 
 
 TaskRef: TypeAlias = str | PipelineTask
-"""A task or its name."""
+"""A task, or its name."""
 
 
 _NOT_A_TASK = "give a PipelineTask; swpipe.task(fn) makes one of a function"
 
 
 def name_of(ref: TaskRef) -> str:
-    """The name of a task.
+    """Return the name of a task.
 
     Raises:
-        TypeError: It is neither a task nor a name.
+        TypeError: ``ref`` is neither a task nor a name.
     """
     if isinstance(ref, str):
         return ref
@@ -284,30 +297,31 @@ def name_of(ref: TaskRef) -> str:
 
 
 def refs_in(refs: Iterable[V]) -> tuple[V, ...]:
-    """The tasks, or their names, of a list.
+    """Return the tasks, or their names, of a list.
 
     Raises:
-        TypeError: It is no list.
+        TypeError: ``refs`` is no list.
     """
+    # A string can be iterated over, letter by letter, but is never a list of tasks.
     if isinstance(refs, str) or not isinstance(refs, Iterable):
         raise TypeError(f"tasks is {shown(refs)}: give the tasks, or their names, in a list")
     return tuple(refs)
 
 
 def names_of(refs: Iterable[TaskRef]) -> tuple[str, ...]:
-    """The names of several tasks.
+    """Return the names of several tasks.
 
     Raises:
-        TypeError: They are not in a list, or one is neither a task nor a name.
+        TypeError: ``refs`` is no list, or an entry is neither a task nor a name.
     """
     return tuple([name_of(ref) for ref in refs_in(refs)])
 
 
 def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
-    """The tasks of a list.
+    """Return the tasks of a list.
 
     Raises:
-        TypeError: It is no list of tasks.
+        TypeError: ``tasks`` is no list of tasks.
     """
     found = refs_in(tasks)
     for one in found:
@@ -317,9 +331,10 @@ def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
 
 
 class ByTask(dict[str, V]):
-    """Values by the name of a task; a task stands for its name as a key."""
+    """A dict of values by the name of a task; a task may stand for its name as a key."""
 
     def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]] = ()) -> None:
+        # Keys are stored as names: a task and its name are one key.
         named = {
             ref.name if isinstance(ref, PipelineTask) else ref: value
             for ref, value in dict(values).items()
@@ -330,8 +345,9 @@ class ByTask(dict[str, V]):
         return super().__getitem__(ref.name if isinstance(ref, PipelineTask) else ref)
 
     def __contains__(self, ref: object) -> bool:
+        # dict's own methods do not call __getitem__, so each of them is overridden here.
         return super().__contains__(ref.name if isinstance(ref, PipelineTask) else ref)
 
     def get(self, ref: Any, default: Any = None) -> Any:
-        """The task's value, or ``default``."""
+        """Return the task's value, or ``default``."""
         return super().get(ref.name if isinstance(ref, PipelineTask) else ref, default)

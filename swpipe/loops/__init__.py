@@ -1,4 +1,4 @@
-"""What a plain loop gets: work ahead of it, resume, ranks that end together, a stop."""
+"""Loops: work ahead of a plain loop, resume, ranks that end together, and a stop from outside."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

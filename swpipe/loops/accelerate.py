@@ -1,15 +1,15 @@
 """Loaders that Accelerate prepared, pulled ahead.
 
-Such a loader tells whether its batch is the last one of the pass, and how many of its samples were
-added to fill it. ``Accelerator.accumulate`` and ``gather_for_metrics`` ask for this through
-``accelerate.state.GradientState``, which knows the loader that is iterated over. A loader that is
-pulled ahead tells it of a later batch, or is no longer known::
+A prepared loader knows whether its batch is the last one of the pass, and how many samples were
+added to fill that batch. ``Accelerator.accumulate`` and ``gather_for_metrics`` ask for both through
+``accelerate.state.GradientState``, which knows the loader that is iterated over. If the loader is
+pulled ahead, it answers for a later batch, or ``GradientState`` does not know it any more::
 
     pull thread       pull 8    pull 9 (the last)    the end
     tasks                       7                    8            9    whose flag is asked for
 
 So the flags are read at the pull and go with the batch. Before the tasks that may ask, a task of
-the iteration shows them to Accelerate, on the thread of these tasks.
+the iteration shows the flags to Accelerate, on the thread of these tasks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE = "<Accelerate's GradientState>"
 
 
 class PulledBatch(NamedTuple):
-    """A batch, and what its loader told of it."""
+    """A batch, with the flags of its loader at the pull."""
 
     batch: Any
     end_of_dataloader: bool
@@ -35,22 +35,23 @@ class PulledBatch(NamedTuple):
 class AccelerateLoader:
     """A prepared loader whose flags go with its batches.
 
-    ``swpipe.overlap`` makes it itself. For a plan of your own give it to
+    ``swpipe.overlap`` wraps a prepared loader in one. For a plan of your own, pass it to
     ``swpipe.loops.ResumableLoop``, and ``tasks`` to the plan.
 
     Attributes:
         prepared: The loader.
-        in_loop: Whether such a loop iterates over it.
+        in_loop: Whether a loop iterates over it that calls ``leave`` after each pass.
 
     Args:
-        loader: What ``Accelerator.prepare`` returned for a ``DataLoader``.
+        loader: The result of ``Accelerator.prepare`` for a ``DataLoader``.
 
     Raises:
         TypeError: Accelerate did not prepare the loader.
-        ValueError: The loader sends batches from one process to the others.
+        ValueError: The loader sends batches from one process to all others.
     """
 
     def __init__(self, loader: Any) -> None:
+        # Accelerate is looked up in sys.modules: nobody can have a prepared loader without it.
         dispatcher = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", ())
         if isinstance(loader, dispatcher):
             raise ValueError(
@@ -72,7 +73,7 @@ class AccelerateLoader:
         return len(self.prepared)
 
     def __iter__(self) -> Iterator[PulledBatch]:
-        """The batches, for the pipeline's tasks to take apart.
+        """Begin a pass, and return the iterator over batches and flags, which the tasks split.
 
         Raises:
             RuntimeError: No loop would let Accelerate forget the pass at its end.
@@ -86,6 +87,8 @@ class AccelerateLoader:
 
     def _pulled_batches(self) -> Iterator[PulledBatch]:
         loader = self.prepared
+        # When a pass begins, the loader adds itself to its gradient_state, of which Accelerate asks
+        # the flags. While the loader is pulled ahead, an empty object takes the state's place.
         loader.gradient_state = _Apart()
         try:
             for batch in loader:
@@ -94,10 +97,10 @@ class AccelerateLoader:
             loader.gradient_state = self._gradient_state
 
     def tasks(self, given: Sequence[PipelineTask]) -> tuple[PipelineTask, ...]:
-        """The tasks, after two that take the batch and its flags apart and show the flags.
+        """Return the tasks, after two that take batch and flags apart and show the flags.
 
-        Tasks of which nothing is declared come after the flags are shown; one that names states in
-        its ``io`` and asks Accelerate names ``swpipe.loops.accelerate.STATE``, too.
+        Undeclared tasks come after the flags are shown. A task that names states in its ``io`` and
+        asks Accelerate has to name ``swpipe.loops.accelerate.STATE``, too.
         """
         shows = DeclaredIO(state=STATE, mode="w")
         asks = DeclaredIO(state=STATE, mode="r")
@@ -119,24 +122,27 @@ class AccelerateLoader:
 
     def leave(self) -> None:
         """Let Accelerate forget the pass."""
+        # A private method of GradientState (Accelerate 1.15), as the loader calls it at its end.
         self._gradient_state._remove_dataloader(self._shown)
 
     def _show(self, ctx: Any) -> None:
+        # Added once a pass, before the first task that may ask; leave() removes it at the end.
         shown = self._shown
         known = self._gradient_state.dataloader_references
+        # Only tasks of this iteration ask until the next show task: both are on the same thread.
         shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
         if not any(one is shown for one in known):
             self._gradient_state._add_dataloader(shown)
 
 
 def is_prepared(loader: Any) -> bool:
-    """Whether ``Accelerator.prepare`` returned the loader."""
+    """Return whether ``Accelerator.prepare`` returned the loader."""
     module = sys.modules.get("accelerate.data_loader")
     return module is not None and issubclass(type(loader), module.DataLoaderStateMixin)
 
 
 class _ShownLoader:
-    """What Accelerate takes for the loader: its flags are those of the iteration that runs."""
+    """The loader as Accelerate sees it, with the flags of the iteration that runs."""
 
     end_of_dataloader = False
     remainder = -1
@@ -149,13 +155,14 @@ class _ShownLoader:
 
 
 class _Apart:
-    """In place of the state that the loader tells of its pass, from whatever thread pulls."""
+    """A stand-in for ``GradientState``, which the loader calls from the thread that pulls."""
 
+    # The two private methods that a prepared loader calls on its gradient_state (Accelerate 1.15).
     def _add_dataloader(self, loader: Any) -> None:
-        """Nothing: a task shows the loader."""
+        """Do nothing: a task shows the loader."""
 
     def _remove_dataloader(self, loader: Any) -> None:
-        """Nothing, likewise: tasks of earlier batches may still ask."""
+        """Do nothing: tasks of earlier batches may still ask."""
 
 
 def _unpack(ctx: Any) -> None:

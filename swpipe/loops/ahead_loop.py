@@ -1,6 +1,6 @@
-"""One line for a plain loop: its batches are made ahead, while its body runs.
+"""A plain loop whose batches are made ahead while its body runs, by one call of ``ahead``.
 
-The line, and who does what at the same time::
+The line, and what each thread does at the same time::
 
     for x, y in swpipe.ahead(loader, decode, device="cuda"):
         ...                                              # the body as it is
@@ -9,7 +9,7 @@ The line, and who does what at the same time::
     io                 decode 1     decode 2     decode 3     and the copy to the device
     caller             body 0       body 1       body 2
 
-What is said of it is said of ``overlap``, whose plan and loop it is.
+Plan and loop are those of ``overlap``, whose documentation applies.
 """
 
 from __future__ import annotations
@@ -34,31 +34,34 @@ from swpipe.loops.overlapping import OverlappedLoop, loop_over
 
 Batch = TypeVar("Batch")
 
+# The private attribute that Accelerator.prepare() (seen in 1.15) asks a loader for first.
 _ASKED_BY_PREPARE = "_is_accelerate_prepared"
 
 
 class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
-    """An iterable of batches, one pass over the loader each time.
+    """An iterable of batches; each iteration makes one pass over the loader.
 
-    What the loader has beside its batches can be read here: ``batch_size``, ``dataset``,
+    The loader's other attributes can be read and set here: ``batch_size``, ``dataset``,
     ``sampler``, ``set_epoch``.
 
     Attributes:
-        overlap: What runs ahead.
-        pipe: The pipeline, to profile or trace: its tasks have the functions' names.
+        overlap: The tasks that run ahead.
+        pipe: The pipeline, to profile or trace; its tasks have the functions' names.
     """
 
-    _frames = 4
+    _frames = 4  # one more than in OverlappedLoop: the generator of batches
     _call = "ahead(loader, draws=False)"
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """The batches. The pass begins now, as that of a ``for``."""
+        """Begin a pass, as a ``for`` does, and return the iterator over its batches."""
         return _batches(super().__iter__())
 
     def __getattr__(self, name: str) -> Any:
         loader = self.__dict__.get("_given")
+        # Until ahead() has set _given, and in copy and pickle, there is no loader to ask.
         if loader is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Accelerate's prepare() would take this loop for a DataLoader and rebuild it silently.
         if name == _ASKED_BY_PREPARE and not hasattr(loader, name):
             raise TypeError(
                 "Accelerator.prepare() was given what ahead() returned, and would make a plain "
@@ -67,8 +70,9 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
         return getattr(loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set it where it is: what the loader has and this has not, there."""
+        """Set an attribute of the loader if only the loader has it; else one of this loop."""
         loader = self.__dict__.get("_given")
+        # An attribute of this class, or one that is already set here, stays here.
         own = loader is None or name in self.__dict__ or hasattr(AheadLoop, name)
         if not own and hasattr(loader, name):
             setattr(loader, name, value)
@@ -77,11 +81,15 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
 
 
 class AheadDataLoader(AheadLoop[Batch], DataLoader[Batch]):  # type: ignore[misc]
-    """The same, for whoever asks whether it is a ``DataLoader``."""
+    """An ``AheadLoop`` that is also a ``DataLoader``, for code that asks by ``isinstance``.
+
+    ``DataLoader.__init__`` is never called: attributes are looked up in the given loader.
+    """
 
 
 def _batches(contexts: Iterator[IterContext]) -> Iterator[Any]:
-    yield from map(attrgetter("batch"), contexts)  # which keeps nothing that the body drops
+    # A map, since a generator's local variable would keep a batch that the body has dropped.
+    yield from map(attrgetter("batch"), contexts)
 
 
 @overload
@@ -117,52 +125,53 @@ def ahead(
     draws: bool | None = None,
     check_effects: bool | float | None = None,
 ) -> AheadLoop[Any]:
-    """The batches of a loader, made ahead of the loop's body, on threads of their own.
+    """Return a loop over a loader whose batches are made ahead of its body, on other threads.
 
-    To use it is to say that the loader and the functions use nothing that the body may change, and
-    change nothing that it uses, as with any prefetcher. What of this torch's operators and the
-    random generators show to be untrue is an error. The numbers are those of the plain loop, bit
-    for bit. A loader that draws random numbers, or may, beside a body that does makes its batches
-    in turn with the body, unless ``draws`` says otherwise.
+    The call declares that the loader and the functions use nothing that the body may change, and
+    change nothing that the body uses, as with any prefetcher. The loop raises an error if torch
+    detects a violation, for example an in-place write or a random draw. The numbers are those of
+    the plain loop, bit for bit. If the body draws random numbers, and the loader does or may, the
+    batches are made serially with the body, unless ``draws`` says otherwise.
 
     Threads start with a pass and end with it. A pass that is left early drops the batches that were
-    made ahead; a loader that is an iterator gives them again in the next one.
+    made ahead; a loader that is an iterator gives them again in the next pass.
 
-    It belongs around the loader that a framework has prepared, and inside a generator such as
-    ``cycle(ahead(loader))``. Save its ``state_dict``, and not that of the loader, which is ahead of
-    the body.
+    Apply ``ahead`` to the loader that a framework has prepared, and inside a generator such as
+    ``cycle(ahead(loader))``. Save the loop's ``state_dict``, and not the loader's, which is ahead
+    of the body.
 
     Args:
-        loader: As in ``for batch in loader``. It reads no Python value, such as a level of
-            difficulty, a list of hard examples or a replay buffer that keeps its length, that the
-            body changes in a pass.
-        functions: Each takes a batch and returns one, in this order; they are watched like tasks
-            that are declared pure. One that draws random numbers has a ``torch.Generator`` of its
-            own, and ``workers=1``.
-        device: Where the batches are copied after the functions, from pinned memory and on a
-            stream of its own. None, or a CPU: nowhere. Where batches come pinned and there are no
+        loader: The iterable of batches. It must not read any Python value that the body changes in
+            a pass, such as a level of difficulty, a list of hard examples or a replay buffer of
+            constant length.
+        functions: Functions that each take a batch and return one, in this order; they are checked
+            like tasks that are declared pure. A function that draws random numbers needs a
+            ``torch.Generator`` of its own, and ``workers=1``.
+        device: The device to which batches are copied after the functions, from pinned memory and
+            on a stream of its own. None, or a CPU: no copy. If batches come pinned and there are no
             functions, the caller's thread pulls and launches the copies.
-        prefetch: How many batches are in the making beside the one that the body has; 1 or more, 2
-            or more with functions, a device or a prepared loader. One more for each further worker.
-        workers: How many threads the functions have, each for batches of its own: for functions
-            that take longer than the body. They gain where these wait, or leave the interpreter
-            lock, as reading and decoding do. With 2 or more, the functions run on several threads
-            at once, and must be safe there: they keep nothing from batch to batch, and use no
-            buffer or flag that another call uses. The first 4 batches go through them twice, to
-            compare what they return.
-        draws: Whether the loader uses the default random generators of torch, numpy or Python; as
+        prefetch: How many batches are made ahead of the body's batch; 1 or more, and 2 or more with
+            functions, a device or a prepared loader. Each further worker adds one batch.
+        workers: The number of threads for the functions, each with batches of its own; useful if
+            the functions take longer than the body. More threads help if the functions wait, or
+            release the interpreter lock, as reading and decoding do. With 2 or more, the functions
+            run on several threads at once, and must be safe there: they keep nothing from batch to
+            batch, and share no buffer or flag between calls. The first 4 batches go through them
+            twice, to compare the results.
+        draws: Whether the loader uses the default random generators of torch, numpy or Python, as
             for ``overlap``.
-        check_effects: As for ``SWPipeline``: whether the functions do what they should.
+        check_effects: Whether to check that the functions are pure, as for ``SWPipeline``.
 
     Returns:
-        An iterable with the loader's attributes and length, ``state_dict`` and ``load_state_dict``
-        as ``ResumableLoop`` has. It is a ``DataLoader`` if the loader is one.
+        An iterable with the loader's attributes and length, and with ``state_dict`` and
+        ``load_state_dict`` as in ``ResumableLoop``. It is a ``DataLoader`` if the loader is one.
 
     Raises:
         TypeError: A function cannot be called, or the loader cannot be iterated over, or ``draws``
             is neither True, False nor None.
-        ValueError: ``prefetch`` is too small; or ``workers`` is below 1, or has no functions; or
-            another loop pulls ahead from the iterator; or ``device`` is not on this machine.
+        ValueError: ``prefetch`` is too small; or ``workers`` is below 1, or above 1 without
+            functions; or another loop pulls ahead from the iterator; or ``device`` is not on this
+            machine.
     """
     for one in functions:
         if not callable(one):
@@ -179,10 +188,12 @@ def ahead(
     tasks = function_tasks(functions)
     if device is not None and not on_cpu(torch.device(where.name)):
         tasks.append(copy_task(where, buffers=prefetch + workers))
+    # A task ahead needs a batch in the making besides the one that is being pulled.
     least = 2 if tasks or is_prepared(loader) else 1
     if type(prefetch) is not int or prefetch < least:
         beside = " with functions, a device or a prepared loader" if least > 1 else ""
         raise ValueError(f"prefetch is {shown(prefetch)}: give {least} or more{beside}")
+    # Frameworks ask isinstance(loader, DataLoader) before they use its sampler or batch size.
     kind = AheadDataLoader if isinstance(loader, DataLoader) else AheadLoop
     loop = loop_over(
         kind,
@@ -197,6 +208,7 @@ def ahead(
         device=where,
         check_effects=check_effects,
     )
+    # Through __dict__, since __setattr__ would look for the loader that is only given here.
     loop.__dict__["_given"] = loader
     return loop
 
@@ -219,5 +231,6 @@ def _on_batch(function: Callable[[Any], Any]) -> Callable[[Any], None]:
     def run(ctx: Any) -> None:
         ctx.batch = function(ctx.batch)
 
+    # The function is allowed to draw from a torch.Generator of its own.
     run.may_draw = True  # type: ignore[attr-defined]  # from a generator of its own
     return run

@@ -1,17 +1,17 @@
-"""The functions of tasks that run ahead of the loop's body, as a plain loop's body would find them.
+"""The tasks that run ahead of the loop's body, with the errors and values of a plain loop.
 
     io thread    decode 2    decode 3 fails    decode 4
     caller                   body 1            body 2      forward 3: raises what decode 3 raised
 
-An exception of a task, but for KeyboardInterrupt, is raised when the iterations before are
-complete, by the first task on the caller's thread. This one also looks whether all is as the tasks
-ahead have left it: a batch that the loader gives twice, say, may be modified for its first
-iteration when a task has already read it for the second, and a task may return the same buffer for
-each batch.
+An exception of a task, except for KeyboardInterrupt, is raised when the earlier iterations are
+complete, by the first task on the caller's thread. This first task also checks that values are
+still as the tasks ahead have left them. They may not be: if the loader gives a batch twice, its
+first iteration may modify it after a task has already read it for the second one. Or a task may
+return the same buffer for each batch.
 
-Several workers run the tasks on several batches at once. Of a loop's first 4 iterations the tasks
-run again, when these are complete, on copies of what they were given: a task that keeps something
-from batch to batch, or that is not safe on several threads, leaves something else.
+If several workers run the tasks on several batches at once, the tasks run a second time on a loop's
+first 4 iterations, on copies of the inputs. A task that keeps values from batch to batch, or that
+is not safe on several threads, leaves other results.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from swpipe.loops.batch_memory import Parts
 from swpipe.loops.batches_ahead import BatchAsPulled
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
-"""On the caller's thread, where all other tasks run ahead."""
+"""The task on the caller's thread, if all tasks of the loop run ahead."""
 
 _TWICE = 4
-"""So many iterations run twice, where there are several workers."""
+"""The number of iterations that run twice, if there are several workers."""
 
 _WHOLE = 1 << 40
-"""More bytes than a batch has."""
+"""A number of bytes above the size of any batch: the checksum covers all of it."""
 
 
 class _Left(NamedTuple):
-    """An iteration as the tasks ahead have left it: its batch, and all that its context has."""
+    """An iteration as the tasks ahead have left it: its batch, and the values of its context."""
 
     number: int
     given: BatchAsPulled
@@ -55,18 +55,19 @@ class _Left(NamedTuple):
 
 
 class AheadTasks:
-    """Tasks of which the first run ahead of the others.
+    """Tasks of which the first ones run ahead of the rest.
 
     Attributes:
-        tasks: All tasks, with functions that do this.
-        begin: Called with batch and number before the first task of each iteration.
-        drawn: Generators that tasks ahead have, and draw from: by the id, the name of the task.
+        tasks: All tasks, with functions that add these checks.
+        begin: A function of batch and iteration, called before the first task of each iteration.
+        drawn: The names of the tasks ahead that draw from generators of their own, by the
+            generator's id.
 
     Args:
         tasks: All tasks, in serial order.
-        ahead: How many of them run ahead; not all.
+        ahead: The number of tasks that run ahead; at least one task does not.
         pulled_ahead: Whether batches are pulled ahead.
-        workers: How many threads run those ahead.
+        workers: The number of threads for the tasks ahead.
     """
 
     def __init__(
@@ -74,17 +75,20 @@ class AheadTasks:
     ) -> None:
         self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
         self.drawn: dict[int, str] = {}
+        # Threads share the dictionaries below without a lock. Their keys are iterations, unless
+        # noted: an entry has one writer at a time, and CPython's dict operations are atomic.
         self._failures: dict[int, BaseException] = {}
-        self._given: dict[int, BatchAsPulled] = {}  # by iteration
-        self._left: dict[int, _Left] = {}
-        self._in_use: dict[int, dict[int, _Left]] = {}  # when it began, by their iterations
-        self._of_body: _Left | None = None
-        self._states: dict[int, dict[int, Tensor]] = {}  # of generators, by iteration
-        self._generators: dict[int, torch.Generator] = {}
-        self._after: dict[int, Tensor] = {}  # the last iteration that was handed over
-        self._twice = _TWICE if workers > 1 else 0
-        self._copies: dict[int, Any] = {}
-        self._again: list[tuple[Any, Parts]] = []  # contexts as given, what was left
+        self._given: dict[int, BatchAsPulled] = {}  # the batch as its first task found it
+        self._left: dict[int, _Left] = {}  # finished ahead, and not yet handed over
+        # The iterations that were in use when an iteration began.
+        self._in_use: dict[int, dict[int, _Left]] = {}
+        self._of_body: _Left | None = None  # the iteration that the body has
+        self._states: dict[int, dict[int, Tensor]] = {}  # of generators, after each iteration
+        self._generators: dict[int, torch.Generator] = {}  # by id
+        self._after: dict[int, Tensor] = {}  # the states after the iteration handed over last
+        self._twice = _TWICE if workers > 1 else 0  # how many iterations are still to be copied
+        self._copies: dict[int, Any] = {}  # contexts before their first task
+        self._again: list[tuple[Any, Parts]] = []  # these contexts, and the results of the tasks
         self._functions = [task.fn for task in tasks[:ahead]]
         self._names = [task.name for task in tasks[:ahead]]
         self._mends = [
@@ -112,6 +116,7 @@ class AheadTasks:
                 if self._twice:
                     self._copies[number] = _copied(ctx)
             try:
+                # An iteration that has failed keeps its place, but runs no further task.
                 if number not in self._failures:
                     task.fn(ctx)
             except (KeyboardInterrupt, Cancelled):
@@ -125,7 +130,7 @@ class AheadTasks:
                 self._note_left(ctx)
 
         def draws_from(generator: torch.Generator, number: int) -> None:
-            """A generator of the task's own was seen, in an iteration that has just run."""
+            """Note a generator of the task's own, seen in an iteration that has just run."""
             name = id(generator)
             self.drawn[name] = task.name
             self._generators[name] = generator
@@ -136,13 +141,17 @@ class AheadTasks:
         return replace(task, fn=run)
 
     def _note_left(self, ctx: Any) -> None:
-        """Note what the tasks ahead have left of an iteration."""
+        """Note the values that the tasks ahead have left of an iteration, and check their memory.
+
+        If they are in memory of an iteration that is in use, the iteration fails.
+        """
         number = ctx.iter_idx
         names = [*attributes(ctx)]
         values = [*attributes(ctx).values()]
         left = _Left(number, self._given.pop(number), _contents(values), names)
         left.given.renew()
-        # The body may have gone on since the first of these tasks began.
+        # The body may have moved on since the first of these tasks began: what either time shows
+        # in use is checked.
         in_use = self._in_use.pop(number) | self._used_now()
         for earlier in in_use.values():
             if earlier.returned.is_used_again_by(left.returned):
@@ -156,11 +165,11 @@ class AheadTasks:
             self._again.append((given, Parts.of(values, _WHOLE)))
 
     def end_body(self) -> None:
-        """The body has ended, and with it the use of what the tasks left."""
+        """Note that the body has ended, and with it the use of its values."""
         self._of_body = None
 
     def _used_now(self) -> dict[int, _Left]:
-        """Return what the body and later iterations have, by the iteration."""
+        """Return the iterations whose values the body or later tasks use, by number."""
         of_body = self._of_body
         return self._left.copy() if of_body is None else {of_body.number: of_body, **self._left}
 
@@ -180,14 +189,18 @@ class AheadTasks:
         return replace(task, fn=run)
 
     def _check_batch(self, ctx: Any) -> None:
-        """Refuse a batch that is not as it was pulled, when those before are complete."""
+        """Let an iteration fail whose batch is not as it was pulled."""
         try:
             self.begin(ctx.batch, ctx.iter_idx)
         except RuntimeError as error:
             self._failures[ctx.iter_idx] = error
 
     def _check_left(self, ctx: Any) -> None:
-        """Refuse what is not any more as the tasks ahead have left it."""
+        """Raise an error if values are not as the tasks ahead have left them.
+
+        Raises:
+            PlanError: The batch was modified, or memory of an earlier batch was used again.
+        """
         number = ctx.iter_idx
         self._after = self._states.pop(number, {})
         self._of_body = left = self._left.pop(number, None)
@@ -195,22 +208,22 @@ class AheadTasks:
             raise self._modified(number)
         if left is None:
             return
-        # An attribute that no later task uses may have gone.
+        # With an attribute deleted, since no later task uses it, the values cannot be compared.
         values = attributes(ctx) if [*attributes(ctx)] == left.names else None
         refilled = values is not None and left.returned.is_refilled([*values.values()])
         if refilled or left.returned.written():
             raise self._used_again(number)
 
     def run_again(self) -> None:
-        """Run the tasks once more on the first iterations, where there are several workers.
+        """Run the tasks once more on the first iterations, if there are several workers.
 
         Raises:
-            PlanError: They leave something else than the first time.
+            PlanError: The tasks leave other values than the first time.
         """
         again = self._again
         self._again = []
         self._twice = 0
-        # The workers have completed them in any order: the first one that differs is named.
+        # Workers complete iterations in any order: sort them to name the first one that differs.
         for ctx, left in sorted(again, key=lambda run: run[0].iter_idx):
             try:
                 for function in self._functions:
@@ -252,7 +265,7 @@ class AheadTasks:
         return PlanError([Problem(text, tuple(self._names))])
 
     def drop(self) -> None:
-        """The iterations in flight are dropped: generators are set back to before their draws."""
+        """Forget the iterations in flight, and set the tasks' generators back to before them."""
         for name, state in self._after.items():
             self._generators[name].set_state(state)
         by_iteration = self._failures, self._given, self._left, self._in_use, self._states
@@ -266,7 +279,7 @@ def _contents(value: Any) -> BatchAsPulled:
 
 
 def _copied(ctx: Any) -> Any:
-    """A context with copies of what it has; None if something cannot be copied."""
+    """Return a context with copies of its values; None if a value cannot be copied."""
     with suppress(Exception):
         copied = copy.copy(ctx)
         vars(copied).update(copy.deepcopy(attributes(ctx)))

@@ -1,8 +1,8 @@
-"""The memory of batches: what shows that somebody has written it, and what tells batches apart.
+"""Checksums of the memory of batches: they show writes, and tell batches apart.
 
-A tensor counts its modifications, but for those through an array that shares its memory; an array
-counts none. So there is a checksum, too: of a sample of all that is on the host, from its whole
-memory. A write between the bytes of the sample, to memory without a counter, is not seen.
+A tensor counts its modifications, except those through an array that shares its memory; an array
+counts none. So there is a checksum, too: of a sample of all memory on the host. A write between
+the sampled bytes, to memory without a counter, is not detected.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from swpipe._values.stateful import PLAIN
 from swpipe._values.walk import leaves_in, nodes_in, tensors_held
 
 _COMPARED_BYTES = 1024
-"""About so many show that a tensor or array was written; all of them if there are fewer."""
+"""The approximate number of bytes that are sampled of a tensor or array; all if it has fewer."""
 
 _SAMPLED_BYTES = 256
-"""So many of a string are looked at."""
+"""The number of bytes of a string that are compared."""
 
 _MOST_LEAVES = 256
-"""So many numbers, strings, arrays and other objects of a batch are looked at."""
+"""The maximum number of numbers, strings, arrays and other objects of a batch that are compared."""
 
 Content = tuple[int, int]
-"""A version counter, and a checksum."""
+"""The version counter of a tensor (0 for an array), and a checksum."""
 
 
 def parts_of(batch: Any) -> tuple[list[Any], int]:
     """Return a batch's tensors and arrays, and a checksum of its other parts.
 
-    These are its containers, numbers and strings: how many parts each container has, its keys, and
-    the values.
+    The checksum covers containers, numbers and strings: the number of parts of each container, its
+    keys, and the values.
     """
+    # The limits below bound the time that a pull spends here, whatever the batch is.
     several = batch if type(batch) in (tuple, list) else (batch,)
-    if all(type(part) is Tensor for part in several):  # nothing to search
+    # A subclass of Tensor may hold other tensors, and is searched.
+    if all(type(part) is Tensor for part in several):  # the common case needs no search
         return [*several], 0
     leaves = [*islice(leaves_in(batch), _MOST_LEAVES)]
+    # numpy is not imported here: a batch cannot have an array if nobody has loaded it.
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
     buffers = [*tensors_held(batch), *(leaf for leaf in leaves if isinstance(leaf, arrays))]
     nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
@@ -61,7 +64,7 @@ def parts_of(batch: Any) -> tuple[list[Any], int]:
 
 
 def _piece(buffer: Any) -> tuple[int, int] | None:
-    """Return address and size of memory in one piece, 0 if it is not on the host; else None."""
+    """Return address and size of contiguous memory, (0, 0) if not on the host; else None."""
     if isinstance(buffer, Tensor):
         if buffer.layout is not torch.strided or not buffer.is_cpu:
             return 0, 0
@@ -81,11 +84,12 @@ def _pieces(buffer: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def span_of(buffer: Any) -> tuple[int, int]:
-    """Return the addresses of its first byte, and behind its last one; the same for none."""
+    """Return the addresses of a buffer's first byte and behind its last one; equal if none."""
     piece = _piece(buffer)
     if piece is not None:
         return piece[0], sum(piece)
     address, steps = _pieces(buffer)
+    # Steps may be negative in an array (a[::-1]): its lowest address is before its first item.
     far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
     before = sum(min(0, way) for way in far)
     behind = sum(max(0, way) for way in far)
@@ -93,7 +97,7 @@ def span_of(buffer: Any) -> tuple[int, int]:
 
 
 def _sample(buffer: Any, most: int) -> bytes:
-    """About so many bytes of what is on the host, from all over it; all if there are fewer."""
+    """Return about ``most`` bytes from all over a buffer on the host; all if it has fewer."""
     piece = _piece(buffer)
     size = buffer.itemsize
     if piece is not None:
@@ -101,11 +105,14 @@ def _sample(buffer: Any, most: int) -> bytes:
         if total <= most:
             return ctypes.string_at(address, total)
         memory = memoryview((ctypes.c_ubyte * total).from_address(address))
+        # An odd step visits different bytes of the items: an even one could see the same byte of
+        # each item only. The first and the last item are always sampled.
         sample = memory[:: total // most | 1].tobytes()
         return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
     address, steps = _pieces(buffer)
     items = math.prod(buffer.shape)
     found = []
+    # Items that are not contiguous: the number of an item gives its index in each dimension.
     for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
         place = address
         rest = number
@@ -117,24 +124,25 @@ def _sample(buffer: Any, most: int) -> bytes:
 
 
 def content_of(buffer: Any) -> Content:
-    """What tells that a tensor or array was written."""
+    """Return the version counter and the checksum that change when a buffer is written."""
     version = 0
     if isinstance(buffer, Tensor):
         try:
             version = buffer._version
-        except RuntimeError:  # an inference tensor; is_inference() lets go of the interpreter lock
+        except RuntimeError:
+            # An inference tensor has no counter; is_inference() would release the interpreter lock.
             version = 0
     return version, crc32(_sample(buffer, _COMPARED_BYTES))
 
 
 class Buffer(NamedTuple):
-    """A tensor or array as it was.
+    """A tensor or array with its contents at some time.
 
     Attributes:
-        reference: To it, weak: one that is gone nobody else has.
-        content: What it had.
+        reference: A weak reference to it.
+        content: The version counter and checksum at that time.
         begin: The address of its first byte on the host.
-        end: Behind its last one.
+        end: The address behind its last byte.
     """
 
     reference: weakref.ref[Any]
@@ -144,12 +152,12 @@ class Buffer(NamedTuple):
 
 
 def described(buffer: Any) -> Buffer:
-    """Return a tensor or array as it is now."""
+    """Return a tensor or array with its current contents."""
     return Buffer(weakref.ref(buffer), content_of(buffer), *span_of(buffer))
 
 
 class Parts(NamedTuple):
-    """What tells a batch from others, in another process, too.
+    """The checksums that tell a batch from others, in another process, too.
 
     Attributes:
         structure: A checksum of its containers, numbers and strings.
@@ -161,7 +169,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any, most: int = _COMPARED_BYTES) -> Parts:
-        """Return those of a batch, from about so many bytes of each tensor or array."""
+        """Return the checksums of a batch, from about ``most`` bytes of each tensor or array."""
         buffers, structure = parts_of(batch)
         return cls(
             structure, [(one.shape, one.dtype, crc32(_sample(one, most))) for one in buffers]
@@ -169,7 +177,7 @@ class Parts(NamedTuple):
 
     @property
     def checksums(self) -> list[int]:
-        """One of each part, the structure first."""
+        """The checksums as integers: the structure first, then one for each tensor or array."""
         forms = ((*shape, str(dtype), sample) for shape, dtype, sample in self.buffers)
         return [self.structure, *(crc32(repr(form).encode()) for form in forms)]
 
@@ -182,9 +190,11 @@ def checksum_of(parts: Parts) -> int:
 def has_parts(batch: Any, saved: Sequence[int]) -> bool:
     """Return whether a batch still has the parts of which checksums were saved.
 
-    An object with a ``record_stream`` method may have computed attributes since, when it was read.
+    Parts may have been added to an object with a ``record_stream`` method: reading it may compute
+    attributes.
     """
     now = Parts.of(batch).checksums
+    # torchrec's KeyedJaggedTensor, for one, computes offsets from its lengths when they are read.
     if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
         return Counter(saved[1:]) <= Counter(now[1:])
     return [*saved] == now

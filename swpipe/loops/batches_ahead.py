@@ -1,4 +1,4 @@
-"""The batches that were pulled ahead of the loop's body, as they were pulled."""
+"""The batches that were pulled ahead of the loop's body, with their contents at the pull."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from swpipe.loops.live_loaders import goes_on
 
 
 class BatchAsPulled:
-    """A batch, and what it was when it was pulled.
+    """A batch, with its contents at the pull.
 
     Attributes:
-        number: Of its pull, in the pass from 1.
-        batch: The batch, if it may be given again.
-        parts: What tells it from others, as it was.
+        number: The number of its pull in the pass, from 1.
+        batch: The batch, if it may be given again; else None.
+        parts: The checksums of its contents at the pull.
 
     Args:
         batch: The batch.
         keep: Whether it may be given again, as the same object.
-        number: Of its pull.
+        number: The number of its pull.
     """
 
     def __init__(self, batch: Any, *, keep: bool, number: int = 0) -> None:
         self.number = number
         self.batch = batch if keep else None
         buffers, structure = parts_of(batch)
+        # Buffers are referenced weakly: a batch that is only compared must not keep its memory.
         self._buffers = [described(buffer) for buffer in buffers]
         self._nodes = [*nodes_in(batch)] if keep and not isinstance(batch, Tensor) else []
         samples = zip(buffers, self._buffers, strict=True)
@@ -45,7 +46,10 @@ class BatchAsPulled:
         )
 
     def is_used_again_by(self, later: BatchAsPulled) -> bool:
-        """Whether a later batch is in memory of this one, with another content."""
+        """Return whether a later batch is in memory of this one, with other contents.
+
+        A buffer that is gone does not count: its memory is free for new batches.
+        """
         for reference, content, begin, end in self._buffers:
             for _, _, later_begin, later_end in later._buffers:
                 if later_begin < end and begin < later_end:
@@ -65,52 +69,62 @@ class BatchAsPulled:
         return parts_of(batch)[1] != self.parts.structure
 
     def renew(self) -> None:
-        """Take the content for what it is now."""
+        """Compare with the current contents from now on."""
         there = ((one, one.reference()) for one in self._buffers)
         self._buffers = [
             one._replace(content=content_of(now)) for one, now in there if now is not None
         ]
 
     def written(self) -> list[Any]:
-        """The tensors and arrays that were written since, and are still there."""
+        """Return the tensors and arrays that were written since, and still exist."""
         there = ((one.content, one.reference()) for one in self._buffers)
         return [now for content, now in there if now is not None and content_of(now) != content]
 
     def changed(self) -> list[Any]:
-        """Return these, and the containers that hold other values than before."""
+        """Return the buffers that were written, and the containers that hold other values now."""
         now = [(node, ValueNode.of(node.value)) for node in self._nodes]
         return self.written() + [node.value for node, after in now if not same_node(node, after)]
 
 
 class BatchesAhead:
-    """Those of one pass, oldest first. The pass sees to it that one thread at a time is here.
+    """The batches of one pass that were pulled ahead, oldest first.
+
+    The pass calls the methods from one thread at a time.
 
     Args:
         loader: The loader.
-        made_here: Whether its code in this process makes the batches.
-        most: How many there may be; 0 where nobody will ask for them.
+        made_here: Whether the loader's code in this process makes the batches.
+        most: The maximum number of batches ahead; 0 if no check needs them.
     """
 
     def __init__(self, loader: Any, *, made_here: bool, most: int) -> None:
         self._kind = type(loader).__name__
         self._makes = made_here
-        self._keeps = goes_on(loader) or type(loader) in (list, tuple)  # which hold their batches
+        self._keeps = goes_on(loader) or type(loader) in (list, tuple)  # may give a batch again
         self._looks = most > 0 and (made_here or self._keeps)
         self._batches: deque[BatchAsPulled] = deque(maxlen=most)
         self._of_body: list[BatchAsPulled] = []
-        self._in_use: tuple[BatchAsPulled, ...] = ()  # when the last pull began
-        self._gone: list[Callable[[], bool]] = []  # of what was dropped and modified
+        self._in_use: tuple[BatchAsPulled, ...] = ()  # the batches in use when the last pull began
+        # A function for each part that was dropped and modified: whether all references are gone.
+        self._gone: list[Callable[[], bool]] = []
 
     def as_pulled(self, batch: Any, number: int) -> BatchAsPulled | None:
-        """A batch as it is now; None where nobody asks for it."""
+        """Return a batch with its current contents; None if no check needs it."""
         return BatchAsPulled(batch, keep=self._keeps, number=number) if self._looks else None
 
     def begin_pull(self) -> None:
-        """A pull begins: it must not write what is in use now, whoever comes to its end first."""
+        """Note the batches in use when a pull begins: the pull must not write them.
+
+        They are noted at the beginning because the body may be done with them at the end.
+        """
         self._in_use = (*self._of_body, *self._batches) if self._makes else ()
 
     def add(self, pulled: BatchAsPulled | None) -> None:
-        """A batch was pulled."""
+        """Add a batch that was pulled.
+
+        Raises:
+            RuntimeError: The batch is in memory of an earlier batch that is still in use.
+        """
         if pulled is None:
             return
         for earlier in self._in_use:
@@ -122,7 +136,7 @@ class BatchesAhead:
         self._batches.append(pulled)
 
     def check_as_pulled(self, batch: Any, number: int) -> None:
-        """Refuse a batch that the loader has written since, or that somebody else has."""
+        """Raise an error if a batch was written since the loader has made it."""
         if not self._makes:
             return
         for pulled in self._batches:
@@ -135,39 +149,41 @@ class BatchesAhead:
                 )
 
     def end_body(self) -> None:
-        """The body has ended, and with it the use of its batch."""
+        """Note that the body has ended, and with it the use of its batch."""
         self._of_body = []
 
     def hand_out(self) -> None:
-        """The body gets the oldest."""
+        """Give the oldest batch to the body."""
         self._of_body = [self._batches.popleft()] if self._batches else []
 
     def are_those_of(self, batches: list[Any], begin: int) -> bool:
-        """Whether a list still has them, from this place on."""
+        """Return whether a list still has these batches, from index ``begin`` on."""
         now = batches[begin : begin + len(self._batches)]
         return are_same([pulled.batch for pulled in self._batches], now)
 
     def leave(self, count: int) -> Iterator[Any]:
-        """So many are dropped; returns those that are kept."""
+        """Keep ``count`` batches, which were dropped when the pass was left, and return them."""
         while len(self._batches) > count:
-            self._batches.popleft()  # drained
+            self._batches.popleft()  # handed out by drain()
+        # Tasks that ran ahead may have modified these: noted here, refused in a new pass.
         self._gone = [_gone(part) for pulled in self._batches for part in pulled.changed()]
         return (pulled.batch for pulled in self._batches)
 
     def clear(self) -> None:
-        """Let them go."""
+        """Forget all batches."""
         self._batches.clear()
         self._of_body.clear()
         self._in_use = ()
 
     def check_modified(self) -> None:
-        """Refuse to go on where the loader has batches that were dropped, and may give them again.
+        """Raise an error if the loader may give batches again that were dropped and modified.
 
-        What it makes anew has gone with the pass.
+        A batch to which no reference is left cannot come again: the loader makes a new one.
         """
+        # Weak references tell whether the loader still has the modified parts.
         if all(gone() for gone in self._gone):
             return
-        gc.collect()  # what only refers to itself is nobody's
+        gc.collect()  # free reference cycles, which would look as if the loader had the parts
         if not all(gone() for gone in self._gone):
             raise RuntimeError(
                 "tasks that ran ahead have modified batches that were dropped when the last pass "
@@ -178,7 +194,12 @@ class BatchesAhead:
 
 
 def _gone(part: Any) -> Callable[[], bool]:
-    """Tells whether nobody has it any more; a number or string may be anybody's."""
+    """Return a function that tells whether no reference to a part is left.
+
+    A number or string may be shared by any code, and never counts as gone.
+    """
+    # The storage counts, not the tensor: a view in the loader keeps the memory alive. A sparse
+    # tensor has no storage: torch._C._has_storage tells (private, torch 2.13).
     if isinstance(part, Tensor) and torch._C._has_storage(part):
         expired: Callable[[], bool] = StorageWeakRef(part.untyped_storage()).expired  # type: ignore[no-untyped-call]
         return expired

@@ -1,42 +1,46 @@
-"""Who uses the random generators of a loop: its loader, its body, or the two in turn.
+"""Who uses the random generators of a loop: its loader, its body, or both, serially.
 
-The default generators of torch on the host, of numpy and of Python are one state, and so are the
-generators that the loader, its samplers and its dataset have as attributes. A plain loop uses a
-state in this order::
+The default generators of torch on the host, of numpy and of Python each have one state, and so has
+each generator that the loader, its samplers and its dataset have as an attribute. A plain loop uses
+a state in this order::
 
     pull 1    body 1    pull 2    body 2    pull 3    body 3
 
-and a loader that is ahead of the body does not. So either the loader uses the state, or the body
-does, or the pulls are made *in turn*: on the caller's thread, when it asks for their batch and all
-earlier bodies have ended. Who uses it is known by the loader's type, or said (``draws=``), or seen:
+A loader that is ahead of the body changes this order. So either the loader alone uses the state, or
+the body alone does, or the pulls are *serial* ("in turn" in messages): made on the caller's thread,
+when it asks for their batch and all earlier bodies have ended. Who uses the state is known from the
+loader's type, or declared (``draws=``), or observed:
 
     known, draws=True      AHEAD
     draws=False            WATCHED ──> AHEAD          a watched pull draws: an error
-    nothing said           WATCHED ──> AHEAD ──┐      a state changes, whoever changed it
+    not declared           WATCHED ──> AHEAD ──┐      a state changes, whoever changed it
                               └────────────────┴──> IN TURN, from then on
 
     WATCHED     pulls 2 to 5 of a loop (2 and 3, with draws=False), pull 2 of its later passes, and
-                pulls 16, 64, 256 ... are made in turn, under ``GeneratorWatch``: what changes in
-                them the loader has drawn, and what changes between two of them the body has
-    AHEAD       states are compared at the end of each pull, at its beginning unless the pull before
-                has just ended, and at each hand-over beside which there is no pull
+                pulls 16, 64, 256 ... are serial, under ``GeneratorWatch``: a state that changes in
+                a pull was drawn from by the loader, between two of them by the body
+    AHEAD       states are compared at the end of each pull, at its beginning unless the previous
+                pull has just ended, and at each hand-over during which no pull runs
 
-The first pull of a pass comes before any body, and may draw whatever it likes.
+The first pull of a pass comes before any body, and may draw from any generator.
 
 Guarantees
-    - A body that draws from what the loader has drawn from ahead is an error, which names the first
-      batch whose iteration may differ. If a state has changed while a pull and a body ran at the
-      same time, either may have drawn: it is an error as soon as both were seen to draw from it.
-    - What a pull draws in turn, and what the body finds then, is that of the plain loop.
+    - A body that draws from a generator that the loader has drawn from ahead is an error. The error
+      names the first batch whose iteration may differ. If a state has changed while a pull and a
+      body ran at the same time, either may have drawn: this is an error as soon as both were seen
+      to draw from that generator.
+    - A serial pull draws, and the body then finds, what they would in a plain loop.
 
 Assumptions
     - ``draws=`` is true. ``draws=False`` is checked in watched pulls, ``draws=True`` at each pull
       and hand-over.
-    - A body that draws only in the moment in which a pull has seeded a generator, and sets it back,
-      leaves no trace, nor does a pull beside such a body. So a loader that is seen to do this takes
-      turns.
-    - The first draw of one side, at the same time as the only one of the other, is taken for one.
-    - What the body draws on an accelerator the loader does not, unless it is seen to.
+    - If a pull seeds a generator and sets it back, a body that draws only in between leaves no
+      trace, and neither does a pull beside a body that does this. So a loader that is seen to do
+      this is pulled serially.
+    - If the first draw of one side and the only draw of the other come at the same time, they are
+      taken for one draw.
+    - The loader does not draw from the accelerator's generators that the body draws from, unless it
+      is seen to.
 """
 
 from __future__ import annotations
@@ -59,16 +63,17 @@ from swpipe.loops.pass_generators import (
 from swpipe.loops.pulled_tensors import PulledTensors
 
 _ALONE = 5
-"""Up to so many pulls of a loop's first pass are watched: four bodies run alone."""
+"""The number of watched pulls in a loop's first pass, the first one included: four bodies run
+alone."""
 
 _TOUCH_S = 2e-4
-"""A pull that begins within so many seconds of the end of the one before has no look of its own."""
+"""Seconds: if a pull begins this soon after another, states are not compared in between."""
 
 _CHECKED = 3
-"""The same where the user has said that the loader draws nothing."""
+"""The number of watched pulls if the user has declared that the loader draws nothing."""
 
 _LATER = [4**power for power in range(2, 20)]
-"""These pulls of each pass are watched, too."""
+"""The numbers of the pulls that are watched in each pass, besides the first ones."""
 
 _BOTH_DRAW = (
     "the loader and the loop, a task or its body, both draw from {names}, and the loader has drawn "
@@ -95,7 +100,7 @@ _IN_TURN = (
 _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The loaders of which a warning has said that they take turns, by id."""
+"""The loaders whose serial pulls a warning has reported, by id."""
 
 
 def told_once(loader: Any) -> bool:
@@ -108,11 +113,11 @@ def told_once(loader: Any) -> bool:
 
 
 class _Untold(NamedTuple):
-    """A generator changed while a pull and a body ran.
+    """A generator that changed while a pull and a body ran, so that either may have drawn.
 
     Attributes:
-        batch: The first batch whose body ran then.
-        pull: The last pull that ran then.
+        batch: The first batch whose body ran when the generator changed.
+        pull: The last pull that ran when the generator changed.
     """
 
     batch: int
@@ -120,19 +125,20 @@ class _Untold(NamedTuple):
 
 
 class LoaderDraws:
-    """The use of generators in one loop; one thread at a time is here.
+    """The use of generators in one loop; its methods are called by one thread at a time.
 
     Attributes:
-        names: Generators that the loader was seen to draw from in mid-pass, or was given.
-        in_turn: Whether all pulls are made in turn from now on.
+        names: Generators that the loader was seen to draw from in mid-pass, or was declared to.
+        in_turn: Whether all pulls are serial from now on.
         body: Generators that the loop's tasks or body were seen to draw from.
-        tensors: Those that watched pulls use.
+        after: The states of the loader's generators after the last pull.
+        tensors: The tensors that watched pulls use.
 
     Args:
         generators: The generators of the loop.
-        names: Those that the loader draws from in any case.
+        names: Generators that the loader draws from in any case.
         said: ``draws=`` of the loop.
-        known: Whether the loader's type tells that it draws from nothing else.
+        known: Whether the loader's type tells that it draws from no other generator.
     """
 
     def __init__(
@@ -152,22 +158,24 @@ class LoaderDraws:
         self._known = known
         self._all = generators.own | generators.defaults
         self._passes = 0
-        self._seen: dict[str, Any] = {}
-        self._untold: dict[str, _Untold] = {}
-        self._refused = ""
-        self._ahead = False  # a pull of this pass was
-        self._handed_out = 0  # when the last pull began
-        self._looked_s = 0.0  # when it ended
+        self._seen: dict[str, Any] = {}  # the states when they were last compared
+        self._untold: dict[str, _Untold] = {}  # changes that either side may have made, by name
+        self._refused = ""  # an error for the caller's next request
+        self._ahead = False  # some pull of this pass ran beside a body
+        self._handed_out = 0  # the batches handed out when the last pull began
+        self._looked_s = 0.0  # the time at which the last pull ended
         self._watch = GeneratorWatch(generators)
         self._watched: set[int] = set()
+        # The marks at the last comparison: if they are equal, no state need be read.
         self._marks: tuple[bytes | None, ...] | None = None
         self.tensors = PulledTensors()
 
     def begin(self) -> None:
-        """A new pass begins: what was drawn before it was drawn in a plain loop, too."""
+        """Begin a new pass: draws before it have the order of a plain loop."""
         self.after = {}
         self._seen = {}
         self._marks = None
+        # An undecided draw stays open across passes, but no pull of this pass has made it.
         self._untold = {name: _Untold(one.batch, 0) for name, one in self._untold.items()}
         self._passes += 1
         self._ahead = False
@@ -179,12 +187,12 @@ class LoaderDraws:
 
     @property
     def takes_turns_with_body(self) -> bool:
-        """Whether pulls are made in turn because the body draws, and nothing is said."""
+        """Whether pulls are serial because the body draws, and nothing is declared."""
         return self.in_turn and bool(self.body) and self._said is None
 
     @property
     def who_draws(self) -> str:
-        """Why pulls are made in turn, after a pass."""
+        """The reason for serial pulls, in words, for the report after a pass."""
         if self.body:
             return "the loop draws random numbers, and the loader may (draws=False if it does not)"
         return (
@@ -192,11 +200,11 @@ class LoaderDraws:
         )
 
     def why_in_turn(self, loader: Any, call: str) -> str:
-        """What is told of that.
+        """Return the text of the warning that pulls are serial because the body draws.
 
         Args:
             loader: The loader.
-            call: How the loop is made where the loader draws nothing.
+            call: The call that makes the loop, with the declaration that the loader draws nothing.
         """
         torchs = isinstance(loader, DataLoader)
         else_ = f"{_WORKER if torchs else 'else give it'} a generator of its own and say the same"
@@ -205,22 +213,27 @@ class LoaderDraws:
         return _IN_TURN.format(names=names, kind=kind, call=call, else_=else_)
 
     def wants_turn(self, number: int) -> bool:
-        """Whether a pull, by its number in the pass from 1, is made in turn."""
+        """Return whether a pull is serial, by its number in the pass from 1."""
         return self.in_turn or number in self._watched
 
     def watches(self, number: int) -> bool:
-        """Whether a pull is watched."""
+        """Return whether a pull is watched, by its number in the pass from 1."""
         return number in self._watched and number > 1
 
     def asked(self, handed_out: int, *, pulling: bool) -> None:
-        """The caller asks for an iteration: the body of the batch before has ended.
+        """Compare the states when the caller asks for an iteration, after the previous body.
+
+        Args:
+            handed_out: The number of batches that the caller has received.
+            pulling: Whether a pull is under way.
 
         Raises:
             RuntimeError: The loader and the body have drawn from the same generator.
         """
-        # The look at the end of a pull that is under way sees what this one would.
+        # During a pull, the comparison at its end sees the same changes, as undecided ones.
         if not pulling and (found := self._changes()):
             self._note_body(found, handed_out)
+        # Raised here, on the caller's thread, also where the pulling thread has found the conflict.
         if self._refused:
             refused = self._refused
             self._refused = ""
@@ -229,14 +242,15 @@ class LoaderDraws:
     # --------------------------------------------------------------------------------- a pull
 
     def before_pull(self, number: int, handed_out: int, *, alone: bool) -> States:
-        """What the states are before a pull; of those that the loader draws from, if not watched.
+        """Return the states before a pull: of all generators for a watched pull, else the loader's.
 
         Args:
-            number: Of the pull, in the pass from 1.
-            handed_out: How many batches the caller has got.
-            alone: Whether nothing runs beside it.
+            number: The number of the pull in the pass, from 1.
+            handed_out: The number of batches that the caller has received.
+            alone: Whether nothing runs beside the pull.
         """
-        # What is drawn between two pulls that nearly touch counts as drawn in the second one.
+        # A draw between two pulls that nearly touch counts as a draw of the second pull: to compare
+        # the states at both ends would cost fast loaders more than it tells.
         if alone or time.perf_counter() - self._looked_s > _TOUCH_S:
             found = self._changes()
             if found and number > 1:
@@ -254,7 +268,7 @@ class LoaderDraws:
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Watch the pull that is made within the block, if it is one of those."""
+        """Watch the generators and tensors within the block, if the pull in it is traced."""
         if not self._looks_closely(number):
             yield
             return
@@ -264,24 +278,26 @@ class LoaderDraws:
     def _looks_closely(self, number: int) -> bool:
         """Return whether a watched pull is traced line by line.
 
-        The first ones of later passes are not; nor is one in turn of which nothing is said: what a
-        pull does to a generator for a moment, in turn, nobody sees.
+        The first pulls of later passes are not traced. Neither is a serial pull of a loader without
+        a declaration: no body runs in between that could see what the pull sets back.
         """
         if self.in_turn and self._said is None:
             return False
         return self.watches(number) and (self._passes == 1 or number > _ALONE)
 
     def after_pull(self, number: int, before: States, *, alone: bool) -> None:
-        """Note what a pull has drawn, given the states before it.
+        """Note which generators a pull has drawn from, given the states before the pull.
 
         Raises:
             RuntimeError: The loader has drawn, and ``draws=False``.
         """
         found = self._changes()
         self._looked_s = time.perf_counter()
-        # In turn nothing is set back, nor is anything new seen, and states take some time.
+        # After serial pulls nothing is set back and nothing new is learned, so reading the states,
+        # which takes some time, is left out.
         unread = alone and self.in_turn and not self._is_deep(number)
         self.after = {} if unread or not before else self._generators.read(before)
+        # The first pull of a pass comes before any body, so its draws decide nothing.
         if number == 1:
             return
         use = self._watch.use if self._looks_closely(number) else None
@@ -292,32 +308,37 @@ class LoaderDraws:
             self._note_untold(found - self._generators.own, number)
 
     def drawn(self, states: States) -> States:
-        """Of these states, those of the generators that the loader draws from."""
+        """Return the given states of the generators that the loader draws from."""
         return {name: states[name] for name in self.names & states.keys()}
 
     @property
     def compares(self) -> bool:
-        """Whether a change of a default generator is seen when the pull has ended, and not before.
+        """Whether only the end of a pull, by comparing the default generators, shows its draws.
 
-        Nothing is said of the loader, which is ahead.
+        This holds for a loader that is ahead and has no declaration.
         """
         return self._said is None and not (self._known or self.in_turn)
 
     def untold_after(self, handed_out: int) -> frozenset[str]:
-        """Generators that pulls after this one may have drawn from, or the body."""
+        """Return the generators that a pull after this batch, or the body, may have drawn from."""
         return frozenset(name for name, one in self._untold.items() if one.pull > handed_out)
 
     def drawn_by_others(self) -> frozenset[str]:
-        """From which of them others have drawn since the last pull; while none is under way."""
+        """Return the loader's generators that other code has drawn from since the last pull.
+
+        Call this method only while no pull is under way.
+        """
         return changed(self.drawn(self.after), self._generators.read(self.names))
 
     # ------------------------------------------------------------------------- what was seen
 
     def _changes(self) -> frozenset[str]:
-        """The generators whose states have changed since the last look."""
+        """Return the generators whose states have changed since the last comparison."""
         compared = self._compared()
         if not compared:
             return frozenset()
+        # Marks take less time to read than states, and equal marks prove that no default generator
+        # was used. They are None where only the states tell.
         marks = self._generators.marks()
         if marks is not None and marks == self._marks:
             return frozenset()
@@ -327,21 +348,24 @@ class LoaderDraws:
         return changed(before, self._seen)
 
     def _compared(self) -> frozenset[str]:
-        """The generators that are compared at pulls and hand-overs."""
+        """Return the generators that are compared at pulls and hand-overs."""
         own = self._generators.own
+        # If pulls are serial because the body draws, its further draws need not be found.
         settled = self.in_turn and self.body and not self._untold
         return own if self._known or self._said is False or settled else self._all
 
     def _note_body(self, names: frozenset[str], handed_out: int) -> None:
         self.body |= names
         own = names & self._generators.own
+        # Without a declaration, any draw of the body makes pulls serial: the loader may draw, too.
         if self._said is None or (own and not self._ahead):
             self.in_turn = True
+        # Draws that come too late: the loader has used these generators ahead of the body.
         late = own if self._said is not True else names
         if self._ahead and late:
             self._refuse(late, handed_out, _OWN_MEND if own else _ALONE_MEND)
         untold = names & self._untold.keys()
-        # A pull that may have drawn comes after this body in a plain loop.
+        # In a plain loop, a later pull that may have drawn would come after this body.
         self._refuse_untold([name for name in untold if self._untold[name].pull > handed_out])
         self._check_untold()
 
@@ -367,6 +391,7 @@ class LoaderDraws:
         self._check_untold()
 
     def _check_untold(self) -> None:
+        # Undecided changes become a conflict when both sides were seen to draw from the generator.
         self._refuse_untold(self._untold.keys() & self.body & self.names)
 
     def _refuse_untold(self, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a loop says after its first pass: how much of the loader ran beside the body."""
+"""The report of a loop after its first pass: how much of the loader ran beside the body."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import os
 import time
 
 _SHARE = 0.1
-"""Nothing is said where fewer of the pulls waited, and a core was spare."""
+"""A share of the pulls: if fewer waited, and a core was spare, nothing is reported."""
 
 _LONG_S = 1.0
-"""Of a shorter pass it is not told whether a core was spare."""
+"""Seconds: of a shorter pass it is not reported whether a core was spare."""
 
 _SPARE = 0.2
-"""Of a core: the caller's thread, the loader's and torch's have used all but so much."""
+"""A part of a core: if less than this was idle, no core was spare."""
 
 _logger = logging.getLogger("swpipe")
 
 
 class FirstPass:
-    """Counts the pulls of a loop's first pass; one thread at a time is here.
+    """A count of the pulls of a loop's first pass; methods are called by one thread at a time.
 
     Attributes:
-        pulls: How many there were.
-        waited: How many of these waited for the body, because somebody draws.
-        seconds: How long they took.
-        beside: How long those took that ran beside the body.
+        pulls: The number of pulls.
+        waited: The number of pulls that waited for the body, because loader or body draws.
+        seconds: The time that all pulls took.
+        beside: The time of the pulls that ran beside the body.
     """
 
     def __init__(self) -> None:
@@ -34,14 +34,18 @@ class FirstPass:
         self._begun = time.perf_counter(), time.process_time()
 
     def note(self, seconds: float, *, alone: bool, waited: bool) -> None:
-        """A pull has ended."""
+        """Count a pull that has ended."""
         self.pulls += 1
         self.waited += waited
         self.seconds += seconds
         self.beside += 0 if alone else seconds
 
     def tell(self, why: str) -> None:
-        """The pass has ended; ``why`` says who draws, and what to say."""
+        """Log a warning at the end of the pass if the loader gained little from running ahead.
+
+        Args:
+            why: Who draws random numbers, and what to declare.
+        """
         lines = []
         if self.waited > _SHARE * self.pulls:
             lines.append(
@@ -50,6 +54,7 @@ class FirstPass:
                 "beside it"
             )
         begun, used = self._begun
+        # Without a spare core, a loader that runs beside the body slows the body down.
         wall = time.perf_counter() - begun
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         share = (time.process_time() - used) / wall

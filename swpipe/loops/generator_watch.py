@@ -1,16 +1,16 @@
-"""Sees the use of random generators within one call, also where nothing is left of it.
+"""A watch for the use of random generators within one call, even if no change is left of it.
 
     lines of a pull       state = get_rng_state()   manual_seed(3)   rand(8)   set_rng_state(state)
     the states            A                         B                C         A
                           └────────────────── compared after each line ─────────────────────────┘
 
 A dataset that seeds a generator for a moment (``torch.random.fork_rng``, torchvision's
-``FakeData``) leaves it as it was, so that the states before and after the call are the same. Within
-the block a trace function of this thread compares them.
+``FakeData``) leaves its state unchanged, so that the states before and after the call are equal.
+Within the block, a trace function of this thread compares them after each line.
 
 Assumptions
     - The use spans more than one line of code that is neither torch's nor Python's own.
-    - The first 4,000 of these lines stand for the rest, if the call leaves no change.
+    - The first 4,000 of these lines are representative, if the call leaves no change.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from swpipe.loops.pass_generators import PassGenerators, changed
 _MOST_EVENTS = 4000
 
 _LIBRARIES = (*(str(Path(str(one.__file__)).parent) for one in (torch, random)), "<frozen")
-"""Where no line is looked at: of torch, and of Python. Their callers' are."""
+"""Folders of torch and Python, whose lines are not traced; the lines that call them are."""
 
 
 class Use(NamedTuple):
-    """A use of generators: their names, and the code that was running, in words."""
+    """A use of generators: their names, and a description of the code that was running."""
 
     names: frozenset[str]
     where: str
 
 
 class GeneratorWatch:
-    """Watches the calling thread within the block; a debugger or profiler there goes first.
+    """A watch on the calling thread within the block; a debugger or profiler there goes first.
 
     Attributes:
-        use: What was used within the last block; None for nothing.
+        use: The use that was seen within the last block; None for no use.
 
     Args:
         generators: The generators of the loop.
@@ -52,8 +52,8 @@ class GeneratorWatch:
     def __init__(self, generators: PassGenerators) -> None:
         self.use: Use | None = None
         self._generators = generators
-        self._left = 0
-        self._end: Callable[[Any], object] = sys.settrace
+        self._left = 0  # how many more events are looked at
+        self._end: Callable[[Any], object] = sys.settrace  # called with None, ends the watch
         self._before: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -61,6 +61,7 @@ class GeneratorWatch:
         self._left = _MOST_EVENTS
         self._names = self._generators.defaults
         self._before = self._generators.read(self._names)
+        # A debugger occupies settrace. Then setprofile serves, which sees calls and not lines.
         if sys.gettrace() is None:
             sys.settrace(self._trace)
             self._end = sys.settrace
@@ -76,8 +77,10 @@ class GeneratorWatch:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "call" and self._left > 0:
+            # No local trace function for a library's frame: its lines would only cost time.
             return None if frame.f_code.co_filename.startswith(_LIBRARIES) else self._trace
         self._left -= 1
+        # The first use is enough, and each further event would cost a comparison.
         if self._left <= 0 or self.use is not None:
             self._end(None)
             return None

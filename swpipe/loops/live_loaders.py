@@ -1,4 +1,4 @@
-"""What a loader has beside its batches that outlives a pass: its place, its workers."""
+"""The properties of a loader that outlive a pass: its place, its workers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 
 
 def goes_on(loader: Any) -> bool:
-    """Whether the loader is an iterator of Python's own, such as a generator, or of a DataLoader.
+    """Return whether the loader is an iterator of Python's own or of a DataLoader.
 
-    A new pass goes on with it. An object of another class whose ``iter`` is itself may begin anew.
+    A new pass continues with it. An object of another class whose ``iter`` returns itself may begin
+    each pass anew.
     """
+    # A built-in __iter__ has no __code__: that of a generator, or of iter() of a container. An
+    # __iter__ that is written in Python may do anything, such as begin again.
     begin = getattr(type(loader), "__iter__", None)
     pythons = hasattr(type(loader), "__next__") and not hasattr(begin, "__code__")
     return pythons or isinstance(loader, _BaseDataLoaderIter)
 
 
 def may_keep_rows(loader: Any) -> bool:
-    """Whether code of the user's in this process may be past a batch that nobody got.
+    """Return whether the user's code in this process may be past a batch that was not handed out.
 
-    A stream may go on in the next pass where it stopped, and a ``collate_fn`` keep rows for it.
+    A stream may continue in the next pass where it stopped, and a ``collate_fn`` may keep rows.
     """
     loader = torchs(loader)
     if not isinstance(loader, DataLoader):
@@ -39,10 +42,10 @@ def may_keep_rows(loader: Any) -> bool:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Whether it is set back by a state of its own.
+    """Return whether the loader is set back by a state of its own.
 
-    One that Accelerate prepared talks to the other processes when a pass begins, so all have to
-    begin it alike: it is begun again.
+    A loader that Accelerate prepared is not: it communicates when a pass begins, so all ranks have
+    to begin the pass in the same way, which is to begin it again.
     """
     return has_state_dict(loader) and not is_prepared(loader)
 
@@ -64,13 +67,13 @@ def with_state(loader: Any) -> Any:
 
 
 def is_prepared_with_state(loader: Any) -> bool:
-    """Whether Accelerate has put its own around a loader of torchdata's."""
+    """Return whether Accelerate has wrapped a loader of torchdata's."""
     prepared = isinstance(loader, AccelerateLoader) or is_prepared(loader)
     return prepared and has_state_dict(torchs(loader))
 
 
 def has_place(loader: Any) -> bool:
-    """Whether its place in a pass is known: by a state, or by how many batches it gave."""
+    """Return whether a loader's place in a pass is known, by a state or a number of batches."""
     loader = torchs(loader)
     if isinstance(loader, DataLoader):
         return not isinstance(loader.dataset, IterableDataset) or has_state_dict(loader)
@@ -78,29 +81,31 @@ def has_place(loader: Any) -> bool:
 
 
 def torchs(loader: Any) -> Any:
-    """The loader within what Accelerate and swpipe put around it."""
+    """Return the loader inside the wrappers of Accelerate and swpipe."""
     return unprepared(loader.prepared if isinstance(loader, AccelerateLoader) else loader)
 
 
 def lives_on(loader: Any) -> bool:
-    """Whether its worker processes live on from pass to pass."""
+    """Return whether the loader's worker processes live on from pass to pass."""
     loader = torchs(loader)
     return isinstance(loader, DataLoader) and loader.persistent_workers
 
 
 def has_live_workers(loader: Any) -> bool:
-    """Whether worker processes of an earlier pass are used again, with what they drew and kept."""
+    """Return whether workers of an earlier pass are used again, with what they drew and kept."""
+    # DataLoader._iterator (private, torch 2.13) is set while persistent workers live.
     return lives_on(loader) and torchs(loader)._iterator is not None
 
 
 def end_workers(loader: Any) -> None:
-    """Let the next pass have new workers, as the first one has."""
+    """Make the next pass start new workers, as the first pass does."""
     if has_live_workers(loader):
+        # The last reference: the iterator shuts its workers down when it is collected.
         torchs(loader)._iterator = None
 
 
 def length_of(loader: Any) -> float:
-    """How many batches it says it has; infinity if it does not."""
+    """Return the loader's length in batches; infinity if it has none."""
     try:
         return len(loader)
     except TypeError:

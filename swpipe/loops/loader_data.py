@@ -1,7 +1,7 @@
 """The data of a loader that is ahead, which the loop must not change: its lengths, its tensors.
 
-A plain loop would go on with what a replay buffer has got in the meantime. A loader may change its
-own length, in a pull; the tensors of a ``TensorDataset`` it does not write.
+If a replay buffer grew during the loop, a plain loop would use the new rows. A loader may change
+its own length in a pull; it does not write the tensors of a ``TensorDataset``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 _QUICK_S = 1e-3
-"""A length that takes more of the thread's CPU time is not asked for. By wall time a busy machine
-would decide; 0.15 ms of CPU time were seen there for one that does nothing."""
+"""Seconds of the thread's CPU time: a ``len()`` that takes more is not called again. Wall time
+would depend on how busy the machine is; 0.15 ms of CPU time were seen there for a trivial one."""
 
 
 class LoaderData:
-    """The data of one loader; the thread that pulls asks for it.
+    """The data of one loader, checked by the thread that pulls.
 
     Attributes:
-        changed: What somebody else has changed in this pass, in words; empty for nothing.
+        changed: What other code has changed in this pass, in words; empty for nothing.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -29,14 +29,14 @@ class LoaderData:
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else ()
 
     def begin(self) -> None:
-        """A new pass begins, on the caller's thread."""
+        """Note the data at the beginning of a pass, on the caller's thread."""
         self._parts = [part for part in self._parts if _has_quick_length(part)]
-        self._lengths: list[int] | None = None  # after the pull before
+        self._lengths: list[int] | None = None  # the lengths after the previous pull
         self._versions = self._versions_now()
         self.changed = ""
 
     def before_pull(self) -> None:
-        """Compare it with what it was after the pull before."""
+        """Compare the data with its state after the previous pull."""
         lengths = self._lengths_now()
         if self._lengths is not None and lengths != self._lengths:
             self.changed = "the length of the loader or of its dataset"
@@ -44,7 +44,7 @@ class LoaderData:
             self.changed = "a tensor of the loader's dataset"
 
     def after_pull(self) -> None:
-        """Note the lengths: a loader may change its own, in a pull."""
+        """Note the lengths after a pull, since a loader may change its own in a pull."""
         self._lengths = self._lengths_now()
 
     def _versions_now(self) -> list[int]:
@@ -53,7 +53,7 @@ class LoaderData:
     def _lengths_now(self) -> list[int]:
         try:
             return [len(part) for part in self._parts]
-        except Exception:  # noqa: BLE001 - one that had a length has none any more
+        except Exception:  # noqa: BLE001 - an object that had a length has none any more
             self._parts = []
             self._lengths = None
             return []

@@ -1,23 +1,23 @@
-"""One pass over a loader: what it pulls ahead, where it is, and how to get there again.
+"""One pass over a loader: pulls batches ahead, tracks the position, and restores it.
 
     loader's thread    pull 3 ....   pull 4 ....
     caller             hand out 2    body of 2: saves, or leaves     hand out 3    body of 3
-    or, in turn        pull 2, hand out 2           body of 2        pull 3, hand out 3
+    or, serially       pull 2, hand out 2           body of 2        pull 3, hand out 3
 
-Its jobs: ``place_in_pass``, where it is and how it is led there again; ``draws``, who uses random
-generators, and so which pulls are made in turn; ``loader_data``, what nobody else may change;
-``batches_ahead``, whether batches stay as they were pulled; and here, the hand-over between the
-thread that pulls and the caller's.
-A pull in turn is made by the caller (``take``): the iterator that the pipeline has ends before it.
+``place_in_pass`` records the position of the loader and restores it. ``draws`` finds out who uses
+random generators, and so which pulls are serial. ``loader_data`` checks that the loop leaves the
+loader's data alone. ``batches_ahead`` checks that batches stay as they were pulled. This module
+hands batches over from the thread that pulls to the caller's thread.
+The caller makes a serial pull itself (``take``), after the pipeline's iterator has ended.
 
-An error of the loader, and the end of its batches, come when the caller has got the batches before.
-An iterator has no other pass: batches that were pulled and not handed out are given again.
+An error of the loader, and the end of its batches, reach the caller after all earlier batches.
+An iterator cannot start a second pass: batches that were pulled and not handed out are given again.
 
 Guarantees
-    - The loader is called by one thread at a time: a pass that is left while a batch is pulled ends
-      its pull before the next one begins, and a batch of an iterator is kept.
-    - What the caller does and what the pull notes changes under a lock, which nobody has while the
-      loader is called.
+    - The loader is called by one thread at a time. If a pass is left during a pull, that pull ends
+      before the next pull begins, and a batch of an iterator is kept.
+    - The caller and the pulling thread change shared attributes under a lock. No thread holds the
+      lock while the loader is called.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from swpipe.loops.place_in_pass import PlacesPulled
 from swpipe.loops.pulled_tensors import BodyUse
 
 _LEFT_S = 600.0
-"""How long a pass waits for a batch that is being pulled for the pass before."""
+"""Seconds that a pass waits for a pull of the previous pass to return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,13 @@ class PulledLoader:
 
     Attributes:
         loader: The loader.
-        generators: The random generators that matter.
-        draws: Who uses these.
-        ahead: Whether batches are pulled while earlier ones are in use.
-        most: How many of these are looked at, or may be given again.
-        beside: Whether they are pulled while the loop's body runs.
-        data: Its data, where its code in this process makes batches beside the body.
+        generators: The random generators whose states are saved and compared.
+        draws: The record of who uses these generators.
+        ahead: Whether batches are pulled while earlier batches are in use.
+        most: The maximum number of batches ahead that are checked, or that may be given again.
+        beside: Whether batches are pulled while the loop's body runs.
+        data: The loader's data, if code of the loader makes batches in this process while the body
+            runs; else None.
     """
 
     loader: Any
@@ -74,19 +75,20 @@ class LoaderPass:
     """A pass that has begun.
 
     Attributes:
-        iterator: The rest of its batches.
-        pulled: How many batches were pulled of this pass.
-        fed: How many of these the pipeline was given.
-        handed_out: How many batches the caller got of this pass.
-        ended: There are no more; the caller says so.
-        first: Counts the pulls, if it is a loop's first.
-        failure: What the loader raised; the caller raises it at the end of the iterator.
+        iterator: The remaining batches of the pass.
+        pulled: The number of batches pulled in this pass.
+        fed: The number of batches given to the pipeline.
+        handed_out: The number of batches of this pass that the caller has received.
+        ended: Whether the pass has no more batches; set by the caller.
+        first: The counter of pulls, if this is the first pass of a loop; else None.
+        failure: The exception of the loader; the caller raises it at the end of the iterator.
         lost: Whether batches that were pulled ahead were dropped.
-        had_live_workers: Whether it has worker processes of an earlier pass.
+        had_live_workers: Whether the pass uses worker processes of an earlier pass.
 
     Args:
         of: The loader, and how it is pulled.
-        saved: Where to go on in mid-pass, as ``state_dict`` returned it; None for a new pass.
+        saved: The position in mid-pass to resume at, as returned by ``state_dict``; None for a new
+            pass.
     """
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
@@ -95,14 +97,16 @@ class LoaderPass:
         self._places = PlacesPulled(of.loader)
         self._ahead = BatchesAhead(of.loader, made_here=of.data is not None, most=of.most)
         self._again: deque[Any] = deque()
-        self._lock = threading.RLock()  # a condition takes and gives it in more steps
+        # A Condition takes and releases a plain Lock in several steps; an RLock has methods for it.
+        self._lock = threading.RLock()
         self._pulled_last = threading.Condition(self._lock)
         self._pulling = self.lost = False
         self._use: BodyUse | None = None
         self._first = 0
-        self._open = False  # the pipeline asks the iterator
+        self._open = False  # the pipeline is iterating over the current iterator
         self.first: FirstPass | None = None
-        self._part = 0  # how often it was left, and gone on with
+        # Incremented when an iterator's pass is left: a pull for an older part is cancelled.
+        self._part = 0
         self._at_end = self._end_is_known = self.ended = False
         self.failure: BaseException | None = None
         self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
@@ -110,6 +114,7 @@ class LoaderPass:
         if of.data is not None:
             of.data.begin()
         if saved is None:
+            # The states are read before iter(loader): samplers may draw their seed in there.
             self._at_start = of.generators.read()
             self._batches, self._loader_at_start = self._places.begin()
         else:
@@ -123,17 +128,24 @@ class LoaderPass:
         self.iterator = self._pull()
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:
-        """Where the pass is: after the last batch handed out."""
+        """Return the position of the pass after the last batch handed out.
+
+        Args:
+            check: Whether to add the checksums that let a resumed loop refuse different batches.
+        """
         of = self._of
+        # Without a declaration, only the end of a pull tells whether it has drawn.
         if of.beside and of.draws.compares:
             self.await_pull()
         with self._lock:
             handed_out = self.handed_out
             ahead = max(0, self.pulled - handed_out)
+            # The generators are past the last batch if more was pulled, or if the end was found.
             draws = ahead or self._pulling or self._end_is_known
             in_turn = of.draws.in_turn
         places = self._places.up_to(handed_out)
-        after_pull: States | None = None if self.pulled else {}  # a pass has begun, and no more
+        # None means that no pass had begun; an empty dict, that one had begun without any pull.
+        after_pull: States | None = None if self.pulled else {}
         if places and draws:
             after_pull = of.draws.drawn(places[-1].after)
         loader = places[0].loader if places else self._loader_at_start
@@ -154,13 +166,13 @@ class LoaderPass:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether more was pulled than was handed out."""
+        """Whether more batches were pulled than were handed out."""
         return self.pulled > self.handed_out
 
     def drawn_by_others(self) -> frozenset[str]:
-        """Generators that others have drawn from since the last pull, which drew ahead of them.
+        """Return the generators that other code drew from since the last pull ahead.
 
-        While a batch is pulled it is not known.
+        While a batch is being pulled, only generators with an undecided use are returned.
         """
         draws = self._of.draws
         with self._lock:
@@ -171,14 +183,16 @@ class LoaderPass:
     # --------------------------------------------------------------- what the caller does
 
     def make_ready(self) -> None:
-        """The caller asks for one iteration more: the body of the one before has ended.
+        """Prepare for the next iteration, after the body of the previous batch has ended.
 
         Raises:
-            RuntimeError: The loop has changed, or drawn, what the loader has pulled ahead by.
+            RuntimeError: The loop has changed data, or drawn from a generator, that the loader has
+                already used for batches ahead.
         """
         of = self._of
         with self._lock:
             self._ahead.end_body()
+            # What is read at the first request is compared later: the body may change it from now.
             if self._sampling is None:
                 self._sampling = read_in_pass(torchs(of.loader))
             elif self._sampling or type(of.loader) is list:
@@ -188,7 +202,7 @@ class LoaderPass:
                 self._end_body()
 
     def begin_body(self) -> None:
-        """The caller gets a batch; whether it uses what pulls write is seen in watched ones."""
+        """Watch the body for use of tensors that pulls write, if the next pull is watched."""
         tensors = self._of.draws.tensors
         if tensors.written and self._of.draws.watches(self.handed_out + 1):
             self._use = BodyUse(tensors.written)
@@ -204,22 +218,24 @@ class LoaderPass:
                 "copy, or do not pull it ahead"
             )
         draws = self._of.draws
+        # Both pulls around the body were serial, so only the body can have changed the tensors.
         if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
             _refuse_changed(draws.tensors.changed())
 
     def stop_watching(self) -> None:
-        """The body has ended, or the pass is left."""
+        """Stop watching the body, because it has ended or the pass is left."""
         if self._use is not None:
             self._use.end()
             self._use = None
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether the next batch is to be taken by the caller; no other is in flight then."""
+        """Whether the caller must take the next batch itself, with no other batch in flight."""
+        # Checked without the lock first: most loaders never take turns.
         if not self._wants_turn():
             return False
         with self._lock:
-            # The pipeline may be about to find that its iterator ends here.
+            # If the iterator is open, the pipeline may be about to find that it ends here.
             ahead = self.is_ahead or self._pulling or self._again or self._open
             return not ahead and self._wants_turn()
 
@@ -230,14 +246,14 @@ class LoaderPass:
         """Pull the next batch now, while nothing else of the loop runs.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: The loader has no more batches.
         """
         if self._at_end or not self._advance(alone=True):
             raise StopIteration
         return self._taken(self._part)
 
     def go_on(self) -> bool:
-        """The iterator has ended: whether there are more batches, in turn or by another one."""
+        """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
             if self._at_end:
                 return False
@@ -245,21 +261,22 @@ class LoaderPass:
             return True
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
-        """Refuse a list, or samplers, that would now give other batches than were pulled ahead."""
+        """Refuse a list or samplers that would give other batches now than were pulled ahead."""
         loader = self._of.loader
         now = read_in_pass(torchs(loader))
         changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
+            # A list that grew or shrank after its end was found would give other batches, too.
             same = self._ahead.are_those_of(loader, self.handed_out)
             if not same or (self._end_is_known and len(loader) != self.pulled):
                 changed = "the list"
         _refuse_changed(changed)
 
     def begin_batch(self, batch: Any, iteration: int) -> None:
-        """The first task comes to the batch of an iteration: it must be as it was pulled.
+        """Check that the batch of an iteration is as it was pulled, before the first task uses it.
 
         Raises:
-            RuntimeError: It is not, or a length was changed.
+            RuntimeError: The batch has changed, or the length of the loader or its dataset.
         """
         if self._of.data is not None:
             with self._lock:
@@ -271,13 +288,17 @@ class LoaderPass:
             _refuse_changed(self._of.data.changed)
 
     def hand_out(self) -> None:
-        """The caller gets the next batch."""
+        """Count the next batch as received by the caller."""
         with self._lock:
             self.handed_out += 1
             self._ahead.hand_out()
 
     def end(self) -> None:
-        """The caller got the last batch, and asks for no more: ask the loader, as a for would."""
+        """End the pass after its last batch: check that the loader has no more, as a ``for`` would.
+
+        Raises:
+            ValueError: The loader has more batches than its length.
+        """
         if not self.ended:
             self.await_pull()
             self._check_data()
@@ -288,20 +309,23 @@ class LoaderPass:
             raise self.failure
 
     def leave(self, *, failed: bool) -> frozenset[str]:
-        """The caller leaves the pass before its end; the pipeline pulls no more.
+        """Leave the pass before its end; the pipeline pulls no more batches.
 
-        A batch that is being pulled is the last one.
+        A pull that is under way is the last one.
 
         Args:
-            failed: In the middle of an iteration, whose batch is lost.
+            failed: Whether an iteration failed, so that its batch is lost.
 
         Returns:
-            Generators that the loader has drawn from ahead, and that cannot be set back.
+            The generators that the loader has drawn from ahead, and that cannot be set back.
         """
+        # The failed iteration's batch counts as handed out: a new pass must not give it again.
         if failed and self.is_ahead:
             self.hand_out()
         with self._lock:
             kept = self._ahead.leave(self.pulled - self.handed_out)
+            # The iterator continues in the next pass, so the kept batches go first in its queue. A
+            # thread that still pulls for the old part is cancelled by the number of the part.
             if goes_on(self._of.loader):
                 self._part += 1
                 self._open = False
@@ -312,15 +336,17 @@ class LoaderPass:
         return self._set_back()
 
     def _set_back(self) -> frozenset[str]:
-        """Set the generators back to what they were after the last batch handed out."""
+        """Set the generators back to their states after the last batch handed out."""
         self.release()
         places = self._places.up_to(self.handed_out)
         draws = self._of.draws
         if untold := draws.untold_after(self.handed_out):
             return untold
         after = places[-1].after if places else {}
+        # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
         if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
             return frozenset()
+        # If other code has drawn since, setting the generators back would repeat its draws.
         if others := self.drawn_by_others() or frozenset(draws.names - after.keys()):
             return others
         self._of.generators.write(draws.drawn(after))
@@ -328,7 +354,12 @@ class LoaderPass:
         return frozenset()
 
     def goes_on(self) -> bool:
-        """Whether a new pass is the rest of this one."""
+        """Return whether a new pass continues this one.
+
+        Raises:
+            RuntimeError: Batches were dropped, and the loader is its own iterator; or tasks have
+                modified dropped batches that the loader would give again.
+        """
         loader = self._of.loader
         if self.lost and self._is_own_iterator:
             raise RuntimeError(
@@ -341,18 +372,19 @@ class LoaderPass:
         return goes_on(loader) and not self.ended
 
     def check_modified(self) -> None:
-        """Refuse to go on where the loader may give batches again that were dropped."""
+        """Raise an error if the loader may give dropped batches again that tasks have modified."""
         self._ahead.check_modified()
 
     def undo(self) -> None:
-        """Forget a pass that has begun and was not asked for anything, and what it has drawn."""
+        """Undo a pass that has begun without any pull: release it, and set its draws back."""
         self.release()
         generators = self._of.generators
+        # If a state changed after the start, other code has drawn: setting back would undo that.
         if not (self.pulled or changed(self._when_begun, generators.read())):
             generators.write(self._at_start)
 
     def release(self) -> None:
-        """Let the loader's iterator go, as a for does: a generator's ``finally`` runs."""
+        """Drop the loader's iterator, as a ``for`` does: a generator's ``finally`` runs."""
         with self._lock:
             self._batches = iter(())
             self._again.clear()
@@ -360,22 +392,31 @@ class LoaderPass:
             self._at_end = True
 
     def close(self) -> None:
-        """Let an iterator that was given go, too; there is no other pass."""
+        """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
         self.release()
         self._of = replace(self._of, loader=())
         self._places = PlacesPulled(())
 
     def begin(self, iteration: int) -> None:
-        """The pass is asked for batches, of iterations from this number on; it may have been left.
+        """Prepare the pass to give batches, also if it was left before.
 
-        A pull that was under way then has ended, and its batch is kept, or dropped.
+        A pull that was under way when the pass was left has ended on return, and its batch is kept
+        or dropped.
+
+        Args:
+            iteration: The number of the next iteration.
         """
-        self._first = iteration - self.handed_out  # the iteration of its first batch
+        # The number of the iteration that has the first batch of the pass.
+        self._first = iteration - self.handed_out
         if self.pulled:
             self.await_pull()
 
     def await_pull(self) -> None:
-        """Wait until no batch is being pulled any more."""
+        """Wait until no batch is being pulled.
+
+        Raises:
+            RuntimeError: The loader has not returned within ``_LEFT_S`` seconds.
+        """
         with self._lock:
             if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
                 raise RuntimeError(
@@ -386,7 +427,7 @@ class LoaderPass:
     # --------------------------------------------------------------- what the pulling thread does
 
     def pull_alone(self, most: int) -> None:
-        """Pull so many batches in all now, while nothing else runs."""
+        """Pull until ``most`` batches of the pass are pulled, while nothing else runs."""
         while self.pulled < most and not self._at_end and self._advance(alone=True):
             pass
 
@@ -394,32 +435,34 @@ class LoaderPass:
         current = self._part
         self._open = True
         while True:
-            if self._pulling:  # for the part before, which was left
+            if self._pulling:  # for the previous part of the pass, which was left
                 self.await_pull()
             if not self._again and (self._at_end or self._wants_turn() or not self._advance()):
                 self._open = False
                 return
-            yield self._taken(current)  # this frame must not keep it
+            yield self._taken(current)  # no local variable: this frame must not keep the batch
 
     def _taken(self, part: int) -> Any:
-        """The next batch that was pulled."""
+        """Return the oldest batch that was pulled and not yet given to the pipeline."""
         with self._lock:
+            # The pass was left between the pull and here: the batch belongs to the new iterator.
             if part != self._part:
                 raise Cancelled
             self.fed += 1
             return self._again.popleft()
 
     def _advance(self, *, alone: bool = False) -> bool:
-        """Pull the next batch; whether there is one."""
+        """Pull the next batch, and return whether there was one."""
         of = self._of
         number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._at_end:  # released since the thread looked
+            if self._at_end:  # released after the thread had looked
                 raise Cancelled
             self._ahead.begin_pull()
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
+        # The lock is not held here: a save or a break must not wait for a slow loader.
         begin_s = time.perf_counter()
         try:
             return self._called(number, before, alone)
@@ -427,12 +470,13 @@ class LoaderPass:
             if self.first is not None:
                 seconds = time.perf_counter() - begin_s
                 self.first.note(seconds, alone=alone, waited=alone and of.draws.in_turn)
+            # In a finally block, because await_pull() would otherwise wait for a failed pull.
             with self._lock:
                 self._pulling = False
                 self._pulled_last.notify_all()
 
     def _called(self, number: int, before: States, alone: bool) -> bool:
-        """Call the loader, and note what it did."""
+        """Call the loader for one batch, and note what the call did."""
         of = self._of
         failure = None
         ended = False
@@ -451,9 +495,10 @@ class LoaderPass:
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):
-            of.generators.write(of.draws.drawn(before))  # the pull that is cut short was none
+            # An interrupted pull does not count, so its draws are undone.
+            of.generators.write(of.draws.drawn(before))
             raise
-        except BaseException as error:  # noqa: BLE001 - raised when those before are handed out
+        except BaseException as error:  # noqa: BLE001 - raised after all earlier batches
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure = error
             ended = True
@@ -466,13 +511,15 @@ class LoaderPass:
             data.after_pull()
             if watched:
                 of.draws.tensors.end_pull(batch)
+        # A serial pull has no earlier batch in use, whose memory the new batch could share.
         looks = not (ended or (alone and of.draws.in_turn))
         pulled = self._ahead.as_pulled(batch, number) if looks else None
-        if not ended:  # it may take a while, and the caller must not wait for it
+        # Checksums may take a while, and the caller must not wait: computed without the lock.
+        if not ended:
             parts = Parts.of(batch) if pulled is None else pulled.parts
             self._places.note(number, self.handed_out, parts, before, of.draws.after)
         with self._lock:
-            if self._at_end:  # released meanwhile
+            if self._at_end:  # released during the pull
                 return False
             if ended:
                 self.failure = failure

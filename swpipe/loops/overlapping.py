@@ -1,4 +1,4 @@
-"""One call from a plain loop to an overlapped one.
+"""A loop whose loader and first tasks run ahead of its body, made by one call of ``overlap``.
 
     @swpipe.task(pure=True)
     def decode(ctx): ...
@@ -6,10 +6,10 @@
     for ctx in swpipe.overlap(loader, [decode, forward, backward, step]):
         ...                                              # as after the tasks of a plain loop
 
-The tasks that come first and are declared pure, and the loader, run ahead, on threads of their own
-if they have work on the host; the other tasks stay on the caller's thread, in order, and so does
-the body. So what they see, and where the body leaves the loop, is as in a plain loop, bit for bit.
-For plans that overlap more, see ``swpipe.autotune``.
+The loader and the leading tasks that are declared pure run ahead, on threads of their own if they
+have work on the host. All other tasks and the body stay on the caller's thread, in serial order.
+So these tasks and the body see what they would see in a plain loop, bit for bit, also where the
+body leaves the loop. For plans that overlap more, see ``swpipe.autotune``.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _GROUP = "loader"
 
 @dataclass(frozen=True)
 class Overlap:
-    """What runs ahead, and why the rest does not.
+    """The tasks that run ahead, and why all other tasks do not.
 
     Attributes:
         plan: The plan.
-        ahead: Names of the tasks that run ahead of the others.
-        loader_ahead: Whether the loader does.
-        why: Sentences on what does not, and what would have to be said of it.
+        ahead: The names of the tasks that run ahead of all others.
+        loader_ahead: Whether the loader runs ahead.
+        why: Sentences on what does not run ahead, and which declaration would allow it.
     """
 
     plan: PipelinePlan
@@ -86,19 +86,19 @@ class Overlap:
 
 
 class OverlappedLoop(ResumableLoop[C]):
-    """An iterable of contexts, one pass over the loader each time.
+    """An iterable of contexts; each iteration makes one pass over the loader.
 
-    Use it as a context manager, or call ``close``, to end its threads; they also end with each
-    pass. A pass that is left early drops the batches that were pulled ahead; a loader that is an
-    iterator gives them again in the next one.
+    Use the loop as a context manager, or call ``close``, to end its threads; they also end with
+    each pass. A pass that is left early drops the batches that were pulled ahead; a loader that is
+    an iterator gives them again in the next pass.
 
     Attributes:
-        overlap: What runs ahead, and why the rest does not.
+        overlap: The tasks that run ahead, and why all other tasks do not.
         pipe: The pipeline, to profile or trace.
     """
 
     pipe: SWPipeline[C]
-    _told_first = False  # after the first pass
+    _told_first = False  # the first pass has ended and was reported
     _call = "overlap(loader, tasks, pull_ahead=True, draws=False)"
 
     def __init__(
@@ -121,7 +121,7 @@ class OverlappedLoop(ResumableLoop[C]):
         return "\n".join([head, str(self.overlap)])
 
     def _repr_html_(self) -> str:
-        """What runs ahead, and the plan, for a notebook."""
+        """Return the tasks that run ahead, and the plan, as HTML for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>{self.pipe._repr_html_()}"
 
     def _check_tasks(self) -> None:
@@ -137,9 +137,11 @@ class OverlappedLoop(ResumableLoop[C]):
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         loader = self._loader
         inner = torchs(self._loader)
+        # Draws are watched at run time, so a generator of the loader's own is no obstacle here.
         apart = is_apart(inner, draws_watched=True)
         known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
+            # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
             draws = LoaderDraws(generators, said=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
         names = generators.named(generators_in_pass(inner))
@@ -150,12 +152,14 @@ class OverlappedLoop(ResumableLoop[C]):
             ahead=True,
             most=self.pipe.plan.depth,
             beside=True,
+            # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
         )
 
     def _begin(self, current: LoaderPass) -> None:
         self._ahead.begin = current.begin_batch
         current.begin(self.pipe.next_iteration)
+        # The pass may continue after an early leave: it keeps its counter then.
         if self.overlap.loader_ahead and not self._told_first:
             current.first = current.first or FirstPass()
 
@@ -165,11 +169,14 @@ class OverlappedLoop(ResumableLoop[C]):
         self._ahead.end_body()
         current.make_ready()
         draws = self._pulled.draws
+        # The body was seen to draw: all pulls are serial from now on, and the user should know why.
         if draws.takes_turns_with_body and told_once(self._loader):
             text = draws.why_in_turn(self._loader, self._call)
             warnings.warn(text, RuntimeWarning, stacklevel=self._frames)
 
     def _next(self, current: LoaderPass) -> C:
+        # Two ways to the next batch: through the pipeline, whose threads pull ahead, or by a serial
+        # pull on this thread when nothing is in flight. The iterator ends where the way changes.
         while not current.is_in_turn:
             try:
                 return self.pipe.progress(current.iterator)
@@ -177,12 +184,14 @@ class OverlappedLoop(ResumableLoop[C]):
                 if not current.go_on():
                     self._ahead.run_again()
                     raise
+        # A serial iteration is not checked by progress(), so the ranks compare their plans here.
         self.pipe.agree()
         batch = current.take()
         return self.pipe.run_one_serial_iter(batch)
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         super()._end(current, failed=failed)
+        # Only a complete pass is reported: a part of one says little about the loader's share.
         if current.first is not None and current.ended:
             self._told_first = True
             current.first.tell(self._pulled.draws.who_draws)
@@ -192,9 +201,10 @@ class OverlappedLoop(ResumableLoop[C]):
         self._ahead.drop()
 
     def close(self) -> None:
-        """End the threads. An iterator that was given is let go: its ``finally`` may run."""
+        """End the threads, and drop an iterator that was given: its ``finally`` may run."""
         self.pipe.close()
         _pulled.pop(id(self._loader), None)
+        # Only an iterator is dropped. Any other loader can begin a new pass after close().
         if self._running is None and goes_on(self._loader) and self._pass is not None:
             self._pass.close()
             self._pass = self._loaded = None
@@ -211,7 +221,7 @@ class OverlappedLoop(ResumableLoop[C]):
 L = TypeVar("L", bound=OverlappedLoop[Any])
 
 _pulled: weakref.WeakValueDictionary[int, OverlappedLoop[Any]] = weakref.WeakValueDictionary()
-"""The loops that pull ahead from an iterator, by its id; each holds its iterator."""
+"""The loops that pull ahead from an iterator, by the iterator's id; each holds its iterator."""
 
 
 @suggests_keywords
@@ -230,56 +240,58 @@ def overlap(
     run_ahead: int | None = None,
     workers: int = 1,
 ) -> OverlappedLoop[C]:
-    """Run tasks over a loader, with the loader and the tasks that allow it ahead of the others.
+    """Run tasks over a loader, with the loader and the tasks that allow it ahead of all others.
 
     Nothing is run or pulled before the ``for``. The numbers are those of the plain loop, bit for
-    bit, if what is declared is true.
+    bit, if all declarations are true.
 
     Args:
-        loader: As in ``for batch in loader``.
-        tasks: In the order of the plain loop. A function is a task of the function's name. Those
-            that come first and are pure run ahead.
-        pull_ahead: Whether batches are pulled ahead. None: if the loader is a list, tuple or range,
-            or torch's own ``DataLoader`` with workers and torch's samplers; the workers are taken
-            to read no file and no shared memory that the loop writes. True, for any other,
-            says that it does not read what the loop changes, and that nobody asks it for more than
-            its batches, such as its state in mid-pass; and that it begins each pass anew, or is an
-            iterator. False: never.
+        loader: The iterable of batches.
+        tasks: The tasks in the order of the plain loop. A function is a task with the function's
+            name. The leading tasks that are pure run ahead.
+        pull_ahead: Whether batches are pulled ahead. None: yes if the loader is a list, tuple or
+            range, or torch's own ``DataLoader`` with workers and torch's samplers; the workers are
+            assumed to read no file and no shared memory that the loop writes. True declares, for
+            any other loader, that it does not read what the loop changes; that nobody asks it for
+            more than its batches, such as its state in mid-pass; and that it begins each pass anew,
+            or is an iterator. False: never.
         draws: Whether the loader uses the default random generators of torch, numpy or Python after
-            the first batch of a pass, also if it seeds one and sets it back. False: it does not;
+            the first batch of a pass, even if it seeds one and sets it back. False: it does not;
             some pulls are checked. True: it does, and the loop's tasks and body do not; this is
-            checked. None: nothing is said. Then its batches are made in turn with the body as soon
-            as either is seen to draw, unless it is known not to: a loader that runs ahead if
-            ``pull_ahead`` is None, or torch's ``DataLoader`` without workers over a
-            ``TensorDataset``, list, tuple or range.
-        device: As for ``SWPipeline``; one that is given and no CPU gets the batches: a task "copy"
-            before the others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from pinned
-            memory, and where the loader is ahead, ahead of the loop on a stream of its own. If
-            batches come pinned (``DataLoader(pin_memory=True)``) and nothing else runs ahead, the
-            caller's thread pulls and launches the copies, one batch ahead.
-        seed: For tasks with ``random=True``; as for ``SWPipeline``.
-        start_iteration: The number of the first iteration, that of the loader's first batch.
-        context: The class of the contexts; as for ``SWPipeline``.
-        check_effects: As for ``SWPipeline``: whether the tasks do what they declare. The body of
-            the loop is not watched.
-        keep: The attributes that the body reads; all others go as soon as no task can use them
-            any more, as for ``PipelinePlan.keep``. None: all stay.
+            checked. None: nothing is declared. Then batches are pulled serially with the body as
+            soon as the loader or the body is seen to draw, unless the loader is known not to draw:
+            a loader that runs ahead if ``pull_ahead`` is None, or torch's ``DataLoader`` without
+            workers over a ``TensorDataset``, list, tuple or range.
+        device: The device, as for ``SWPipeline``. If a device other than the CPU is given, a task
+            "copy" before all others moves ``ctx.batch`` there (``swpipe.device.copy_task``), from
+            pinned memory; if the loader is ahead, the copy runs ahead of the loop on a stream of
+            its own. If batches come pinned (``DataLoader(pin_memory=True)``) and nothing else runs
+            ahead, the caller's thread pulls and launches the copies, one batch ahead.
+        seed: The seed for tasks with ``random=True``, as for ``SWPipeline``.
+        start_iteration: The number of the first iteration, which has the loader's first batch.
+        context: The class of the contexts, as for ``SWPipeline``.
+        check_effects: Whether to check that the tasks do what they declare, as for ``SWPipeline``.
+            The body of the loop is not watched.
+        keep: The attributes that the body reads; all others are deleted as soon as no task can use
+            them any more, as for ``PipelinePlan.keep``. None: all stay.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
-        workers: How many threads the tasks that run ahead have, each for batches of its own; one
-            batch more is in flight for each. For tasks that take longer than the rest of the loop.
+        workers: The number of threads for the tasks that run ahead, each with batches of its own;
+            each further thread adds one batch in flight. Useful if these tasks take longer than the
+            rest of the loop.
 
     Raises:
         ValueError: ``workers`` is below 1; or ``pull_ahead`` is True over an iterator that another
             loop pulls from; or ``start_iteration`` is no number of an iteration; or ``device`` is
             not on this machine.
-        PlanError: There are no tasks, or two have the same name; or one is called "copy", and
-            ``device`` adds that task.
+        PlanError: There are no tasks, or two have the same name; or a task is called "copy", and
+            ``device`` adds a task of that name.
         TypeError: One of the tasks is neither a task nor a function with a name, or the loader
             cannot be iterated over, or ``draws`` is neither True, False nor None.
 
     Warns:
-        RuntimeWarning: Nothing can run ahead, and what to do; or, in a pass, once for a loader, its
-            batches are made in turn because the body draws, and what to say.
+        RuntimeWarning: Nothing can run ahead; the message says what to do. Or, in a pass, once for
+            each loader: its batches are pulled serially because the body draws; the message says
+            what to declare.
     """
     if pull_ahead is not None and type(pull_ahead) is not bool:
         raise TypeError(f"pull_ahead is {pull_ahead!r}: give True, False or None")
@@ -322,11 +334,11 @@ def loop_over(
     handed: HandOver | None = None,
     **options: Any,
 ) -> L:
-    """A loop of a kind, for ``overlap`` and ``ahead``, whose arguments the others are.
+    """Return a loop of a class, made from the arguments of ``overlap`` or ``ahead``.
 
     Args:
         kind: The loop's class.
-        loader: As for ``overlap``.
+        loader: The loader, as for ``overlap``.
         given: All tasks.
         pull_ahead: As for ``overlap``.
         draws: As for ``overlap``.
@@ -346,18 +358,20 @@ def loop_over(
             "batches of it that this one would miss: an iterator is pulled ahead by one loop. "
             "close() the other one, or go on with it"
         )
-    # A random task seeds torch's default generators, which all threads share, while it runs: the
-    # body, or another task, may draw from them at the same time.
+    # A random task seeds torch's default generators while it runs, and all threads share these:
+    # the body, or another task, may draw from them at the same time. So it does not run ahead.
     leading = tuple(takewhile(lambda one: one.pure and not one.random, given)) if ahead else ()
     behind = given[len(leading) :]
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
         warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
+    # Accelerate's flags go with each batch: the first task ahead splits them off, and the first
+    # task behind shows them to Accelerate.
     if ahead and is_prepared(loader):
         loader = AccelerateLoader(loader)
         leading = (loader.unpack, *leading)
         behind = (loader.show, *behind)
-    if ahead and not behind:  # the body of the loop is what they run ahead of
+    if ahead and not behind:  # a plan needs one task for the leading tasks to run ahead of
         behind = (HAND_OVER,)
     given = (*leading, *behind)
     if leading:
@@ -365,6 +379,7 @@ def loop_over(
     else:
         if workers != 1:
             why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
+        # No task runs ahead. If the loader does, a thread of its own pulls for the serial plan.
         plan = PipelinePlan.serial(given)
         if ahead:
             plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
@@ -380,6 +395,7 @@ def loop_over(
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
     loop = kind(loader, found, pipe, functions, draws, keep_nothing)
+    # A second loop over this iterator would miss the batches that this loop has pulled.
     if ahead and goes_on(loader):
         _pulled[id(loader)] = loop
     return loop
@@ -405,8 +421,8 @@ def _plan(
 ) -> PipelinePlan:
     copies = len(leading) == 1 and isinstance(leading[0].fn, BatchCopy)
     if copies and workers == 1 and gives_pinned(loader):
-        # A copy that is only launched: a thread would cost the loop more than it takes off it,
-        # since the two want one interpreter lock.
+        # The copy is only launched. A thread would cost the loop more than it takes off it, since
+        # the two threads compete for one interpreter lock.
         return prefetch_plan(leading, behind, group=DEFAULT_GROUP, pull_group=None, depth=2)
     return prefetch_plan(leading, behind, pull_group=_GROUP, workers=workers)
 
@@ -435,7 +451,8 @@ def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
             f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "
             "with the body of the loop."
         )
-        if behind[0].undeclared and len(behind) > 1:  # the last one is what the others run ahead of
+        # A single task cannot follow this advice: the leading tasks need it to run ahead of.
+        if behind[0].undeclared and len(behind) > 1:
             name = behind[0].name
             yield (
                 f"If {name!r} uses its context and what nobody changes while the loop runs, no "

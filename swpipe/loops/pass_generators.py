@@ -1,4 +1,4 @@
-"""The random generators that matter to a loop: the default ones, and those that its loader has."""
+"""The random generators that matter to a loop: the default ones, and those of its loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.core.messages import listed
 from swpipe.device import Device
 
 States = dict[str, Any]
-"""Name of a generator to its state. Torch's default ones are named "torch cpu", "torch cuda:0"."""
+"""The states of generators, by name; torch's default ones are "torch cpu", "torch cuda:0"."""
 
 _TORCHS = "torch "
 
@@ -30,15 +30,15 @@ _TOLD = {"python": PYTHON, "numpy": NUMPY}
 
 
 class PassGenerators:
-    """Reads and sets their states, as numbers, strings and tensors.
+    """Reads and sets the states of generators, as numbers, strings and tensors.
 
     Attributes:
-        defaults: Names of the default ones on the host.
-        own: Names of those that the loader, its samplers and its dataset have.
+        defaults: The names of the default generators on the host.
+        own: The names of the generators that the loader, its samplers and its dataset have.
 
     Args:
         loader: The loader.
-        device: Whose default generators count, beside the CPU's.
+        device: The device whose default generators count, beside the CPU's.
     """
 
     defaults = frozenset([_HOST, *_TOLD])
@@ -48,35 +48,38 @@ class PassGenerators:
         self.own = frozenset(self._places)
         self._device = device
         self._known = self.own | self.defaults
-        # By name, what was read last: the mark and the state.
+        # By name: the mark and the state that were read last.
         self._last: dict[str, tuple[bytes | None, Any]] = defaultdict(lambda: (None, None))
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def named(self, generators: Collection[Any]) -> set[str]:
-        """Names of some of these."""
+        """Return the names of the given generators."""
         return {n for n in self._places if any(self._generator(n) is one for one in generators)}
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Within the block no task on another thread uses the default ones."""
+        """Keep tasks on other threads from using the default generators within the block."""
+        # A task that already has access on this thread would wait for itself.
         return nullcontext() if this_thread.access is not None else self._access.exclusive()
 
     def _generator(self, name: str) -> Any:
-        """Any but those of devices; None if there is none of that name, or no numpy."""
+        """Return a generator of the host by name; None if there is none, or numpy is not loaded."""
         if name in self._places:
             owner, known = self._places[name]
             return getattr(owner, known)
         if name == _HOST:
             return torch.default_generator
         module: Any = {"python": random, "numpy": sys.modules.get("numpy.random")}.get(name)
-        return None if module is None else module.random.__self__  # the generator's method
+        # The module's function is a method of the default generator.
+        return None if module is None else module.random.__self__
 
     def read(self, names: Collection[str] | None = None) -> States:
-        """Return the states now, of all or of some.
+        """Return the current states, of all generators or of the named ones.
 
-        The state of a default generator of the host that was not used since is the same object as
-        before, and takes some microseconds.
+        A default generator of the host that was not used since the last call gives the same object
+        as before, within some microseconds.
         """
         devices: States = {}
+        # The generators of devices are read only if a name asks for one, since it takes longer.
         if names is None or not self._known.issuperset(names):
             found = self._device.generator_states()
             devices = {f"{_TORCHS}{device}": state for device, state in found.items()}
@@ -88,9 +91,9 @@ class PassGenerators:
         return states
 
     def marks(self) -> tuple[bytes | None, ...] | None:
-        """Return what each use of a default generator changes, in less time than ``read`` takes.
+        """Return bytes that change at each use of a default generator, in less time than ``read``.
 
-        None if only ``read`` tells.
+        The result is None if only ``read`` shows a use.
         """
         marks = tuple(map(self._mark, _MARKS))
         return None if self.own or None in marks else marks
@@ -98,8 +101,9 @@ class PassGenerators:
     def _mark(self, name: str) -> bytes | None:
         """Return a generator's mark; None if it has none.
 
-        To use the normal number that numpy has in reserve changes none of its bits.
+        Numpy's generator may hold a normal number in reserve, whose use changes none of its bits.
         """
+        # RandomState draws normal numbers in pairs: "has_gauss" says that one is in reserve.
         reserve = name == "numpy" and self._last[name][1] and self._last[name][1].get("has_gauss")
         return None if reserve or name not in _MARKS else _MARKS[name]()
 
@@ -111,13 +115,14 @@ class PassGenerators:
             return last
         generator = self._generator(name)
         state = None if generator is None else _state_of(generator)
+        # _mark() looks into the state noted last, so the state is noted before the mark.
         self._last[name] = None, state
-        # Another thread may have used it since the mark was read.
+        # If another thread has used the generator since, the mark does not belong to this state.
         self._last[name] = mark if mark == self._mark(name) else None, state
         return state
 
     def write(self, states: Mapping[str, Any]) -> None:
-        """Set what ``read`` returned; generators of devices that are not here are left out."""
+        """Set the states that ``read`` returned, except those of devices that are not here."""
         torchs = {n.removeprefix(_TORCHS): s.cpu() for n, s in states.items() if _is_torchs(n)}
         self._device.set_generator_states(torchs)
         for name in states.keys() - {f"{_TORCHS}{device}" for device in torchs}:
@@ -126,7 +131,7 @@ class PassGenerators:
 
 
 _STATE_BYTES = 625 * 4
-"""Of the Mersenne twister in Python and numpy: 624 numbers, and the place among them."""
+"""Bytes of the Mersenne twister in Python and numpy: 624 numbers, and the place among them."""
 
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
 
@@ -137,17 +142,21 @@ def _torchs_mark() -> bytes:
 
 
 def _pythons_mark() -> bytes | None:
-    """None where it has a normal number in reserve, whose use changes no bits."""
+    """Return the bits of Python's generator; None if it has a normal number in reserve.
+
+    The use of that number changes no bits.
+    """
     if _OFFSET and _PYTHONS.gauss_next is None:
         return ctypes.string_at(id(_PYTHONS) + _OFFSET, _STATE_BYTES)
     return None
 
 
 def _numpys_mark() -> bytes | None:
-    """Empty where nobody has loaded it."""
+    """Return the bits of numpy's generator; empty if numpy is not loaded."""
     if (numpy := sys.modules.get("numpy.random")) is None:
         return b""
     bits = numpy.get_bit_generator()
+    # numpy.random.set_bit_generator may have put another kind in place of the Mersenne twister.
     if type(bits).__name__ != "MT19937":
         return None
     return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
@@ -157,9 +166,10 @@ _MARKS = {_HOST: _torchs_mark, "python": _pythons_mark, "numpy": _numpys_mark}
 
 
 def _offset_of_state() -> int:
-    """Where CPython's generator has its state, which ``getstate`` takes 15 us to copy; 0 unknown.
+    """Return the offset of the state in CPython's generator object; 0 if it is not known.
 
-    It begins behind the object's head, by the place: in a build where it does not, none is found.
+    ``getstate`` takes 15 us to copy this state. The state begins behind the object's head, with
+    the place. A build with another layout is detected, because the numbers differ.
     """
     _, (*numbers, place), _ = random.getstate()
     head = object.__basicsize__
@@ -177,7 +187,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def is_default(name: str) -> bool:
-    """Whether it is one that all of a process shares."""
+    """Return whether a generator is a default one, which the whole process shares."""
     return _is_torchs(name) or name in _TOLD
 
 
@@ -186,12 +196,13 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    # numpy's Generator has its state in a bit generator; the older RandomState has get_state().
     has_bits = hasattr(generator, "bit_generator")
     return _plain(generator.bit_generator.state if has_bits else generator.get_state(legacy=False))
 
 
 def _plain(state: Any) -> Any:
-    """A state of numpy, without its arrays."""
+    """Return a state of numpy's with lists in place of arrays."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -199,6 +210,7 @@ def _plain(state: Any) -> Any:
 
 def _set(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
+        # setstate() takes tuples only, and a file may have turned them into lists.
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
     elif isinstance(generator, torch.Generator):
@@ -210,7 +222,8 @@ def _set(generator: Any, state: Any) -> None:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the generators that both have, and whose states differ."""
+    """Return the names of the generators in both mappings whose states differ."""
+    # An unused generator gives the same object again, so `is` settles most of them.
     return frozenset(
         name
         for name, state in after.items()
@@ -223,6 +236,6 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def names_told(names: Iterable[str]) -> str:
-    """What a message calls these generators."""
+    """Return the words for these generators in a message."""
     words = (TORCH if _is_torchs(name) else _TOLD.get(name, name) for name in sorted(names))
     return listed([*dict.fromkeys(words)])

@@ -1,19 +1,19 @@
-"""Where in a pass a loader is, how it is led there again, and whether it got there.
+"""The position of a loader in a pass: recorded at each pull, and restored when a loop is resumed.
 
     plain     1  2  3 ... k-3  k-2  k-1  k  k+1
-    resumed               k-3  k-2  k-1  k  k+1     from the loader's state before these
+    resumed               k-3  k-2  k-1  k  k+1     from the loader's state before these batches
     or        1  2  3 ... k-3  k-2  k-1  k  k+1     from the beginning of the pass
 
-What decides which batches come may be in no state: a generator of random numbers that nobody knows
-of, one in a worker process, a buffer. So no loader is taken at its word. The batches that were
+What decides which batches come may be in no state: a random generator that swpipe does not know, a
+generator in a worker process, a buffer. So a loader's state is never trusted. The batches that were
 handed out last are pulled again, and have to be the same; they are compared by a checksum of a
 sample of the bytes on the host, of shapes, numbers and strings. The state of a loader that has one
-is tried first. If it leads elsewhere, the pass is begun again, as that of any other loader. If that
-does, too, resuming is refused.
+is tried first. If it leads to other batches, the pass is begun again, as for a loader without a
+state. If that leads to other batches, too, resuming is refused.
 
-The batches after these were pulled ahead, and tasks may have changed them in place. A list gives
-them again as they are now: each must be what was pulled when the state was saved. What differs only
-later is not seen.
+The later batches were pulled ahead, and tasks may have changed them in place. A list gives them
+again as they are now: each must be as it was when the loop's state was saved. A difference in
+batches that had not been pulled by then is not detected.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from swpipe.loops.live_loaders import (
 from swpipe.loops.pass_generators import PassGenerators, States
 
 _COMPARED = 4
-"""At least so many batches: a refilled buffer has given the same one or two by chance."""
+"""The minimum number of compared batches: a refilled buffer has given one or two equal batches
+by chance."""
 
 _ASKED = 8
-"""After so many pulls a loader is asked for its state again."""
+"""The number of pulls from one request for the loader's state to the next."""
 
 
 class PlaceInPass(NamedTuple):
-    """What was known when a batch was pulled.
+    """The states that were known when a batch was pulled.
 
     Attributes:
         loader: The loader's own state before the pull; None if it has none, or was not asked.
-        before: The states of the generators that the loader draws from, before the pull; None if
-            the loader's state is that after it.
-        after: After it.
-        parts: Those of the batch, as it was pulled; None if it is not known.
+        before: The states of the loader's generators before the pull; None if ``loader`` was read
+            after the pull.
+        after: The states of the loader's generators after the pull.
+        parts: The checksums of the batch, as it was pulled; None if they are not known.
     """
 
     loader: Any
@@ -65,9 +66,9 @@ class PlaceInPass(NamedTuple):
 
 
 class PlacesPulled:
-    """Of the batches of a pass that were pulled last, as far as a state may need them.
+    """The places of the batches of a pass that were pulled last, as far as a state may need them.
 
-    The thread that pulls notes them, and the caller's asks.
+    The thread that pulls adds places, and the caller's thread reads them.
 
     Args:
         loader: The loader.
@@ -76,19 +77,21 @@ class PlacesPulled:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._has_state = has_own_state(loader)
-        self._known: dict[int, PlaceInPass] = {}  # by batches pulled
-        self._lock = threading.Lock()  # of these
+        # Guarded by the lock below: places by the number of the batch in the pass.
+        self._known: dict[int, PlaceInPass] = {}
+        self._lock = threading.Lock()
         torch_s = torchs(loader)
         workers = torch_s.num_workers if isinstance(torch_s, DataLoader) else 0
-        self._compared = max(_COMPARED, workers)  # of each worker at least one
-        self._is_data = type(loader) in SEQUENCES  # at hand as it is
-        self._coming: dict[int, Sequence[int]] = {}  # as the state has them, by batches pulled
-        self._state: Any = None  # before the next pull
+        self._compared = max(_COMPARED, workers)  # at least one batch of each worker
+        self._is_data = type(loader) in SEQUENCES  # batches need no checksum: the list has them
+        # The checksums that a resumed pass still has to find, by the number of the batch.
+        self._coming: dict[int, Sequence[int]] = {}
+        self._state: Any = None  # the loader's state before the next pull, if it was asked
 
     def begin(self) -> tuple[Iterator[Any], Any]:
-        """The batches of a new pass, and the loader's state then, if it is known.
+        """Begin a new pass, and return its batches and the loader's state, if it is known.
 
-        Another kind of loader than torch's may have none before it was asked for a batch.
+        A loader of another kind than torch's may have no state before its first batch.
         """
         batches = iter(self._loader)
         if self._has_state and isinstance(self._loader, DataLoader):
@@ -96,7 +99,7 @@ class PlacesPulled:
         return batches, self._state
 
     def begin_again(self, generators: PassGenerators, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of a pass, led back to where a state was saved; the generators are set."""
+        """Begin the rest of a pass where a state was saved, and return its batches."""
         handed_out = saved["batches"]
         if not self._has_state:
             if goes_on(self._loader) and handed_out:
@@ -105,10 +108,13 @@ class PlacesPulled:
                     "begun again: give a DataLoader or another object that makes a new iterator"
                 )
             _check_length(length_of(self._loader), handed_out)
+        # The compared batches are pulled here; afterwards the generators are set as a running loop
+        # would have them: the loader's generators after the last pull, and all others at the save.
         batches, places = _led_back(self._loader, generators, saved)
         after = {**saved["generators"], **(saved["after_pull"] or {})}
         generators.write(after)
         places = places or [PlaceInPass(saved["loader"], None, {})]
+        # The last place is the one of the batch handed out last: a save may follow at once.
         places[-1] = places[-1]._replace(after=after)
         self._known = dict(enumerate(places, handed_out - len(places) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
@@ -117,7 +123,7 @@ class PlacesPulled:
         return batches
 
     def ask(self) -> Any:
-        """The loader's own state now; None if it has none."""
+        """Return the loader's own state now; None if it has none."""
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
     def note(
@@ -128,9 +134,18 @@ class PlacesPulled:
         before: States | None,
         after: States,
     ) -> None:
-        """A batch was pulled, so many were before, and so many of these were handed out."""
+        """Note the place of a batch that was pulled.
+
+        Args:
+            number: The number of the batch in the pass, from 1.
+            handed_out: The number of batches that the caller has received.
+            parts: The checksums of the batch.
+            before: The states of the loader's generators before the pull.
+            after: The states of the loader's generators after the pull.
+        """
         state = self._state
         self._state = None
+        # The loader's first state is read after its first pull: it may have none before.
         if self._has_state and not self._known and state is None:
             state = self.ask()
             before = None
@@ -138,14 +153,15 @@ class PlacesPulled:
             self._state = self.ask()
         with self._lock:
             self._known[number] = PlaceInPass(state, before, after, parts)
+            # Places that no state can need any more go, so that their number stays bounded.
             if number % _ASKED == 0:
                 first = self._first(handed_out)
                 self._known = {place: one for place, one in self._known.items() if place >= first}
 
     def again(self, handed_out: int) -> list[tuple[States, int | None]]:
-        """Return what a state has of the batches that are compared: generators, and a checksum.
+        """Return the generators and checksum of each batch that a resumed loop compares.
 
-        The checksum of data that is at hand is None: any is good.
+        The checksum is None for a list, tuple or range, whose batches may differ.
         """
         places = self.up_to(handed_out)
         return [
@@ -155,7 +171,7 @@ class PlacesPulled:
         ]
 
     def up_to(self, handed_out: int) -> list[PlaceInPass]:
-        """Those from which a state leads to the batch handed out last, and are compared."""
+        """Return the places that lead to the batch handed out last, and are compared."""
         with self._lock:
             first = self._first(handed_out)
             return [one for place, one in self._known.items() if first <= place <= handed_out]
@@ -164,9 +180,9 @@ class PlacesPulled:
         """Return the checksums, as pulled, of the batches after the one that was handed out last.
 
         Args:
-            handed_out: Its number.
-            most: How many a list or tuple may still give before the pass is left: tasks change
-                none of these before it is noted, and the lock keeps it from being noted.
+            handed_out: The number of the batch that was handed out last.
+            most: How many more batches a list or tuple may give before the pass is left. Tasks
+                change a batch only after its pull was noted, which waits for the lock held here.
         """
         with self._lock:
             pulled = takewhile(self._known.__contains__, count(handed_out + 1))
@@ -177,10 +193,10 @@ class PlacesPulled:
         return [one.checksums for one in parts if one is not None]
 
     def check_coming(self, number: int, batch: Any) -> None:
-        """Refuse a batch that is not what it was when the state was saved.
+        """Raise an error if a batch is not as it was when the state was saved.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The batch differs.
         """
         saved = self._coming.pop(number, None)
         if saved is not None and not has_parts(batch, saved):
@@ -193,7 +209,10 @@ class PlacesPulled:
             )
 
     def _first(self, handed_out: int) -> int:
-        """The latest that leaves enough to compare, with the loader's state if it has one."""
+        """Return the latest place that leaves enough batches to compare.
+
+        If the loader has a state, the place must have it.
+        """
         first = handed_out - self._compared + 1
         if not self._has_state:
             return first
@@ -204,10 +223,11 @@ class PlacesPulled:
 def _led_back(
     loader: Any, generators: PassGenerators, saved: Mapping[str, Any]
 ) -> tuple[Iterator[Any], list[PlaceInPass]]:
-    """The rest of a pass, and what was pulled again."""
+    """Return the rest of a pass, and the places of the compared batches, pulled again."""
     again = saved["again"]
     own = saved["loader"]
     for way, (state, number) in enumerate(_beginnings(loader, saved)):
+        # From the second try on, the pass is read from its beginning, which may take long.
         if way and number > len(again):
             warnings.warn(
                 f"the state of the loader ({type(loader).__name__}) does not lead to the batches "
@@ -215,12 +235,15 @@ def _led_back(
                 RuntimeWarning,
                 stacklevel=2,
             )
+        # Each try starts from new workers and from the generators at the beginning of the pass.
         end_workers(loader)
         generators.write(saved["at_start"])
         batches = iter(loader) if state is None else begun_at(loader, state)
         with _of_state(loader, state):
+            # Skip the batches before the compared ones; a state leads behind them.
             found = sum(1 for _ in islice(batches, number - len(again)))
             places, same = _pulled_again(loader, generators, batches, saved)
+        # Without a state, too few batches mean other data; with one, another beginning is tried.
         if own is None:
             _check_length(found + len(places), number)
         if same and len(places) == len(again):
@@ -241,11 +264,12 @@ def _led_back(
 def _pulled_again(
     loader: Any, generators: PassGenerators, batches: Iterator[Any], saved: Mapping[str, Any]
 ) -> tuple[list[PlaceInPass], bool]:
-    """What is pulled to be compared, and whether it is the same."""
+    """Pull the batches to compare, and return their places and whether all are the same."""
     own = saved["loader"]
     same = True
     places = list[PlaceInPass]()
     asked = own is not None and isinstance(torchs(loader), DataLoader)
+    # Each pull starts from the generators that it had in the saved run: bodies drew in between.
     for before, checksum in saved["again"]:
         state = copy.deepcopy(loader.state_dict()) if asked else own
         generators.write(before)
@@ -257,23 +281,24 @@ def _pulled_again(
 
 
 def _beginnings(loader: Any, saved: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """States to begin with, None for none, and the number of batches to pull then."""
+    """Yield each beginning to try: the loader's state, or None, and how many batches to pull."""
     own = saved["loader"]
     compared = len(saved["again"])
     handed_out = saved["batches"]
     if own is None:
         yield None, handed_out
         return
-    # Workers that live on would begin later passes there, too.
+    # Workers that live on would begin later passes at this state, too.
     if not compared or not lives_on(loader):
         yield own, compared
+    # The beginning of the pass: by the loader's state there, and last by a new iterator.
     if compared and isinstance(torchs(loader), DataLoader):
         yield saved["loader_at_start"], handed_out
         yield None, handed_out
 
 
 def begun_at(loader: Any, state: Any) -> Iterator[Any]:
-    """A loader with a state of its own, begun where the state was saved."""
+    """Return the iterator of a loader with a state of its own, begun at that state."""
     with _of_state(loader, state):
         loader.load_state_dict(state)
         return iter(loader)
@@ -281,7 +306,7 @@ def begun_at(loader: Any, state: Any) -> Iterator[Any]:
 
 @contextmanager
 def _of_state(loader: Any, state: Any) -> Iterator[None]:
-    """What the loader raises comes of the state, if there is one."""
+    """Report an exception of the loader within the block as one of its state, if there is one."""
     try:
         yield
     except Exception as error:

@@ -1,12 +1,12 @@
-"""Tensors that pulls use, and that the loop's body must not change, or use if pulls write them.
+"""Tensors that pulls use: the loop must not change them, nor use those that pulls write.
 
-    pull 2      reads rows, writes mean        pull 3: has anybody changed rows since?
+    pull 2      reads rows, writes mean        pull 3: have rows been changed since?
     body 2      reads mean: refused
 
-Watched pulls (``swpipe.loops.draws``) and the bodies between them run alone, so that what changes
-between two pulls the loop has changed. A function mode of the thread that pulls sees the arguments
-of torch's functions. Where a pull writes a tensor that is in no batch, the bodies that follow run
-under another one, which sees whether they use it.
+Watched pulls (``swpipe.loops.draws``) and the bodies between them run alone, so a change between
+two pulls was made by the loop. A function mode on the thread that pulls sees the arguments of
+torch's functions. If a pull writes a tensor that is in no batch, the following bodies run under
+another function mode, which sees whether they use that tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PLAIN = (Tensor, Parameter)
 
 
 class PulledTensors(TorchFunctionMode):
-    """The tensors that the pulls of a loop use; a pull is made within the block.
+    """A function mode that notes the tensors used by pulls; a pull is made within the block.
 
     Attributes:
-        only_looks: A pipeline that a pull runs needs it on no other thread.
-        written: Tensors that pulls have written, that are in no batch and still there; by storage.
+        only_looks: Whether pipelines inside a pull may leave the mode off their other threads.
+        written: Tensors that pulls have written, that are in no batch and still exist, by storage.
     """
 
     only_looks = True
@@ -38,10 +38,11 @@ class PulledTensors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[int, weakref.ref[Tensor]] = {}
-        self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # and the version
+        # The tensors that pulls have used, and their versions after the last pull, by id.
+        self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def changed(self) -> str:
-        """A tensor that somebody has changed since the last pull, in words; empty for none."""
+        """Return a description of a tensor that was changed since the last pull; empty for none."""
         for reference, version in self._used.values():
             tensor = reference()
             if tensor is not None and tensor._version != version:
@@ -49,7 +50,8 @@ class PulledTensors(TorchFunctionMode):
         return ""
 
     def end_pull(self, batch: Any) -> None:
-        """Note how a pull has left the tensors."""
+        """Keep the tensors of a pull that still exist and are not in its batch."""
+        # Tensors of the batch belong to the body, which may use and change them.
         own = {_storage(buffer) for buffer in parts_of(batch)[0] if type(buffer) in _PLAIN}
         found = [reference() for reference, _ in self._used.values()]
         kept = [one for one in found if one is not None and _storage(one) not in own]
@@ -62,6 +64,7 @@ class PulledTensors(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [*_tensors_in((*args, *kwargs.values()))]
+        # Tensor._version counts in-place writes; torch has no public name for it.
         before = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
         for tensor, version in zip(tensors, before, strict=True):
@@ -72,13 +75,15 @@ class PulledTensors(TorchFunctionMode):
 
 
 class BodyUse(TorchFunctionMode):
-    """Sees whether the loop uses what pulls have written, from ``begin`` to ``end``.
+    """A function mode that sees whether the body uses tensors that pulls have written.
+
+    It is active from ``begin`` to ``end``, on the caller's thread.
 
     Attributes:
-        found: What it has used, in words; empty for nothing.
+        found: The description of a tensor that the body has used; empty for none.
 
     Args:
-        written: Of the pulls.
+        written: The tensors that pulls have written, by storage.
     """
 
     only_looks = True
@@ -90,12 +95,14 @@ class BodyUse(TorchFunctionMode):
         self._active = False
 
     def begin(self) -> None:
-        """The caller's body begins."""
+        """Start to watch the caller's body."""
         self.__enter__()  # type: ignore[no-untyped-call]
         self._active = True
 
     def end(self) -> None:
-        """It has ended; a mode that it has left in place stays, and this one beneath it."""
+        """Stop watching; under a mode that the body has left in place, this one stays, inactive."""
+        # Modes form a stack, and only the top one can be removed. The two functions of torch._C are
+        # private (torch 2.13): torch.overrides has no public way to look at the top.
         depth = torch._C._len_torch_function_stack()
         if self._active and depth and torch._C._get_function_stack_at(depth - 1) is self:
             self.__exit__(None, None, None)
@@ -107,6 +114,7 @@ class BodyUse(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._active:
             for tensor in _tensors_in((*args, *kwargs.values())):
+                # By storage, since the body may use another view of the memory that was written.
                 reference = self._written.get(_storage(tensor))
                 written = None if reference is None else reference()
                 if written is not None:
@@ -122,6 +130,7 @@ def _tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
+    # _cdata is the address of the C++ storage, which all views share (private, torch 2.13).
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,13 +1,13 @@
-"""A loop over a pipeline that can be stopped and gone on with, whatever was pulled ahead.
+"""A loop over a pipeline that can be stopped and resumed, whatever was pulled ahead.
 
     pulled           0  1  2  3  4  5
     handed out       0  1  2  3                  the body of the loop is at 3: a state is saved
     resumed                      4  5  6 ...     the loader is set back; numbers and draws go on
 
-``LoaderPass`` knows how a loader is set back. Generators that the loader draws from go on from
-where the pull of the batch handed out last left them; others from where they are when a state is
-saved. The second pull tells which these are, before any task runs: samplers draw their seed in the
-first.
+``LoaderPass`` sets a loader back. Generators that the loader draws from continue from their states
+after the pull of the batch handed out last. All other generators continue from their states when
+the loop's state was saved. Samplers draw their seed in the first pull, so the second pull, which
+runs before any task, shows which generators the loader draws from.
 """
 
 from __future__ import annotations
@@ -49,45 +49,48 @@ Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines c
 
 @runtime_checkable
 class Resumable(Protocol[Out]):
-    """A pipeline: ``SWPipeline``, or one with TorchRec's names but ``StagedTrainPipeline``."""
+    """A pipeline that ``ResumableLoop`` accepts: ``SWPipeline``, or one with TorchRec's names.
+
+    ``StagedTrainPipeline`` is not supported.
+    """
 
     def progress(self, iterator: Iterator[Any], /) -> Out:
-        """Return the next result; StopIteration at the end."""
+        """Return the next result; raise StopIteration at the end."""
 
     def state_dict(self) -> dict[str, int]:
-        """As ``SWPipeline.state_dict``."""
+        """Return the pipeline's state, as ``SWPipeline.state_dict`` does."""
 
     def load_state_dict(self, state: Mapping[str, int], /) -> None:
-        """As ``SWPipeline.load_state_dict``."""
+        """Load a state, as ``SWPipeline.load_state_dict`` does."""
 
 
 @suggests_keywords
 class ResumableLoop(Generic[Out]):
-    """An iterable of what ``progress`` returns, one pass over the loader each time.
+    """An iterable of the results of ``progress``; each iteration makes one pass over the loader.
 
-    A pass begins at ``iter(loop)``, as that of a plain loop; batches are pulled when they are asked
-    for. A pass that is left early, by ``break`` or an exception, drops what was pulled ahead if no
-    task can have changed anything for it; a loader that is an iterator gives it again in the next
-    pass. Otherwise it stays in flight, for ``drain`` of the pipeline.
+    A pass begins at ``iter(loop)``, as in a plain loop; batches are pulled when they are asked for.
+    If a pass is left early, by ``break`` or an exception, the batches pulled ahead are dropped if
+    no task can have changed any state for them; a loader that is an iterator gives them again in
+    the next pass. Otherwise they stay in flight, for ``drain`` of the pipeline.
 
     Attributes:
         pipe: The pipeline.
-        counted: Whether whoever iterates counts the batches, and does not ask for another one after
-            the last, as Lightning's Trainer: set it to True, and the last batch ends the pass.
+        counted: Whether the code that iterates counts batches and does not ask for another one
+            after the last, as Lightning's Trainer does. If True, the last batch ends the pass.
 
     Args:
-        pipe: The pipeline. Tasks with ``random=True`` draw by the iteration's number; others may
-            draw from the default generators if the loader does not.
-        loader: As in ``for batch in loader``; an ``AccelerateLoader`` in place of a loader that
+        pipe: The pipeline. Tasks with ``random=True`` draw by the iteration's number; other tasks
+            may draw from the default generators if the loader does not.
+        loader: The iterable of batches; an ``AccelerateLoader`` in place of a loader that
             Accelerate prepared.
-        device: Whose default generators are saved besides the CPU's; None for the pipeline's, or
-            else the machine's accelerator.
+        device: The device whose default generators are saved besides the CPU's; None for the
+            pipeline's device, or else the machine's accelerator.
     """
 
     counted = False
-    _keep_nothing = True  # workers that live on from pass to pass, by the user's word
+    _keep_nothing = True  # the user declares that persistent workers draw and count nothing
     _told_lost = _told_live = False
-    _frames = 3  # from a warning to whoever iterates
+    _frames = 3  # the stack frames between a warning and the code that iterates
 
     def __init__(
         self,
@@ -107,20 +110,21 @@ class ResumableLoop(Generic[Out]):
         where = resolve(getattr(pipe, "device", None) if device is None else device)
         self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
         self._pass: LoaderPass | None = None
-        self._loaded: Mapping[str, Any] | None = None  # leads to the next pass
+        self._loaded: Mapping[str, Any] | None = None  # the state that the next pass resumes from
         self._running: LoaderPass | None = None
-        self._left = False  # early
-        self._left_at_end = False  # in the body of the last batch
-        self._dropped = False  # what was in flight then
+        self._left = False  # the last pass was left before its end
+        self._left_at_end = False  # the last pass was left in the body of its last batch
+        self._dropped = False  # the batches in flight at that time were dropped
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.pipe!r}"
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        # What is not pulled ahead is drawn in the order of a plain loop.
+        # A pipeline of depth 1 pulls nothing ahead, so all draws have the order of a plain loop.
         pipe = self.pipe
         most = 0
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
+        # Only an iterator gives dropped batches again: for other loaders none need be kept.
         if isinstance(pipe, SWPipeline) and goes_on(self._loader):
             most = pipe.plan.depth - 1
         draws = LoaderDraws(generators, generators.own if ahead else (), said=True)
@@ -129,28 +133,30 @@ class ResumableLoop(Generic[Out]):
     # ------------------------------------------------------------------------------ states
 
     def state_dict(self, *, rest: bool | None = None, check: bool = True) -> dict[str, Any]:
-        """What to save beside models and optimizers, in the body of the loop or between passes.
+        """Return the loop's state, in the body of the loop or between passes.
 
-        In the body it leads to the rest of this pass, between passes to a new one. It has numbers,
-        strings and tensors: the pipeline's state, how many batches of this pass were handed out,
-        the loader's state if it has one, and random generators: the default ones, and those that a
-        loader of torch's or torchdata's, its samplers and its dataset have as attributes; and what
-        tells the last batches from others: a loader that does not give them again is refused when
-        the loop is resumed.
+        Save it with the models and optimizers. In the body, the state leads to the rest of this
+        pass; between passes, to a new pass. The state has numbers, strings and tensors: the
+        pipeline's state, how many batches of this pass were handed out, the loader's state if it
+        has one, and the states of random generators: the default generators, and those that a
+        loader of torch's or torchdata's, its samplers and its dataset have as attributes. It also
+        has checksums of the last batches: a loader that does not give these batches again is
+        refused when the loop is resumed.
 
         Args:
-            rest: After a pass that was left early: whether to go on with the rest of it.
-            check: Refuse where the state may not lead to the same numbers, now or when it is
-                loaded; False if the loader gives the same batches whenever it is begun, or if
-                others do not matter.
+            rest: After a pass that was left early: whether to resume with the rest of that pass.
+            check: Whether to refuse if the state may not lead to the same numbers, now or when it
+                is loaded. Pass False if the loader gives the same batches whenever it is begun, or
+                if different batches do not matter.
 
         Raises:
-            RuntimeError: A run that goes on from here would not surely have the numbers of one that
-                was never stopped; it says why, and what to do.
+            RuntimeError: A run that resumes here might not have the numbers of a run that was never
+                stopped; the message says why, and what to do.
         """
         pipe = self.pipe
         if self._pulled.beside and isinstance(pipe, SWPipeline):
-            # No task of an iteration in flight has changed any state, and no pull is waited for.
+            # Tasks that run ahead change no state, so the iterations in flight need no check, and
+            # the save does not wait for a pull.
             pipeline = pipe.state_dict(check=not pipe.in_flight)
         else:
             pipeline = pipe.state_dict()
@@ -162,21 +168,23 @@ class ResumableLoop(Generic[Out]):
             )
         if check:
             self._check_tasks()
-        # A task with random=True may be running, which has seeded the generators for itself.
+        # A task with random=True may be running on another thread, with generators it has seeded.
         with self._pulled.generators.exclusive():
             return complete(pipeline, self._place(rest, check))
 
     def _check_tasks(self) -> None:
-        """Refuse tasks that keep what is in no state."""
+        """Raise an error if tasks keep values that are in no state; subclasses implement this."""
 
     def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
-        """What a state has beside the pipeline's."""
+        """Return the part of a state that leads to a place in a pass."""
         current = self._pass
+        # A state was loaded and no pass has begun since: the next state is the same place.
         if self._loaded is not None and current is None:
             return {name: self._loaded[name] for name in OF_PLACE}
         if current is None or (self._left and not rest):
             return self._between_passes(check)
-        if rest and self._left_at_end:  # the rest of the pass has no batch, and is still a pass
+        # The rest of the pass has no batch, but resuming must still run it, as an empty pass.
+        if rest and self._left_at_end:
             self._check_place(current, check)
             return current.state_dict(check=check)
         if others := self._others_in_flight(current):
@@ -186,6 +194,7 @@ class ResumableLoop(Generic[Out]):
             )
         if not (current.ended or self._dropped):
             self._count(current)
+        # A caller that counts batches makes no request after the last one: the pass ends here.
         if self.counted and self._is_complete(current):
             current.end()
         if current.ended:
@@ -194,7 +203,7 @@ class ResumableLoop(Generic[Out]):
         return current.state_dict(check=check)
 
     def _check_place(self, current: LoaderPass, check: bool) -> None:
-        """Refuse to save in mid-pass where no state leads back to the same batches and draws."""
+        """Raise an error in mid-pass if no state leads back to the same batches and draws."""
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
@@ -214,7 +223,11 @@ class ResumableLoop(Generic[Out]):
             self._check_loader(live=current.had_live_workers)
 
     def _check_loader(self, *, live: bool) -> None:
-        """Refuse one that keeps what is in no state."""
+        """Raise an error if the loader keeps values that are in no state.
+
+        Args:
+            live: Whether worker processes of an earlier pass are in use.
+        """
         if live:
             raise RuntimeError(
                 "the loader's workers live on from pass to pass, and what they have drawn or "
@@ -241,10 +254,10 @@ class ResumableLoop(Generic[Out]):
             )
 
     def _between_passes(self, check: bool) -> dict[str, Any]:
-        """What a state has that leads to a new pass.
+        """Return the part of a state that leads to a new pass.
 
         Raises:
-            RuntimeError: It would not surely have the same numbers, and ``check``.
+            RuntimeError: ``check`` is True, and the new pass might not have the same numbers.
         """
         loader: Any = self._loader
         if self._left and has_own_state(loader):
@@ -269,23 +282,24 @@ class ResumableLoop(Generic[Out]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
-        """Let the next pass go on where a state was saved, in this process or another.
+        """Let the next pass resume where a state was saved, in this process or another one.
 
-        Call it before the first pass, after models and optimizers are loaded. The pipeline may have
-        another plan. Random generators are set as they were. When the pass begins, a loader without
-        a state of its own is begun again, and the batches that were handed out are skipped. One
-        with a state is set back; if it does not give the batches again that were handed out last,
-        it is begun again, too.
+        Call this method before the first pass, after models and optimizers are loaded. The pipeline
+        may have another plan. Random generators are set to their saved states. When the pass
+        begins, a loader without a state of its own is begun again, and the batches that were handed
+        out are skipped. A loader with a state is set back; if it does not give the last batches
+        again, it is begun again, too.
 
         Args:
-            state: What ``state_dict`` returned on this rank.
-            check: Refuse, when the pass begins, a loader that does not give them again; and a state
-                of another number of ranks, on which a loader has other batches.
+            state: The state that ``state_dict`` returned on this rank.
+            check: Whether to refuse a loader that does not give the last batches again, when the
+                pass begins; and a state of another number of ranks, on which a loader has other
+                batches.
 
         Raises:
-            RuntimeError: A pass has not ended; or tasks that ran ahead have modified batches that
-                were dropped when the last one was left, and the loader has them.
-            ValueError: The state is not that of such a loop.
+            RuntimeError: A pass has not ended; or the last pass was left, tasks that ran ahead have
+                modified the batches dropped then, and the loader still has these batches.
+            ValueError: The state was not saved by a loop of this kind.
         """
         self._refuse_running()
         loader = self._loader
@@ -295,14 +309,17 @@ class ResumableLoop(Generic[Out]):
             self._pass.check_modified()
         self._pulled.draws.names.update(state["loader_draws"])
         self._pulled.draws.in_turn |= state["in_turn"]
+        # Live workers have drawn and counted since the save; the resumed pass starts new ones.
         end_workers(loader)
         self._pass = self._loaded = None
-        if state["batches"] or state["after_pull"] is not None:  # the pass had begun
+        # A pass had begun, if only by iter(loop): after_pull is None only between passes.
+        if state["batches"] or state["after_pull"] is not None:
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
             coming = state["coming"] if check else []
             self._loaded = {**state, "again": again, "coming": coming}
         elif state["loader"] is not None:
             begun_at(loader, state["loader"])
+        # Last, because begun_at() may draw from the generators.
         generators.write(state["generators"])
         self.pipe.load_state_dict(state["pipeline"])
         self._left = False
@@ -310,10 +327,10 @@ class ResumableLoop(Generic[Out]):
     # ------------------------------------------------------------------------------ passes
 
     def __iter__(self) -> Iterator[Out]:
-        """What the pipeline returns for each batch. The pass begins now, as that of a ``for``.
+        """Begin a pass, as a ``for`` does, and return the iterator over the pipeline's results.
 
-        The first batch is pulled when it is asked for. While another pass has not ended, this one
-        begins then, too.
+        The first batch is pulled when it is asked for. If another pass has not ended, this pass
+        begins at its first batch.
 
         Raises:
             RuntimeError: At the first batch: another pass has not ended.
@@ -321,17 +338,19 @@ class ResumableLoop(Generic[Out]):
                 before, does not give the last of these again, or cannot be begun again.
         """
         running = self._running
-        if running is not None and self._is_complete(running):  # and is asked for nothing more
+        # All batches were handed out, and the iterator was not asked for more: its pass has ended.
+        if running is not None and self._is_complete(running):
             self._end(running, failed=False)
         contexts = self._iterate()
+        # Run the generator to its first yield, so that the pass begins now and not at next().
         next(contexts)
         return contexts
 
     def _begun(self) -> LoaderPass:
-        """The pass of a state that was loaded, the rest of one that was left, or a new one."""
+        """Begin the next pass: from a loaded state, the rest of a pass that was left, or anew."""
         left = self._pass
         pipe = self.pipe
-        ours = isinstance(pipe, SWPipeline)  # which refuses it itself
+        ours = isinstance(pipe, SWPipeline)  # SWPipeline itself refuses batches of another iterator
         if self._left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
             raise RuntimeError(
                 f"batches of the pass that was left early are in flight ({in_flight}): call "
@@ -355,7 +374,7 @@ class ResumableLoop(Generic[Out]):
         current = self._begun() if self._running is None else None
         runs = failed = False
         try:
-            yield None  # type: ignore[misc]  # to ``__iter__``
+            yield None  # type: ignore[misc]  # taken by __iter__
             self._refuse_running()
             current = self._pass = current or self._begun()
             self._dropped = self._left = False
@@ -379,10 +398,11 @@ class ResumableLoop(Generic[Out]):
                 current.hand_out()
                 current.begin_body()
                 yield out
-                del out
-                if self._running is not current:  # a new pass has ended it
+                del out  # this frame must not keep a context while the next one is computed
+                if self._running is not current:  # a new pass has ended this one
                     return
         finally:
+            # This code runs at the end, after an early leave, and for a pass without any request.
             if current is not None:
                 current.stop_watching()
             if current is not None and runs and self._running is current:
@@ -391,19 +411,20 @@ class ResumableLoop(Generic[Out]):
                 self._forget(current)
 
     def _begin(self, current: LoaderPass) -> None:
-        """A pass begins, or goes on."""
+        """Prepare a pass that begins or continues, before its first request."""
+        # The second pull, before any task, shows which generators the loader draws from.
         if self._pulled.ahead and not current.pulled:
             current.pull_alone(2)
 
     def _make_ready(self, current: LoaderPass) -> None:
-        """The next iteration is asked for."""
+        """Prepare for the next iteration; subclasses implement this."""
 
     def _next(self, current: LoaderPass) -> Out:
-        """What the pipeline returns next; StopIteration at the end."""
+        """Return the pipeline's next result; raise StopIteration at the end."""
         return self.pipe.progress(current.iterator)
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
-        """The pass is over, or left."""
+        """End a pass that is over, or that was left."""
         self._running = None
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
@@ -423,20 +444,22 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        # A pass that was left in the body of its last batch counts as ended from here on, but
+        # state_dict(rest=True) may still ask for its rest, which is empty.
         self._left_at_end = complete and not ended
         current.ended = current.ended or complete
         self._left = not current.ended
 
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
-        """Drop what is in flight, if nothing can have changed by it."""
+        """Drop the batches in flight, if no task can have changed any state for them."""
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
             return
         if self._changed_early():
             return
         if self.counted and self._is_complete(current) and not pipe.closed:
-            pipe.settle()  # its end is found
-        if not failed:  # which has dropped it
+            pipe.settle()  # this lets the pipeline find the end of the loader
+        if not failed:  # an error has already dropped them, and leave() counts its iteration
             self._count(current)
         pipe.drop()
         self._dropped = True
@@ -447,9 +470,12 @@ class ResumableLoop(Generic[Out]):
         return isinstance(pipe, SWPipeline) and any(early_changes(pipe.plan, pipe.tasks))
 
     def _check_lost(self, left: LoaderPass) -> None:
-        """Refuse a new pass after one that was left, where what was dropped shows in it.
+        """Refuse a new pass after a pass that was left, if the dropped batches change its numbers.
 
-        Where it may show, and nobody can see whether it does, a warning says so, once.
+        If it is not known whether the dropped batches matter, this method warns once.
+
+        Raises:
+            RuntimeError: Live workers have made dropped batches, and may draw or count.
         """
         if left.lost and may_keep_rows(self._loader) and not self._told_lost:
             self._told_lost = True
@@ -472,16 +498,17 @@ class ResumableLoop(Generic[Out]):
             )
 
     def _forget(self, current: LoaderPass) -> None:
-        """A pass was begun, and nobody asked for a batch: a trainer looks whether this iterates."""
+        """Undo a pass that has begun without a request: a trainer only tests for iterability."""
         if not goes_on(self._loader):
             current.undo()
             if self._pass is current:
                 self._pass = None
 
     def _count(self, current: LoaderPass) -> None:
-        """Set how many batches were handed out, ``drain`` included."""
+        """Set the number of batches handed out, including those taken by ``drain``."""
         pipe = self.pipe
-        if self._pulled.beside:  # only what the body got was handed out
+        # Batches pulled beside the body are handed out by this loop only.
+        if self._pulled.beside:
             return
         if isinstance(pipe, SWPipeline):
             if not pipe.closed:
@@ -491,7 +518,7 @@ class ResumableLoop(Generic[Out]):
             current.handed_out = current.fed - pipe.state_dict()["in_flight"]
 
     def _is_complete(self, current: LoaderPass) -> bool:
-        """Whether all was handed out, by the loader's length."""
+        """Return whether all batches were handed out, according to the loader's length."""
         return current.handed_out == length_of(self._loader)
 
     def _others_in_flight(self, current: LoaderPass) -> int:

@@ -1,4 +1,4 @@
-"""The form of a loop's saved state, and whether what is loaded has it."""
+"""The form of a loop's saved state, and the check that a loaded state has it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OF_PLACE = (
     *("batches", "coming", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
     *("at_start", "after_pull", "generators"),
 )
-"""What leads to a place in a pass."""
+"""The keys of a state that lead to a place in a pass."""
 
 _OF_LOADER = ("loader", "loader_at_start")
-"""The loader's own, which it checks itself."""
+"""The keys of the loader's own state, which the loader checks itself."""
 
 _KEYS = frozenset(["version", "ranks", "pipeline", "checksum", *OF_PLACE])
 
 
 def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str, Any]:
-    """A state, of the pipeline's state and a place in a pass."""
+    """Return a state with the pipeline's state, a place in a pass, and a checksum."""
     state = {"version": VERSION, "ranks": rank_count(), "pipeline": pipeline, **place}
     return {**state, "checksum": _checksum(state)}
 
@@ -37,7 +37,18 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
 def checked_state(
     state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
 ) -> Mapping[str, Any]:
-    """The state, if it is one of such a loop, and with ``same_ranks``, of as many ranks."""
+    """Return a state that a loop of this kind has saved, or raise an error.
+
+    Args:
+        state: The state to check.
+        owner: The name of the loop's class, for the message.
+        loader: The loop's loader.
+        generators: The loop's generators.
+        same_ranks: Whether the state must be of as many ranks as this job has.
+
+    Raises:
+        ValueError: The state was not saved by a loop of this kind, or has changed since.
+    """
     if why := _why_not(state, loader, generators, same_ranks):
         raise ValueError(
             f"the state is not one that {owner}.state_dict() returned for such a loop: {why}"
@@ -46,9 +57,10 @@ def checked_state(
 
 
 def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bool) -> str:
+    # From the outermost property to the innermost: each test relies on the ones before it.
     if not isinstance(state, Mapping):
         return f"it is {shown(state)}"
-    version = state.get("version", VERSION)  # where it has none, that is said below
+    version = state.get("version", VERSION)  # a missing version is reported with other keys below
     if type(version) is not int or version != VERSION:
         return (
             f"its version is {shown(version)}, and this swpipe has {VERSION}: go on with "
@@ -59,6 +71,7 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
         return f"it lacks, or should not have, {names}"
     if type(state["checksum"]) is not int or state["checksum"] != _checksum(state):
         return "its checksum is another one, so it was damaged or changed after it was saved"
+    # A loader usually divides its data by rank, so another number of ranks has other batches.
     if same_ranks and state["ranks"] != rank_count():
         saved = counted(state["ranks"], "rank")
         return (
@@ -67,6 +80,7 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
             "alone; or, if each loader has the rest of its own batches, load_state_dict(state, "
             "check=False)"
         )
+    # Default generators may differ by machine. A loader's own have to match one to one.
     own = {name for name in state["generators"] if not is_default(name)}
     if unknown := own - generators.own:
         return (
@@ -85,18 +99,21 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
-    """Of all but what is the loader's, whatever containers a file makes of it."""
+    """Return a checksum of all but the loader's own state, whatever containers a file uses."""
     found = {name: one for name, one in state.items() if name not in ("checksum", *_OF_LOADER)}
     return crc32(repr(_plain(found)).encode())
 
 
 def _plain(value: Any) -> Any:
+    # Formats differ in their containers: JSON has no tuples, and torch.save keeps Tensors. So the
+    # keys are sorted and sequences become lists.
     if isinstance(value, Mapping):
         return sorted(f"{key!r}: {_plain(one)}" for key, one in value.items())
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, Tensor):
         there = value.cpu().contiguous()
+        # The bytes of a tensor, not its printed form, which leaves out values.
         data = ctypes.string_at(there.data_ptr(), there.nbytes) if there.nbytes else b""
         return [str(value.dtype), *value.shape, crc32(data)]
     return value

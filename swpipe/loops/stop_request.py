@@ -2,16 +2,16 @@
 
     rank 0    step 7 | step 8 | step 9 |         at 9 when rank 1 is asked to stop
     rank 1    step 7 | step 8 ~~ | step 9 |      SIGTERM in step 8
-                                       ^ where both end: the first place that none has passed
+                                       ^ where both end: the first place that no rank has passed
 
-No step waits for another rank, and no collective is added. A thread of each rank looks into the
-job's store, a few times a second. When some rank was asked to stop, each rank's thread holds its
-loop back from the next step, writes how far it is, and reads how far the others are. A rank that
-hangs in a collective for which it needs the others' loops answers all the same.
+No step waits for another rank, and no collective is added. A thread of each rank polls the job's
+store, a few times a second. When some rank was asked to stop, each rank's thread holds its loop
+back from the next step, writes the loop's place, and reads the places of all ranks. A rank that
+hangs in a collective, waiting for another rank's loop, still answers, because its thread does.
 
-A place is a tuple: the number of the pass, the step, and within the step the same again, of a pass
-over another loop. Tuples compare in the order in which a program gets to these places, also where
-the data of some ranks ends earlier.
+A place is a tuple: the number of the pass, the number of the step, and within the step the same two
+numbers of a pass over an inner loop. Tuples compare in the order in which a program reaches the
+places, also where the data of some ranks ends earlier.
 """
 
 from __future__ import annotations
@@ -39,32 +39,36 @@ Item = TypeVar("Item")
 StepPlace: TypeAlias = tuple[int, ...]
 
 LOOK_S = 0.2
-"""How often a rank looks whether another one was asked to stop; 1 ms more for each rank."""
+"""Seconds between two polls for a stop of another rank; 1 ms more for each rank."""
 
 ANSWER_S = 60.0
-"""How long ranks wait for each other's answers, which do not depend on how long a step takes."""
+"""Seconds that ranks wait for each other's answers; the length of a step does not matter."""
 
-_ANSWERS_S = 0.01  # how often they look for these
+_ANSWERS_S = 0.01  # seconds between two polls for these answers
 
-_GRACE_S = 2.0  # for the thread to end
+_GRACE_S = 2.0  # seconds that leave() waits for the thread to end
 
-_numbers = itertools.count()  # of stop requests; ranks count alike
+# The number of the next stop request. Ranks enter the same requests in the same order, so equal
+# numbers give equal keys in the store.
+_numbers = itertools.count()
 
 
 class StopRequest:
-    """Ends loops after a whole step when this process, or another rank, was asked to stop.
+    """A context manager that ends loops after a whole step if any rank was asked to stop.
 
-    Use it as a context manager, in the main thread, after ``init_process_group``; each rank enters
-    as many, in the same order. Within the block the signals do nothing else; afterwards they have
-    their earlier handlers. Processes that are forked within the block have these, too. A second
-    SIGINT does what it did before.
+    Enter it in the main thread, after ``init_process_group``; each rank enters the same number of
+    stop requests, in the same order. Within the block the signals do nothing else; afterwards they
+    have their earlier handlers. Processes that are forked within the block have the earlier
+    handlers, too. A second SIGINT is handled by the earlier handler.
 
     Attributes:
-        reason: Such as "SIGTERM on rank 1", once a loop was ended; empty before.
+        reason: The reason for the stop, such as "SIGTERM on rank 1", once a loop was ended; empty
+            before.
 
     Args:
-        signals: Names of the signals that ask for a stop, on any of the ranks.
-        after_s: Seconds after the beginning of the block that do so; None for never.
+        signals: Names of the signals that ask for a stop, on any rank.
+        after_s: Seconds after the beginning of the block at which a stop is asked for; None for
+            never.
 
     Raises:
         ValueError: There is no such signal, or it cannot be handled; or ``after_s`` is not above 0.
@@ -84,11 +88,12 @@ class StopRequest:
         self._asked = ""
         self._ranks: _Ranks | None = None
         self._at: StepPlace = (0,)
+        # Iterators of ended loops: dropping them would end their passes before the user saves.
         self._held: list[Iterator[Any]] = []
 
     @property
     def requested(self) -> bool:
-        """Whether a loop was ended by a stop: save, and leave. All ranks have the same answer."""
+        """Whether a loop was ended by a stop, on all ranks alike: save, and leave the loop."""
         return bool(self.reason)
 
     def request(self, reason: str = "request()") -> None:
@@ -96,33 +101,34 @@ class StopRequest:
         self._asked = self._asked or reason
 
     def watch(self, loop: Iterable[Item], *, every: int = 1) -> WatchedLoop[Item]:
-        """The loop, until a stop: ``for batch in stop.watch(loop)``.
+        """Return the loop, which a stop ends: ``for batch in stop.watch(loop)``.
 
-        After a stop the loop's iterator is kept where it is until the end of the block, so that
-        ``loop.state_dict()`` is that of the body of the last step. Each later pass over a watched
-        loop is empty.
+        After a stop the loop's iterator is kept in place until the end of the block, so that
+        ``loop.state_dict()`` is the state in the body of the last step. Each later pass over a
+        watched loop is empty.
 
         Args:
-            loop: What is iterated over; the same loops on all ranks.
-            every: The loop ends after a multiple of so many steps of the pass, such as the batches
-                of an accumulation.
+            loop: The iterable; all ranks watch the same loops.
+            every: The number of steps between two places where the loop may end, such as the
+                batches of an accumulation.
 
         Raises:
             ValueError: ``every`` is no integer from 1.
-            RuntimeError: In a pass: this is not entered, or was before ``init_process_group``; or
-                a stop was asked for, and another rank has not answered.
+            RuntimeError: In a pass: this request is not entered, or was entered before
+                ``init_process_group``; or a stop was asked for, and another rank has not answered.
         """
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {shown(every)}: give an integer from 1")
         return WatchedLoop(self, loop, every)
 
     def _begin(self, loop: Iterable[Item], every: int) -> Iterator[Item]:
-        """A pass, which has begun; an empty one after a stop, which draws nothing."""
+        """Begin a pass, and return its iterator; after a stop, return an empty iterator."""
         if self not in _entered or (self._ranks is None and not is_alone()):
             raise RuntimeError(
                 "the stop request is not entered, or was entered before torch.distributed was "
                 "initialised: write `with StopRequest(...) as stop` after init_process_group"
             )
+        # The place (pass, 0, 0) comes before the first step, so a stop can end the pass here.
         begun = self._at
         return iter(()) if self._ends((*begun, 0, 0)) else self._steps(iter(loop), begun, every)
 
@@ -138,10 +144,12 @@ class StopRequest:
                     raise
                 yield item
                 del item
+                # This frame must not keep a batch while the next one is made.
                 if step % every == 0 and self._ends((*begun, step, 0)):
                     self._held.append(items)
                     return
         finally:
+            # The next pass has a greater place, also after a break, so places never go back.
             self._move((*begun[:-1], begun[-1] + 1))
 
     def _move(self, at: StepPlace) -> None:
@@ -150,18 +158,19 @@ class StopRequest:
             self._ranks.move(at)
 
     def _ends(self, at: StepPlace) -> bool:
-        """Whether no step begins here."""
+        """Return whether the loop ends at this place, and move there."""
         self._move(at)
         self.reason = self._ranks.why_stop() if self._ranks is not None else self._why()
         return self.requested
 
     def _why(self) -> str:
-        """Why this rank is to stop; empty if it is not."""
+        """Return why this rank is to stop; empty if it is not."""
         if not self._asked and time.monotonic() >= self._until:
             self._asked = f"after_s={self._after_s:g} s"
         return self._asked
 
     def _note(self, error: Exception) -> None:
+        # A signal to the whole process group ends the workers, and the loader raises an error.
         if self._asked in signal.Signals.__members__:
             add_note(
                 error,
@@ -171,14 +180,15 @@ class StopRequest:
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Only sets a flag: a handler runs between any two bytecodes and must not take a lock.
         self.request(signal.Signals(number).name)
         if number == signal.SIGINT:
             signal.signal(number, self._earlier[signal.SIGINT])
 
     def _restore(self) -> None:
-        """Give the signals their earlier handlers."""
+        """Give the signals their earlier handlers again."""
         for number, earlier in self._earlier.items():
-            signal.signal(number, earlier or signal.SIG_DFL)  # None: not one of Python's
+            signal.signal(number, earlier or signal.SIG_DFL)  # None: not set by Python code
         self._earlier.clear()
 
     def __enter__(self) -> Self:
@@ -211,16 +221,20 @@ class WatchedLoop(Generic[Item]):
         self._every = every
 
     def __iter__(self) -> Iterator[Item]:
-        """One pass, which begins now."""
+        """Begin one pass now, and return its iterator."""
         return self._stop._begin(self._loop, self._every)
 
     def __len__(self) -> int:
-        """The loop's length."""
+        """Return the loop's length."""
         return len(self._loop)  # type: ignore[arg-type]
 
 
 class _Ranks:
-    """How far this rank is, and how far all ranks go; ``asked`` says why it is to stop."""
+    """The places of this rank and of all ranks in their loops, exchanged over the job's store.
+
+    Args:
+        asked: Returns why this rank is to stop; empty if it is not.
+    """
 
     def __init__(self, asked: Callable[[], str]) -> None:
         self._asked = asked
@@ -229,7 +243,7 @@ class _Ranks:
         self._any = f"{key}/any"
         self._keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
         self._own = self._keys[dist.get_rank()]
-        self._lock = threading.Lock()  # held while the loop must not go on
+        self._lock = threading.Lock()  # held by the thread while the loop must not go on
         self._at: StepPlace = ()
         self._last: StepPlace | None = None
         self._reason = ""
@@ -238,12 +252,16 @@ class _Ranks:
         self._thread = WorkerThread("swpipe-stop", self._listen)
 
     def move(self, at: StepPlace) -> None:
-        """The loop is here from now on; waits while the ranks agree."""
+        """Note the loop's place; wait while the ranks agree on the last one."""
         with self._lock:
             self._at = at
 
     def why_stop(self) -> str:
-        """Why the loop ends where it is; empty if it goes on."""
+        """Return why the loop ends at its place; empty if it goes on.
+
+        Raises:
+            RuntimeError: This rank is to stop, and the ranks could not agree where.
+        """
         if self._failure is not None and (why := self._asked()):
             raise RuntimeError(
                 f"this rank is to stop ({why}), and the ranks could not agree where: "
@@ -252,7 +270,7 @@ class _Ranks:
         return self._reason if self._last is not None and self._at > self._last else ""
 
     def leave(self) -> None:
-        """End the thread; nobody waits for this rank any more."""
+        """End the thread; no rank waits for this one any more."""
         self._left.advance(1)
         self._thread.join(_GRACE_S)
 
@@ -261,12 +279,16 @@ class _Ranks:
             while not self._left.reaches(1, LOOK_S + 1e-3 * len(self._keys)):
                 if self._asked():
                     self._store.set(self._any, "")
+                # Any rank's request sets one key, so a poll costs one look-up and not one per rank.
                 if self._store.check([self._any]):
+                    # With the lock held, move() blocks: the place that is written stays true.
                     with self._lock:
                         self._agree()
                     return
-            self._tell()  # whoever stops later has come as far
-        except RuntimeError as error:  # the store has gone, or a rank
+            # The block ends without a stop. A rank that stops later reads this place, and does not
+            # wait for this rank's answer.
+            self._tell()
+        except RuntimeError as error:  # the store has gone, or a rank has not answered
             self._failure = error
 
     def _tell(self) -> None:
@@ -284,6 +306,7 @@ class _Ranks:
                 )
             if self._left.reaches(1, _ANSWERS_S):
                 return
+        # The greatest place is the first one that no rank has passed: all ranks can end there.
         said = [json.loads(one) for one in self._store.multi_get(self._keys)]
         reasons = [f"{why} on rank {rank}" for rank, (_, why) in enumerate(said) if why]
         self._reason = reasons[0]
@@ -300,11 +323,11 @@ def _number(name: str) -> signal.Signals:
 
 
 _entered: list[StopRequest] = []
-_masks = threading.local()  # of the threads that fork
+_masks = threading.local()  # the signal mask before the fork, of each thread that forks
 
 
 def _before_fork() -> None:
-    """A signal that comes to the child before it has its handlers waits for these."""
+    """Block the handled signals, so that none reaches the child before its handlers are set."""
     numbers = [number for one in _entered for number in one._earlier]
     _masks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -314,6 +337,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
+    # The child is no rank: it must not ask the job to stop when it gets a signal.
     for one in reversed(_entered):
         one._restore()
     _entered.clear()
